@@ -1,0 +1,32 @@
+# Every target makes its own virtual environment, so that a fresh machine needs Python 3.11+, make and a C++ compiler only.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "setuptools>=77"
+	$(BIN)/python -m pip install --quiet -e ".[examples,test,lint]"
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/python examples/train_text.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+# The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	cd build/wheel && unzip -q -o mirrorc-*.whl && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/local.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,338 @@
+"""The public API: `compile` makes a `Step`, and a call of it trains on one batch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.capture import TrainingCall
+from mirrorc.devices import parse_devices
+from mirrorc.dump import DumpFiles
+from mirrorc.errors import ExecutionError
+from mirrorc.inputs import Call, Shards, flatten_call, split_call
+from mirrorc.model_state import ModelState, check_model
+from mirrorc.optimizers import check_optimizer
+from mirrorc.pass_manager import Pass, run_passes, select_passes
+from mirrorc.passes import default_pipeline
+from mirrorc.program import Program
+from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
+from mirrorc.runtime.buffers import MirroredVariable, VariableStore
+from mirrorc.runtime.device_thread import DevicePool
+from mirrorc.runtime.executor import Executor, Memory
+from mirrorc.runtime.optimizer import BucketOptimizers
+from mirrorc.specialize import argument_kinds, capture_program
+from mirrorc.torch_internals import has_cpp_compiler, mark_optimizer_stepped
+from mirrorc.verifier import Verify
+
+
+def compile(  # noqa: A001 - mirrorc.compile, as in torch.compile
+    model: nn.Module,
+    devices: int | Sequence[str | torch.device] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_reduction: str = "mean",
+    backend: str = "inductor",
+    dump: str | Path | None = None,
+    passes: Sequence[Pass] | None = None,
+    disable_passes: Sequence[str] = (),
+    bucket_cap_mb: float = 25.0,
+    first_bucket_mb: float = 1.0,
+    all_reduce: str | None = None,
+    timeout_seconds: float = 1800.0,
+    example_inputs: Any = None,
+) -> Step:
+    """Makes a training step that runs on several devices and means what it would mean on one.
+
+    Args:
+        model: a model written for one device. It stays the user's: its parameters are replica 0's.
+        devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number; None for every visible GPU,
+            else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1`` is a second logical device on GPU 0.
+        optimizer: over parameters of the model.
+        loss_fn: ``loss_fn(output, target)``, a scalar tensor; None if the model returns its loss, or an object with
+            ``.loss``.
+        loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
+        backend: "inductor" compiles regions; "eager" runs them as they are.
+        dump: a directory for one file per pass; also the environment variable MIRRORC_DUMP.
+        passes: a pipeline of one's own, instead of `mirrorc.passes.default_pipeline`.
+        disable_passes: names of passes to leave out.
+        bucket_cap_mb, first_bucket_mb, all_reduce: see `mirrorc.passes.default_pipeline`.
+        timeout_seconds: bound of every wait among devices.
+        example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
+            or a pair of both.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; names it and the remedy.
+    """
+    if optimizer is None:
+        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+    parsed = parse_devices(devices)
+    check_model(model)
+    options = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb, "all_reduce": all_reduce}
+    pipeline = select_passes(default_pipeline(**options) if passes is None else passes, disable_passes)  # type: ignore[arg-type]
+    if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
+        warnings.warn("no C++ compiler was found: backend='eager' is used instead of 'inductor'", stacklevel=2)
+        backend = "eager"
+    state = ModelState(model, loss_fn)
+    check_optimizer(optimizer, state.parameters)
+    step = Step(
+        _Options(model, optimizer, loss_fn, loss_reduction, backend, parsed, pipeline, _dump_directory(dump), timeout_seconds),
+        state,
+    )
+    if example_inputs is not None:
+        args, kwargs = _example_call(example_inputs)
+        step.prepare(*args, **kwargs)
+    return step
+
+
+def _dump_directory(dump: str | Path | None) -> Path | None:
+    chosen = dump if dump is not None else os.environ.get("MIRRORC_DUMP")
+    return Path(chosen) if chosen else None
+
+
+def _example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    if isinstance(example_inputs, tuple):
+        if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
+            return example_inputs
+        return example_inputs, {}
+    raise TypeError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional arguments, a dict of keyword "
+        "arguments, or a pair of both"
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loss_reduction: str
+    backend: str
+    devices: tuple[Any, ...]
+    pipeline: Sequence[Pass]
+    dump: Path | None
+    timeout_seconds: float
+
+
+class Step:
+    """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
+
+    It compiles at the first call for a batch's shapes; other shapes are further specialisations over the same variables.
+    Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
+    """
+
+    def __init__(self, options: _Options, state: ModelState) -> None:
+        self._options = options
+        self._state = state
+        self._store = VariableStore(state.tensors, options.devices)
+        self._optimizers = BucketOptimizers(options.optimizer, self._store)
+        on_cpu = options.devices[0].torch_device.type == "cpu"
+        self._num_threads = max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
+        self._regions = RegionCompiler(options.backend, self._num_threads)
+        self._executors: dict[Any, Executor] = {}
+        self._num_compiled = 0
+        self._last: Executor | None = None
+        self._pool: DevicePool | None = None
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._is_closed = False
+        self._is_broken = False  # a run was stopped: replicas may differ
+        parameters = inspect.signature(options.model.forward).parameters.values()
+        self._parameter_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trains on one batch: forward, backward, all-reduce, update.
+
+        Args:
+            *args: for the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+            **kwargs: likewise; with a loss_fn, ``target`` is what that gets second.
+
+        Returns:
+            The loss of the whole batch, a scalar without gradient.
+
+        Raises:
+            ValueError, TypeError: a wrong argument; nothing has changed.
+            CaptureError: the model cannot be captured; nothing has changed.
+            ExecutionError: a device failed, or the step is closed or in use.
+        """
+        with self._exclusive():
+            call, shards = self._split(args, kwargs)
+            executor = self._executor(call, shards)
+            self._synchronize(executor)
+            return self._run(executor, shards)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Program:
+        """Compiles for a batch like this one, without training on it."""
+        with self._exclusive():
+            call, shards = self._split(args, kwargs)
+            self._last = self._executor(call, shards)
+            return self._last.program
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._is_closed:
+            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
+                "the child, or start the process with the 'spawn' method"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
+                "call it from one thread, or guard it with a lock"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
+        if self._options.loss_fn is not None and "target" not in kwargs:
+            raise TypeError("target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second")
+        call = flatten_call(self._parameter_names, args, kwargs)
+        return call, split_call(call, len(self._options.devices))
+
+    def _executor(self, call: Call, shards: Shards) -> Executor:
+        """The specialisation for a call; compiled if it is the first of its kind."""
+        if self._optimizers.is_stale() and not self._optimizers.fits():
+            self._executors.clear()  # loaded state that the buckets cannot hold: plan them anew
+        groups = tuple(tuple(id(p) for p in group["params"]) for group in self._options.optimizer.param_groups)
+        types = tuple((t.shape, t.stride(), t.dtype) for shard in shards.tensors for t in shard)
+        key = (call.structure, types, self._state.fingerprint(), groups, _autocast_state())
+        if key not in self._executors:
+            self._executors[key] = self._compile(call, shards)
+        return self._executors[key]
+
+    def _compile(self, call: Call, shards: Shards) -> Executor:
+        options = self._options
+        check_optimizer(options.optimizer, self._state.parameters)
+        self._move_to_home()
+        training_call = TrainingCall(options.model, options.loss_fn, call.structure)
+        decompositions = decompositions_for(options.backend)
+        captured = capture_program(
+            training_call, call, shards, options.devices, self._state, options.optimizer, decompositions
+        )
+        instruments = [Verify()]
+        if options.dump is not None:
+            instruments.append(DumpFiles(options.dump / f"program-{self._num_compiled}"))  # type: ignore[arg-type]
+        program = run_passes(captured.program, options.pipeline, instruments)
+        regions = [
+            {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
+            for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
+        ]
+        self._num_compiled += 1
+        memory = Memory(self._store, self._optimizers)
+        return Executor(program, regions, memory, captured.constants, options.timeout_seconds)
+
+    def _move_to_home(self) -> None:
+        """The model's parameters are replica 0's, so they live on its device."""
+        home = self._options.devices[0].torch_device
+        for tensor in self._state.tensors.values():
+            if tensor.device != home:
+                tensor.data = tensor.data.to(home)
+
+    def _synchronize(self, executor: Executor) -> None:
+        """Lays memory out for a program, and takes over what the user changed since the last step."""
+        if self._is_broken:
+            self._store.mirror_all()
+        moved = self._store.lay_out(executor.program)
+        if moved or self._is_broken or self._optimizers.is_stale():
+            self._optimizers.lay_out()
+            self._store.layout += 1
+        self._is_broken = False
+        self._store.mirror_changes()
+        self._optimizers.sync_hyperparameters()
+
+    def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:
+        options = self._options
+        if self._pool is None:
+            self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
+        total = sum(shards.num_examples)
+        is_mean = options.loss_reduction == "mean"
+        weights = [n / total if is_mean else 1.0 for n in shards.num_examples]
+        draws = "seed" in argument_kinds(executor.program.arguments)
+        seed = int(torch.randint(2**62, (), dtype=torch.int64)) if draws else None
+        self._last = executor
+        try:
+            loss = executor.run(self._pool, shards.tensors, weights, seed)
+        except BaseException:
+            self._is_broken = True
+            raise
+        self._optimizers.finish_step()
+        self._store.aggregate()
+        mark_optimizer_stepped(options.optimizer)
+        return loss
+
+    @property
+    def program(self) -> Program:
+        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
+        if self._last is None:
+            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
+        return self._last.program
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The lowered graph of each device, by name."""
+        return self.program.device_graphs
+
+    @property
+    def variables(self) -> Mapping[str, MirroredVariable]:
+        """The variables of the last call's program, by name; tied weights by each of their names."""
+        program = self.program
+        if self._last is not None and self._store.layout == 0:
+            self._synchronize(self._last)
+        found = {
+            name: MirroredVariable(variable, self._options.devices, self._store)
+            for name, variable in program.variables.items()
+            if name in self._state.tensors
+        }
+        for name, variable in self._state.names.items():
+            if variable in found:
+                found.setdefault(name.removeprefix("model."), found[variable])
+        return found
+
+    def close(self) -> None:
+        """Ends the threads. The model and the optimizer keep their values; the step cannot be called again."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _called(module: fx.GraphModule) -> list[str]:
+    return list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )

@@ -1,0 +1,280 @@
+"""Captures forward, loss and backward of a single-device model as one FX graph."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc import ops
+from mirrorc.errors import CaptureError
+from mirrorc.inputs import Structure, rebuild_call
+from mirrorc.program import Argument
+from mirrorc.randomness import seed_random_ops
+from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """What `capture` found.
+
+    Attributes:
+        graph: the graph of one shard. Placeholders are the arguments, `mirrorc.ops.read` nodes the variables; the
+            output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
+        arguments: what the placeholders are.
+        constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
+    """
+
+    graph: fx.Graph
+    arguments: tuple[Argument, ...]
+    constants: Mapping[str, torch.Tensor]
+
+
+class TrainingCall(nn.Module):
+    """A model and its loss as a function of flat tensors, for the tracer."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.structure = structure
+        self.training = model.training  # modes of the model's own modules stay as the user set them
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        args, kwargs = rebuild_call(self.structure, leaves)
+        if self.loss_fn is not None:
+            target = kwargs.pop("target")
+            loss = self.loss_fn(self.model(*args, **kwargs), target)
+        else:
+            output = self.model(*args, **kwargs)
+            if isinstance(output, torch.Tensor):
+                loss = output
+            else:
+                loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        return loss if isinstance(loss, torch.Tensor) else torch.empty(0)  # empty: there is no loss, see _check_loss
+
+
+def capture(
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    leaf_names: Sequence[str],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> CapturedGraph:
+    """Captures one step on one shard.
+
+    Args:
+        call: model and loss.
+        leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+        leaf_names: identifiers for them.
+        variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
+            weights have several names and are one variable).
+        trained: the variables that the optimizer updates.
+        decompositions: of ATen operators, as the backend likes them.
+
+    Raises:
+        CaptureError: with the user's file and line, the reason and a remedy.
+    """
+    what = type(call.model).__name__
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        traced = _trace(call, leaves, what)
+        _check_loss(traced, what)
+        try:
+            joint = export_joint_graph(stack, traced, leaves, decompositions)
+        except Exception as error:
+            raise _explain(error, what) from error
+    return _restructure(joint, leaf_names, variable_names, trained, what)
+
+
+def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.GraphModule:
+    try:
+        return trace_full_graph(call, leaves)
+    except Exception as error:
+        raise _explain(error, what) from error
+
+
+def _explain(error: Exception, what: str) -> CaptureError:
+    """The tracer's exception as a `CaptureError` that names the user's line."""
+    frames = user_frames(error)
+    where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"' if frames else ""
+    reason = _reason(str(error)) or type(error).__name__
+    text = str(error).lower()
+    if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
+        remedy = (
+            "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
+            "instead of Python numbers, or decide before the step"
+        )
+    elif "fake tensor call" in text:
+        remedy = "this line fails on the batch's shapes and dtypes: call model(...) on one shard of the batch to see it"
+    elif "requires_grad_" in text:
+        remedy = "set requires_grad before the step, not inside forward"
+    else:
+        remedy = "make this line traceable, or move it out of forward"
+    return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
+
+
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    parts = {key: "" for key in ("Explanation:", "Developer debug context:")}
+    for line in lines:
+        for key in parts:
+            if line.startswith(key):
+                parts[key] = line.removeprefix(key).strip()
+    found = [lines[0] if lines else "", parts["Explanation:"]]
+    if "exception" in found[0].lower():  # the user's own exception: its text is in the context
+        found.append(parts["Developer debug context:"])
+    return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
+
+
+def _check_loss(traced: fx.GraphModule, what: str) -> None:
+    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
+    results = output.all_input_nodes
+    loss = results[0].meta.get("example_value") if len(results) == 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
+        raise CaptureError(
+            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, or an object with "
+            "'.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns a tensor"
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss of {what} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
+            "tell compile() which by loss_reduction"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
+            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
+        )
+
+
+def _restructure(
+    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
+) -> CapturedGraph:
+    """The joint graph with variables as reads, named arguments, and outputs by name."""
+    _refuse_written_inputs(joint, leaf_names, variable_names, what)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    arguments: list[Argument] = []
+    reads: dict[str, fx.Node] = {}
+    constants: dict[str, torch.Tensor] = {}
+    joint_nodes = list(joint.graph_module.graph.nodes)
+    by_leaf = {joint.leaf_of[n]: n for n in joint_nodes if n in joint.leaf_of}
+    for leaf, name in enumerate(leaf_names):
+        node = graph.placeholder(name)
+        arguments.append(Argument(node.name, "batch", leaf))
+        if leaf in by_leaf:
+            node.meta["val"] = by_leaf[leaf].meta["val"]
+            values[by_leaf[leaf]] = node
+    for kind, source in (("loss_weight", joint.tangent), ("seed", None)):
+        node = graph.placeholder(kind)
+        arguments.append(Argument(node.name, kind))
+        node.meta["val"] = source.meta["val"] if source is not None else joint.fake_seed()
+        if source is not None:
+            values[source] = node
+        seed = node
+    for node in joint_nodes:
+        if node in values or node.op == "output":
+            continue
+        if node.op == "placeholder" or node.op == "get_attr":
+            name = variable_names.get(joint.variable_of[node], joint.variable_of[node])
+            if name not in reads:
+                reads[name] = graph.call_function(ops.read, (), {"variable": name})
+                reads[name].meta["val"] = node.meta["val"]
+            if node.op == "get_attr":
+                constants[name] = joint.constant(node)
+            values[node] = reads[name]
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node].meta = {k: node.meta[k] for k in ("val", "stack_trace", "nn_module_stack") if k in node.meta}
+    graph.output(_outputs(joint, values, variable_names, trained, what))
+    if seed_random_ops(graph, seed) == 0:
+        graph.erase_node(seed)
+        arguments.pop()
+    _remove_dead_code(graph)
+    graph.lint()
+    return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
+
+
+def _refuse_written_inputs(
+    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], what: str
+) -> None:
+    if joint.written_inputs:
+        kind, name = joint.written_inputs[0]
+        if kind == "parameter":
+            raise CaptureError(
+                f"forward of {what} writes the parameter {variable_names[name]!r} in place: parameters change in "
+                "the optimizer only; make it a buffer, or write it between steps"
+            )
+        raise CaptureError(
+            f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
+            "first, as in x = x.clone()"
+        )
+
+
+def _outputs(
+    joint: JointGraph,
+    values: Mapping[fx.Node, fx.Node],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    what: str,
+) -> dict[str, Any]:
+    gradients: dict[str, fx.Node] = {}
+    for name, node in joint.gradients.items():
+        variable = variable_names.get(name, name)
+        if variable not in trained or node is None:
+            continue
+        gradient = values[node]
+        assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
+        gradients[variable] = gradient
+    graph = values[joint.loss].graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
+    if not ordered:
+        raise CaptureError(
+            f"the loss of {what} does not depend on any parameter that the optimizer updates: check what the optimizer "
+            "was given"
+        )
+    writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
+    return {"loss": values[joint.loss], "gradients": ordered, "writes": writes}
+
+
+def _remove_dead_code(graph: fx.Graph) -> None:
+    """Removes what nothing uses. Reads and placeholders of batch arguments stay cheap; placeholders are kept."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _read_names(graph: fx.Graph) -> set[str]:
+    return {str(node.kwargs["variable"]) for node in ops.calls(graph, ops.read)}
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that a node comes from, as ``file.py:14  code``; empty if unknown."""
+    text = node.meta.get("stack_trace")
+    while not text and node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node, text = source, source.meta.get("stack_trace")
+    return last_source_line(text) if text else ""
+
+
+def last_source_line(stack_trace: str) -> str:
+    """The innermost line of a recorded stack trace, as ``file.py:14  code``."""
+    lines = stack_trace.splitlines()
+    for i in range(len(lines) - 1, -1, -1):
+        line = lines[i].strip()
+        if line.startswith("File ") and ", line " in line:
+            path, rest = line.removeprefix('File "').split('", line ', 1)
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
+    return ""

@@ -1,0 +1,25 @@
+"""The exceptions that mirrorc raises; each message says what, where, why and what to do."""
+
+
+class MirrorcError(Exception):
+    """Base class of every error that is mirrorc's own (bad arguments raise ``ValueError`` or ``TypeError``)."""
+
+
+class CaptureError(MirrorcError):
+    """The model, its loss or its backward could not be captured as one graph."""
+
+
+class PassError(MirrorcError):
+    """A pass, or the order of the passes, cannot do what is asked of it."""
+
+
+class VerifyError(MirrorcError):
+    """A program breaks a rule of its stage; it never reaches the runtime."""
+
+
+class ExecutionError(MirrorcError):
+    """A replica failed while it ran its program, or the step cannot run any more."""
+
+
+class CommunicationError(MirrorcError):
+    """A collective could not be launched or did not finish in time."""

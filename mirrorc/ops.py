@@ -1,0 +1,116 @@
+"""The operations of mirrored and lowered graphs.
+
+They are symbols: a graph names them as the target of ``call_function`` nodes, the runtime carries them out. Every
+operation of a mirrored graph carries the keyword ``replica``; only collectives join replicas, and those carry the bucket
+they move as a tag, so that two buckets of equal shape can never be exchanged for one another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The type of a collective's result while it is in flight; only `wait` turns it into a value.
+
+    Attributes:
+        value: the (fake) tensor that `wait` will give.
+    """
+
+    value: Any
+
+
+def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__
+
+    def symbol(*args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"{name} is an operation of the IR: only mirrorc's runtime can carry it out")
+
+    symbol.__name__ = symbol.__qualname__ = name
+    symbol.__doc__ = function.__doc__
+    symbol.__module__ = function.__module__
+    return fx.has_side_effect(symbol) if name in _IMPURE else symbol
+
+
+_IMPURE = {"all_reduce", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
+
+
+@_symbol
+def argument(*, name: str, replica: int) -> Any:
+    """An argument of a replica's program (a placeholder, once lowered)."""
+
+
+@_symbol
+def read(*, variable: str, replica: int | None = None) -> Any:
+    """The value of a variable before the step's update."""
+
+
+@_symbol
+def call_region(*args: Any, region: str, replica: int | None = None) -> Any:
+    """Runs a region; yields the tuple of its outputs."""
+
+
+@_symbol
+def pack(*gradients: Any, bucket: int, replica: int) -> Any:
+    """Puts gradients into their slots of the bucket, in the order of the slots; yields the bucket."""
+
+
+@_symbol
+def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Pending:
+    """Launches the sum of a bucket over all replicas; takes every replica's bucket (one, once lowered)."""
+
+
+@_symbol
+def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Pending:
+    """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``values`` are there."""
+
+
+@_symbol
+def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
+    """Turns a pending value into a tensor, once per replica."""
+
+
+@_symbol
+def update(gradient: Any, *, bucket: int, replica: int) -> None:
+    """Applies the optimizer to a bucket's parameters, element by element."""
+
+
+@_symbol
+def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
+    """Lets the user's optimizer update the parameters of these buckets by itself; yields a token."""
+
+
+@_symbol
+def store(value: Any, *, bucket: int, replica: int) -> None:
+    """Writes a bucket's parameters."""
+
+
+@_symbol
+def write(value: Any, *, variable: str, replica: int) -> None:
+    """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
+
+
+COLLECTIVES = (all_reduce, broadcast)
+
+
+def replica_of(node: fx.Node) -> int | None:
+    """The replica whose node this is; None for collectives and for graphs of a single device."""
+    while node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    replica = node.kwargs.get("replica")
+    return replica if isinstance(replica, int) else None
+
+
+def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+    """The nodes of a graph that call one of these operations, in program order."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets:
+            yield node

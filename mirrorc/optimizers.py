@@ -1,0 +1,91 @@
+"""What mirrorc knows of an optimizer: whether it is element-wise, and which rule updates each parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.program import UpdateRule
+from mirrorc.torch_internals import has_step_hooks
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""Optimizers whose update of an element depends on that element alone, so that they may run on whole buckets."""
+
+SCALAR_STATE = ("step", "mu_product")
+"""Entries of those optimizers' state that are one number for a parameter."""
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer may run on whole buckets: a known class, not a subclass, with nothing hooked into its step."""
+    if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer):
+        return False
+    return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuses what cannot train these parameters.
+
+    Raises:
+        TypeError: no optimizer, or one whose step needs a closure.
+        ValueError: it updates parameters that are not among these.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = type(optimizer).__name__
+        raise TypeError(f"optimizer is a {given}: give a torch.optim.Optimizer over model.parameters()")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} needs a closure that evaluates the model several times in a step; mirrorc's step "
+            "evaluates it once: use an optimizer whose step() works without a closure, such as AdamW"
+        )
+    known = {id(parameter) for parameter in parameters.values()}
+    for index, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"the optimizer's parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
+                    "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
+                )
+
+
+def update_rules(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], updated: Sequence[str]
+) -> dict[str, UpdateRule]:
+    """The rule of each parameter.
+
+    Args:
+        optimizer: the user's.
+        parameters: the model's, by name.
+        updated: names of those that get a gradient; others get no rule.
+    """
+    elementwise = is_elementwise(optimizer)
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    classes: dict[Any, int] = {}
+    rules = {}
+    for name in updated:
+        parameter = parameters[name]
+        group = group_of[id(parameter)]
+        state_class = 0
+        if elementwise:
+            state_class = classes.setdefault(state_signature(optimizer.state.get(parameter, {})), len(classes))
+        rules[name] = UpdateRule(f"{type(optimizer).__name__} group {group}", group, state_class, elementwise)
+    return rules
+
+
+def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:
+    """Equal for parameters whose state can be held in one flat tensor per entry."""
+    return tuple(
+        sorted((key, float(value) if key in SCALAR_STATE else None) for key, value in state.items() if value is not None)
+    )

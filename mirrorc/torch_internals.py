@@ -1,0 +1,204 @@
+"""Every private API of torch that mirrorc uses, each behind a name of ours; a test calls each and fails when one moves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+@dataclass
+class JointGraph:
+    """Forward and backward as AOTAutograd gives them, its descriptors turned into plain names.
+
+    Attributes:
+        graph_module: the functional graph.
+        leaf_of: placeholder to index of the tensor argument.
+        variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
+        tangent: the placeholder for the gradient of the loss.
+        loss: the node of the loss.
+        gradients: parameter name to the node of its gradient, None if it has none.
+        buffer_writes: buffer name to the node of its new value.
+        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
+        fake_mode: the mode of the graph's fake tensors.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: Any
+    tangent: fx.Node
+    loss: fx.Node
+    leaf_of: dict[fx.Node, int] = field(default_factory=dict)
+    variable_of: dict[fx.Node, str] = field(default_factory=dict)
+    gradients: dict[str, fx.Node | None] = field(default_factory=dict)
+    buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
+    written_inputs: list[tuple[str, str]] = field(default_factory=list)
+
+    def fake_seed(self) -> torch.Tensor:
+        """A fake tensor like a replica's seed."""
+        with self.fake_mode:
+            return torch.empty((), dtype=torch.int64)
+
+    def constant(self, node: fx.Node) -> torch.Tensor:
+        """The tensor that a get_attr node names."""
+        return _attribute(self.graph_module, str(node.target))
+
+
+def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises."""
+    from torch._dynamo import config
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    options = {
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods(),
+    }
+    with config.patch(options):
+        return dynamo_graph_capture_for_export(module)(*leaves)
+
+
+def _logging_methods() -> set[Callable[..., Any]]:
+    names = ("debug", "info", "warning", "warning_once", "error", "exception", "critical", "log", "isEnabledFor")
+    methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    return methods
+
+
+def export_joint_graph(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> JointGraph:
+    """The functional forward-and-backward graph of what `trace_full_graph` gave."""
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
+    graph_module = exported.graph_module
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    tangent = next(node for node in placeholders if isinstance(node.meta["desc"], d.TangentAOTInput))
+    results = list(zip(output.args[0], output.meta["desc"], strict=True))
+    loss = next(node for node, desc in results if isinstance(desc, d.PlainAOTOutput))
+    joint = JointGraph(graph_module, tangent.meta["val"].fake_mode, tangent, loss)
+    for node in placeholders:
+        desc = node.meta["desc"]
+        if isinstance(desc, d.PlainAOTInput):
+            joint.leaf_of[node] = desc.idx
+        elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
+            joint.variable_of[node] = desc.target
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            joint.variable_of[node] = str(node.target)
+    for node, desc in results:
+        if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
+            joint.gradients[desc.grad_of.target] = node
+        elif isinstance(desc, d.InputMutationAOTOutput):
+            _note_mutation(joint, node, desc.mutated_input, d)
+    return joint
+
+
+def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> None:
+    if isinstance(mutated, d.BufferAOTInput):
+        joint.buffer_writes[mutated.target] = node
+    elif isinstance(mutated, d.ParamAOTInput):
+        joint.written_inputs.append(("parameter", mutated.target))
+    else:
+        joint.written_inputs.append(("argument", str(mutated.idx)))
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The user's frames that the tracer was in when it failed, outermost first; not those of torch, Python or mirrorc."""
+    frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
+    cause = error.__cause__ or error.__context__
+    if not frames and cause is not None:
+        return user_frames(cause)
+    stdlib, ours = sysconfig.get_path("stdlib"), os.path.dirname(__file__)
+
+    def is_users(path: str) -> bool:
+        if path.startswith((torch.__path__[0], ours, "<")):
+            return False
+        return not path.startswith(stdlib) or "site-packages" in path
+
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor wants to see applied; dropout is kept, it gets a random stream of its own."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    for overload in ("default", "out"):
+        table.pop(getattr(torch.ops.aten.native_dropout, overload), None)
+    return table
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compiles a functional ATen graph. The result takes a list, which it empties, and gives a sequence of outputs.
+
+    Args:
+        graph_module: the graph; it is changed.
+        example_inputs: fake tensors with the shapes and strides of the arguments.
+        num_threads: threads that a compiled loop may use on the CPU.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.ir import gm_original_output_strides
+
+    fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
+    tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
+    with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing:
+        joint_graph_passes(graph_module)
+        gm_original_output_strides(graph_module)
+        return compile_fx_inner(graph_module, list(example_inputs))  # type: ignore[return-value]
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError, RuntimeError):
+        return False
+    return True
+
+
+def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells LR schedulers that the optimizer has stepped, though its own ``step`` was not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user hooked into ``optimizer.step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def intra_op_threads(num_threads: int) -> Iterator[None]:
+    """Runs a block with this many threads for torch's operators, as far as the calling thread goes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

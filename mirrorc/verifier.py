@@ -1,0 +1,238 @@
+"""Checks a program after every pass; each rule is a function that yields what breaks it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.capture import source_line
+from mirrorc.errors import VerifyError
+from mirrorc.pass_manager import Instrument, Pass
+from mirrorc.program import Program, Stage
+
+Rule = Callable[[Program], Iterator[str]]
+
+
+def graphs_are_well_formed(program: Program) -> Iterator[str]:
+    """Every value is defined before it is used, in its own graph, and names are unique (torch.fx's own lint)."""
+    for graph in (*program.graphs(), *(region.graph_module.graph for region in program.regions.values())):
+        try:
+            graph.lint()
+        except (RuntimeError, ValueError) as error:
+            yield f"graph is malformed: {error}"
+
+
+def slots_are_disjoint(program: Program) -> Iterator[str]:
+    """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
+    for i, bucket in enumerate(program.buckets):
+        if bucket.index != i:
+            yield f"bucket {bucket.index} is at place {i}: buckets are named by their place"
+        for before, after in pairwise(bucket.slots):
+            if before.offset + before.num_elements > after.offset:
+                yield f"bucket {i}: the slots of {before.variable} and {after.variable} overlap"
+        last = bucket.slots[-1]
+        if last.offset + last.num_elements > bucket.num_elements or bucket.slots[0].offset < 0:
+            yield f"bucket {i}: the slot of {last.variable} ends outside of the bucket"
+        for slot in bucket.slots:
+            variable = program.variables[slot.variable]
+            if variable.dtype != bucket.dtype:
+                yield f"bucket {i} is {bucket.dtype}, but {slot.variable} in it is {variable.dtype}"
+            if variable.update != bucket.rule:
+                yield f"bucket {i}: {slot.variable} follows another update rule than the bucket"
+
+
+def every_gradient_has_one_slot(program: Program) -> Iterator[str]:
+    """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
+    if not program.buckets:
+        return
+    slots = Counter(slot.variable for bucket in program.buckets for slot in bucket.slots)
+    yield from (f"{name} is in {count} slots" for name, count in slots.items() if count > 1)
+    graphs = program.shard_graphs if program.stage < Stage.REPLICATED else (program.graph,)
+    for graph in graphs if program.stage < Stage.PACKED else ():
+        assert graph is not None
+        output = graph.output_node().args[0]
+        gradients = set(output["gradients"]) if isinstance(output, dict) else set()
+        yield from (f"the gradient of {name} has no slot" for name in sorted(gradients - set(slots)))
+        yield from (f"the slot of {name} has no gradient" for name in sorted(set(slots) - gradients))
+
+
+def every_bucket_is_packed_once(program: Program) -> Iterator[str]:
+    """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
+    for where, graph, replicas in _scopes(program):
+        found = Counter((node.kwargs["bucket"], ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
+        for bucket in program.buckets:
+            for replica in replicas:
+                if found[(bucket.index, replica)] != 1:
+                    yield f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
+        for node in ops.calls(graph, ops.pack):
+            bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+            if len(node.args) != len(bucket.slots):
+                yield f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients{_at(node)}"
+                continue
+            for slot, gradient in zip(bucket.slots, node.args, strict=True):
+                value = gradient.meta["val"]  # type: ignore[union-attr]
+                if tuple(value.shape) != slot.shape or value.dtype != bucket.dtype:
+                    yield (
+                        f"bucket {bucket.index}: the gradient for {slot.variable} is {value.dtype}{list(value.shape)}, its "
+                        f"slot {bucket.dtype}{list(slot.shape)}{_at(gradient)}"  # type: ignore[arg-type]
+                    )
+
+
+def every_gradient_is_packed_once(program: Program) -> Iterator[str]:
+    """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            for gradient in node.all_input_nodes:
+                for user in gradient.users:
+                    if user is not node:
+                        yield f"{gradient.name}, a gradient of bucket {node.kwargs['bucket']}, is used by {user.name} as well"
+            if len(set(node.args)) != len(node.args):
+                yield f"bucket {node.kwargs['bucket']} packs one gradient into two slots{_at(node)}"
+
+
+def collectives_are_waited_for_once(program: Program) -> Iterator[str]:
+    """Every pending value is waited for exactly once by each replica, under its own tag, and used by nothing else."""
+    for where, graph, replicas in _scopes(program):
+        for node in ops.calls(graph, *ops.COLLECTIVES):
+            waits = Counter(ops.replica_of(user) for user in node.users if user.target is ops.wait)
+            for replica in replicas:
+                if waits[replica] != 1:
+                    yield f"{_say(node)} is waited for {waits[replica]} times on {where(replica)}{_at(node)}"
+            for user in node.users:
+                if user.target is not ops.wait:
+                    yield f"{_say(node)} is in flight but used by {user.name}; wait for it first{_at(user)}"
+                elif user.kwargs["bucket"] != node.kwargs["bucket"]:
+                    yield f"{_say(node)} is waited for as bucket {user.kwargs['bucket']}{_at(user)}"
+        for node in ops.calls(graph, ops.wait):
+            if node.args[0].target not in ops.COLLECTIVES:  # type: ignore[union-attr]
+                yield f"{node.name} waits for {node.args[0]}, which is not in flight{_at(node)}"
+
+
+def buckets_in_flight_are_not_used(program: Program) -> Iterator[str]:
+    """Between the launch of an all_reduce and its wait, nothing uses the bucket."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, ops.all_reduce):
+            for packed in node.all_input_nodes:
+                others = [user for user in packed.users if user is not node]
+                yield from (f"bucket {node.kwargs['bucket']} is in flight but used by {u.name}{_at(u)}" for u in others)
+                if packed.kwargs.get("bucket") != node.kwargs["bucket"]:
+                    yield f"{_say(node)} is given {packed.name}, which is another bucket{_at(node)}"
+
+
+def all_replicas_take_part(program: Program) -> Iterator[str]:
+    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once."""
+    if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
+        return
+    reduced = Counter(node.kwargs["bucket"] for node in ops.calls(program.graph, ops.all_reduce))
+    for bucket in program.buckets:
+        if reduced[bucket.index] != 1:
+            yield f"bucket {bucket.index} is reduced {reduced[bucket.index]} times"
+    for node in ops.calls(program.graph, ops.all_reduce):
+        found = [ops.replica_of(n) for n in node.all_input_nodes]
+        if found != list(range(program.num_replicas)):
+            yield f"{_say(node)} joins replicas {found}, not each of {program.num_replicas} once{_at(node)}"
+
+
+def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
+    """Each replica updates each bucket exactly once, from the reduced bucket."""
+    for where, graph, replicas in _scopes(program):
+        done: Counter[tuple[int, int | None]] = Counter()
+        for node in ops.calls(graph, ops.update, ops.store):
+            done[(node.kwargs["bucket"], ops.replica_of(node))] += 1  # type: ignore[index]
+        for node in ops.calls(graph, ops.step_optimizer):
+            for index in node.kwargs["buckets"]:  # type: ignore[union-attr]
+                done[(index, ops.replica_of(node))] += 1
+        for bucket in program.buckets:
+            for replica in replicas:
+                if done[(bucket.index, replica)] != 1:
+                    yield f"bucket {bucket.index} is updated {done[(bucket.index, replica)]} times on {where(replica)}"
+        for node in ops.calls(graph, ops.update):
+            source = node.args[0]
+            reduced = ops.wait if program.num_replicas > 1 else ops.pack
+            if source.target is not reduced or source.kwargs["bucket"] != node.kwargs["bucket"]:  # type: ignore[union-attr]
+                yield f"bucket {node.kwargs['bucket']} is updated from {source}, which is not its sum{_at(node)}"
+
+
+def collectives_have_one_order(program: Program) -> Iterator[str]:
+    """Every device launches the same collectives, with the same tags, in the same order, and waits in one order too."""
+    if program.stage is not Stage.LOWERED:
+        return
+    orders = {
+        name: [(node.target.__name__, node.kwargs["bucket"], node.kwargs.get("link")) for node in ops.calls(m.graph, *ops.COLLECTIVES, ops.wait)]  # type: ignore[union-attr]
+        for name, m in program.device_graphs.items()
+    }
+    first_name, first = next(iter(orders.items()))
+    for name, order in orders.items():
+        for i, (expected, found) in enumerate(zip(first, order, strict=False)):
+            if expected != found:
+                yield (
+                    f"collective {i} is {expected[0]} of bucket {expected[1]} on {first_name} but {found[0]} of bucket "
+                    f"{found[1]} on {name}: the devices would wait for each other for ever"
+                )
+                break
+        if len(order) != len(first):
+            yield f"{first_name} takes part in {len(first)} collectives and waits, {name} in {len(order)}"
+
+
+RULES: dict[Stage, tuple[Rule, ...]] = {
+    Stage.CAPTURED: (graphs_are_well_formed, slots_are_disjoint, every_gradient_has_one_slot),
+    Stage.OUTLINED: (),
+    Stage.REPLICATED: (),
+    Stage.PACKED: (every_bucket_is_packed_once, every_gradient_is_packed_once),
+    Stage.REDUCED: (collectives_are_waited_for_once, buckets_in_flight_are_not_used, all_replicas_take_part),
+    Stage.UPDATED: (every_bucket_is_updated_once,),
+    Stage.SCHEDULED: (),
+    Stage.LOWERED: (collectives_have_one_order,),
+}
+"""The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""
+
+
+def verify(program: Program, *, after: str = "") -> None:
+    """Checks every rule of a program's stage.
+
+    Args:
+        after: name of the pass that made the program, for the message.
+
+    Raises:
+        VerifyError: names the rule, the place and the pass.
+    """
+    for stage in Stage:
+        if stage > program.stage:
+            return
+        for rule in RULES[stage]:
+            broken = next(rule(program), None)
+            if broken is not None:
+                by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"
+                raise VerifyError(
+                    f"{by} the rule {rule.__name__} of stage {stage.name}: {broken}. The rule: {rule.__doc__} The program "
+                    "will not run; mend the pass (dump= shows the program after every pass)."
+                )
+
+
+class Verify(Instrument):
+    """Verifies the program after every pass."""
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Raises `VerifyError` if a rule is broken."""
+        verify(after, after=compiler_pass.name)
+
+
+def _scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
+    """Graphs that hold operations of the IR, each with the replicas in it and a way to name them."""
+    if program.graph is not None:
+        yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
+    for name, module in program.device_graphs.items():
+        yield lambda _, name=name: name, module.graph, [None]  # type: ignore[misc]
+
+
+def _say(node: fx.Node) -> str:
+    return f"{node.target.__name__} of bucket {node.kwargs['bucket']}"  # type: ignore[union-attr]
+
+
+def _at(node: fx.Node) -> str:
+    line = source_line(node)
+    return f" (at {line})" if line else ""

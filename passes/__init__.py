@@ -1,0 +1,50 @@
+"""The compiler passes; this is the only place that knows their order."""
+
+from __future__ import annotations
+
+from mirrorc.pass_manager import Pass
+from mirrorc.passes.insert_all_reduce import InsertAllReduce
+from mirrorc.passes.insert_update import InsertUpdate
+from mirrorc.passes.lower_collectives import LowerCollectives
+from mirrorc.passes.lower_devices import LowerDevices
+from mirrorc.passes.outline_regions import OutlineRegions
+from mirrorc.passes.pack_gradients import PackGradients
+from mirrorc.passes.plan_buckets import PlanBuckets
+from mirrorc.passes.replicate import Replicate
+from mirrorc.passes.schedule_overlap import ScheduleOverlap
+
+__all__ = [
+    "InsertAllReduce",
+    "InsertUpdate",
+    "LowerCollectives",
+    "LowerDevices",
+    "OutlineRegions",
+    "PackGradients",
+    "PlanBuckets",
+    "Replicate",
+    "ScheduleOverlap",
+    "default_pipeline",
+]
+
+
+def default_pipeline(
+    *, bucket_cap_mb: float = 25.0, first_bucket_mb: float = 1.0, all_reduce: str | None = None
+) -> list[Pass]:
+    """The passes that `mirrorc.compile` runs, in order.
+
+    Args:
+        bucket_cap_mb: a bucket is closed when the next gradient would take it over so many MiB.
+        first_bucket_mb: the same for the first bucket, smaller so that communication begins early.
+        all_reduce: the link to use, instead of what `LowerCollectives` finds best.
+    """
+    return [
+        PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
+        OutlineRegions(),
+        Replicate(),
+        PackGradients(),
+        InsertAllReduce(),
+        InsertUpdate(),
+        ScheduleOverlap(),
+        LowerCollectives(link=all_reduce),
+        LowerDevices(),
+    ]

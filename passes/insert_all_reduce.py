@@ -1,0 +1,61 @@
+"""Inserts one all-reduce per bucket, in the order in which buckets become ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Program, Stage
+
+
+@dataclass(frozen=True)
+class InsertAllReduce:
+    """Joins the replicas' buckets: one `all_reduce`, right after the last replica's `pack`, and one `wait` per replica.
+
+    Buckets become ready in the reverse of the forward's order, and so do their reductions::
+
+        pack   = pack(g0, g1, bucket=0, replica=0)        pack   = pack(g0, g1, bucket=0, replica=0)
+        pack_1 = pack(h0, h1, bucket=0, replica=1)  ->    pack_1 = pack(h0, h1, bucket=0, replica=1)
+        output {packed: ((pack, pack_1),)}                all_reduce = all_reduce(pack, pack_1, bucket=0, op=sum)
+                                                          wait   = wait(all_reduce, bucket=0, replica=0)
+                                                          wait_1 = wait(all_reduce, bucket=0, replica=1)
+                                                          output {reduced: ((wait, wait_1),)}
+
+    Needs: packed buckets.
+    Guarantees: each bucket is reduced once; each pending value is waited for once by each replica. With one replica
+        there is nothing to reduce.
+    """
+
+    name: str = field(default="insert-all-reduce", init=False)
+    input_stage: Stage = field(default=Stage.PACKED, init=False)
+    output_stage: Stage = field(default=Stage.REDUCED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(program.mirrored_graph, values)
+        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        reduced = output["packed"]
+        if program.num_replicas > 1:
+            order = {node: i for i, node in enumerate(graph.nodes)}
+            reduced = tuple(
+                _reduce(graph, bucket.index, output["packed"][bucket.index], order) for bucket in program.buckets
+            )
+        graph.output({"losses": output["losses"], "reduced": reduced, "writes": output["writes"]})
+        return program.evolve(stage=Stage.REDUCED, graph=graph)
+
+
+def _reduce(graph: fx.Graph, index: int, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+    with graph.inserting_after(max(packs, key=order.__getitem__)):
+        pending = graph.call_function(ops.all_reduce, packs, {"bucket": index, "op": "sum"})
+    pending.meta["val"] = ops.Pending(packs[0].meta["val"])
+    last, waits = pending, []
+    for replica, pack in enumerate(packs):
+        with graph.inserting_after(last):
+            last = graph.call_function(ops.wait, (pending,), {"bucket": index, "replica": replica})
+        last.meta["val"] = pack.meta["val"]
+        waits.append(last)
+    return tuple(waits)

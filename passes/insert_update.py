@@ -1,0 +1,71 @@
+"""Inserts the optimizer's update of every bucket, and the writes of per-replica variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Bucket, Program, Stage
+
+
+@dataclass(frozen=True)
+class InsertUpdate:
+    """Puts the optimizer at the end of every replica's program.
+
+    An element-wise optimizer runs on whole buckets, on every replica. Any other runs by itself, once, on replica 0's
+    parameters, and each bucket's new parameters are broadcast: an arbitrary optimizer cannot be copied safely, and might
+    draw random numbers, and so is run once for all::
+
+        output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
+
+        update(wait, bucket=0, replica=0)                 # or, for an optimizer that is not element-wise:
+        update(wait_1, bucket=0, replica=1)               #   token = step_optimizer(wait, buckets=(0,), replica=0)
+        write(m, variable=bn.mean, replica=0)             #   broadcast = broadcast(token, bucket=0, root=0)
+        write(m_1, variable=bn.mean, replica=1)           #   w   = wait(broadcast, bucket=0, replica=0)
+        output {losses: (l, l_1)}                         #   w_1 = wait(broadcast, bucket=0, replica=1)
+                                                          #   store(w_1, bucket=0, replica=1)
+
+    Needs: reduced buckets.
+    Guarantees: each parameter is updated once per replica, after every read of it in this step.
+    """
+
+    name: str = field(default="insert-update", init=False)
+    input_stage: Stage = field(default=Stage.REDUCED, init=False)
+    output_stage: Stage = field(default=Stage.UPDATED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(program.mirrored_graph, values)
+        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        for bucket in program.buckets:
+            if bucket.rule.elementwise:
+                for replica, gradient in enumerate(output["reduced"][bucket.index]):
+                    graph.call_function(ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
+        others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+        if others:
+            _step_and_broadcast(graph, others, output["reduced"], program.num_replicas)
+        for variable, replicas in output["writes"].items():
+            for replica, value in enumerate(replicas):
+                graph.call_function(ops.write, (value,), {"variable": variable, "replica": replica})
+        graph.output({"losses": output["losses"]})
+        return program.evolve(stage=Stage.UPDATED, graph=graph)
+
+
+def _step_and_broadcast(graph: fx.Graph, buckets: list[Bucket], reduced: Any, num_replicas: int) -> None:
+    gradients = tuple(reduced[bucket.index][0] for bucket in buckets)
+    indices = tuple(bucket.index for bucket in buckets)
+    token = graph.call_function(ops.step_optimizer, gradients, {"buckets": indices, "replica": 0})
+    if num_replicas == 1:
+        return
+    for bucket in buckets:
+        pending = graph.call_function(ops.broadcast, (token,), {"bucket": bucket.index, "root": 0})
+        pending.meta["val"] = ops.Pending(reduced[bucket.index][0].meta["val"])
+        for replica in range(num_replicas):
+            value = graph.call_function(ops.wait, (pending,), {"bucket": bucket.index, "replica": replica})
+            value.meta["val"] = pending.meta["val"].value
+            if replica != 0:
+                graph.call_function(ops.store, (value,), {"bucket": bucket.index, "replica": replica})

@@ -1,0 +1,71 @@
+"""Splits the mirrored graph into one graph module per device."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from mirrorc import ops
+from mirrorc.program import Program, Stage
+
+
+@dataclass(frozen=True)
+class LowerDevices:
+    """Gives every device its own graph: the nodes of its replica, and its part of every collective::
+
+        x      = argument(name=x, replica=0)                          x = placeholder
+        fwd_0  = call_region(x, ..., region=fwd_0, replica=0)         fwd_0 = call_module fwd_0(x, ...)
+        ar     = all_reduce(pack, pack_1, bucket=0, ...)        ->    ar    = all_reduce(pack, bucket=0, ...)
+        wait   = wait(ar, bucket=0, replica=0)                        wait  = wait(ar, bucket=0)
+        output {losses: (loss, loss_1)}                               output loss
+
+    Needs: collectives with links.
+    Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared,
+        not copied.
+    """
+
+    name: str = field(default="lower-devices", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.LOWERED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graphs = [fx.Graph() for _ in program.devices]
+        values: list[dict[fx.Node, fx.Node]] = [{} for _ in program.devices]
+        for node in program.mirrored_graph.nodes:
+            if node.op == "output":
+                continue
+            replica = ops.replica_of(node)
+            for r in range(program.num_replicas) if replica is None else (replica,):
+                values[r][node] = _lower(graphs[r], node, values[r], r)
+        output: Any = program.mirrored_graph.output_node().args[0]
+        modules: dict[str, fx.GraphModule] = {}
+        for r, device in enumerate(program.devices):
+            graphs[r].output(values[r][output["losses"][r]])
+            root = nn.Module()
+            for node in graphs[r].nodes:
+                if node.op == "call_module":
+                    root.add_module(node.target, program.regions[node.target].graph_module)
+            modules[device.name] = fx.GraphModule(root, graphs[r], class_name=f"Replica{r}")
+        return program.evolve(stage=Stage.LOWERED, graph=None, device_graphs=modules)
+
+
+def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], replica: int) -> fx.Node:
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
+    if node.target is ops.argument:
+        lowered = graph.placeholder(str(kwargs["name"]))
+    elif node.target is ops.call_region:
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        lowered = graph.call_module(str(kwargs["region"]), args)  # type: ignore[arg-type]
+    elif node.target in ops.COLLECTIVES:
+        own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
+        lowered = graph.call_function(node.target, own, kwargs)  # type: ignore[arg-type]
+    elif node.target is operator.getitem:
+        lowered = graph.node_copy(node, values.__getitem__)
+    else:
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        lowered = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    lowered.meta = dict(node.meta)
+    return lowered

@@ -1,0 +1,170 @@
+"""Cuts the captured graph into regions: the forward, and one piece of backward for each bucket."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.inputs import identifier
+from mirrorc.program import Program, Region, Stage
+
+
+@dataclass(frozen=True)
+class OutlineRegions:
+    """Moves the operators of the captured graph into regions, cut where buckets become ready.
+
+    Region ``fwd_0`` is what comes before the first use of the loss's gradient; ``bwd_k`` ends with the last gradient of
+    bucket k. Regions with the same body are one region, called several times::
+
+        addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
+        loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
+        mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
+        output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
+
+    Needs: a bucket plan.
+    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left.
+    """
+
+    name: str = field(default="outline-regions", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+
+    def run(self, program: Program) -> Program:
+        pool = _RegionPool()
+        graphs = tuple(_outline(graph, program, pool) for graph in program.shard_graphs)
+        return program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
+
+
+class _RegionPool:
+    """The regions made so far; a body that is there already is not added again."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region] = {}
+        self._by_body: dict[Any, str] = {}
+
+    def add(self, phase: str, graph: fx.Graph) -> str:
+        key = (phase, _body_key(graph))
+        if key not in self._by_body:
+            prefix = {"forward": "fwd", "backward": "bwd"}[phase]
+            name = f"{prefix}_{sum(region.phase == phase for region in self.regions.values())}"
+            self.regions[name] = Region(name, phase, fx.GraphModule({}, graph, class_name=name))
+            self._by_body[key] = name
+        return self._by_body[key]
+
+
+def _body_key(graph: fx.Graph) -> Any:
+    """Equal for graphs that compute the same on arguments of the same types."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        detail = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}"))
+        value = node.meta.get("val")
+        typed = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else ()
+        lines.append((node.op, str(node.target) if node.op == "call_function" else "", detail, typed))
+    return tuple(lines)
+
+
+def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
+    outer = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node.target is ops.read:
+            values[node] = outer.node_copy(node)
+    pieces = _pieces(graph, program)
+    used_outside = _used_outside(graph, pieces)
+    for i, nodes in enumerate(pieces):
+        if nodes:
+            _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
+    output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
+    outer.output(output)
+    return outer
+
+
+def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
+    """The operators of the forward, then those up to the last gradient of each bucket."""
+    body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not ops.read]
+    tangent = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight")
+    output = graph.output_node().args[0]
+    assert isinstance(output, dict)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first_backward = min(position[user] for user in tangent.users)
+    must_be_forward = [n for n in (output["loss"], *output["writes"].values()) if n in position]
+    assert all(position[_source(n)] < first_backward for n in must_be_forward), "backward starts before the loss is there"
+    ends = [max(position[output["gradients"][slot.variable]] for slot in bucket.slots) for bucket in program.buckets]
+    for i in range(1, len(ends)):  # graphs of other shard shapes may order gradients otherwise
+        ends[i] = max(ends[i], ends[i - 1])
+    pieces: list[list[fx.Node]] = [[] for _ in range(len(ends) + 1)]
+    piece_of: dict[fx.Node, int] = {}
+    for node in body:
+        if node.target is operator.getitem:
+            piece = piece_of[_source(node)]
+        elif position[node] < first_backward:
+            piece = 0
+        else:
+            piece = 1 + min(bisect.bisect_left(ends, position[node]), len(ends) - 1)
+        piece_of[node] = piece
+        pieces[piece].append(node)
+    return pieces
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _used_outside(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+    piece_of = {node: i for i, nodes in enumerate(pieces) for node in nodes}
+    return {node for node, i in piece_of.items() if any(piece_of.get(user) != i for user in node.users)}
+
+
+def _call(
+    outer: fx.Graph,
+    nodes: Sequence[fx.Node],
+    used_outside: set[fx.Node],
+    values: dict[fx.Node, fx.Node],
+    pool: _RegionPool,
+    phase: str,
+) -> None:
+    """Moves nodes into a region and puts a call of it into the outer graph."""
+    body = fx.Graph()
+    inside: dict[fx.Node, fx.Node] = {}
+    members = set(nodes)
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs.update(dict.fromkeys(n for n in node.all_input_nodes if n not in members))
+    for source in inputs:
+        inside[source] = body.placeholder(_argument_name(source))
+        inside[source].meta["val"] = source.meta["val"]
+    for node in nodes:
+        inside[node] = body.node_copy(node, inside.__getitem__)
+    results = [node for node in nodes if node in used_outside]
+    body.output(tuple(inside[node] for node in results))
+    call = outer.call_function(ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(phase, body)})
+    call.meta = _call_meta(results, nodes)
+    for i, node in enumerate(results):
+        values[node] = outer.call_function(operator.getitem, (call, i))
+        values[node].meta = dict(node.meta)
+
+
+def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:
+    meta: dict[str, Any] = {"val": tuple(node.meta["val"] for node in results)}
+    for node in reversed(nodes):
+        if node.meta.get("stack_trace"):
+            return meta | {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    return meta
+
+
+def _argument_name(source: fx.Node) -> str:
+    if source.target is ops.read:
+        return identifier(str(source.kwargs["variable"]))
+    return source.name

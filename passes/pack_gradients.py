@@ -1,0 +1,54 @@
+"""Packs gradients into their buckets, on every replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Bucket, Program, Stage
+
+
+@dataclass(frozen=True)
+class PackGradients:
+    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket::
+
+        bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
+        g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]
+        output {gradients: {w: (g0, ...), b: (g1, ...)}}          pack = pack(g0, g1, bucket=0, replica=0)
+                                                                  output {packed: ((pack, ...),)}
+
+    Needs: a bucket plan and the mirrored graph.
+    Guarantees: every gradient is packed exactly once, in its slot's place; nothing else uses it.
+    """
+
+    name: str = field(default="pack-gradients", init=False)
+    input_stage: Stage = field(default=Stage.REPLICATED, init=False)
+    output_stage: Stage = field(default=Stage.PACKED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(program.mirrored_graph, values)
+        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        packed = []
+        for bucket in program.buckets:
+            replicas = range(program.num_replicas)
+            packed.append(tuple(_pack(graph, bucket, output["gradients"], replica, order) for replica in replicas))
+        graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
+        return program.evolve(stage=Stage.PACKED, graph=graph)
+
+
+def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: dict[fx.Node, int]) -> fx.Node:
+    members = tuple(gradients[slot.variable][replica] for slot in bucket.slots)
+    last = max(members, key=order.__getitem__)
+    with graph.inserting_after(last):
+        node = graph.call_function(ops.pack, members, {"bucket": bucket.index, "replica": replica})
+    fake_mode = last.meta["val"].fake_mode
+    with fake_mode:
+        node.meta["val"] = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=last.meta["val"].device)
+    return node

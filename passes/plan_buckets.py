@@ -1,0 +1,96 @@
+"""Decides which gradient goes in which bucket, and in which order buckets are reduced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from mirrorc.program import Bucket, Program, Slot, Stage, UpdateRule, Variable
+
+_ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
+
+
+@dataclass(frozen=True)
+class PlanBuckets:
+    """Groups gradients into buckets, in the order in which backward makes them.
+
+    A bucket holds one dtype and one update rule, and is cut at variable boundaries: a gradient that would take it over
+    its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets are
+    numbered in the order in which they become ready, which reverses the forward's. The graph stays as it is::
+
+        output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
+
+        bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
+        bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
+
+    Needs: a captured graph whose output lists gradients in program order.
+    Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
+    Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
+
+    Attributes:
+        bucket_cap_mb: cap of a bucket, in MiB.
+        first_bucket_mb: cap of bucket 0, in MiB.
+    """
+
+    bucket_cap_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    name: str = field(default="plan-buckets", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def __post_init__(self) -> None:
+        for option in ("bucket_cap_mb", "first_bucket_mb"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
+                raise ValueError(f"{option} is {value!r}: give a positive number of MiB (math.inf for one bucket)")
+
+    def run(self, program: Program) -> Program:
+        open_buckets: dict[tuple[torch.dtype, UpdateRule], list[Variable]] = {}
+        closed: list[list[Variable]] = []
+        remarks: list[str] = []
+        gradients = _gradients(program)
+        position = {name: i for i, name in enumerate(gradients)}
+        for name in gradients:
+            variable = program.variables[name]
+            assert variable.update is not None, f"{name} has a gradient that nothing uses"
+            key = (variable.dtype, variable.update)
+            members = open_buckets.setdefault(key, [])
+            cap_mb = self.first_bucket_mb if not closed else self.bucket_cap_mb
+            if members and _num_bytes([*members, variable]) > cap_mb * 2**20:
+                remarks.append(f"{name} opens a new bucket: with it the last would be over {cap_mb:g} MiB")
+                closed.append(members)
+                members = open_buckets[key] = []
+            members.append(variable)
+        closed.extend(members for members in open_buckets.values() if members)
+        if len(open_buckets) > 1:
+            remarks.append(f"{len(open_buckets)} kinds of bucket: a bucket holds one dtype and one update rule")
+        closed.sort(key=lambda members: position[members[-1].name])
+        buckets = tuple(_bucket(i, members) for i, members in enumerate(closed))
+        return program.evolve(buckets=buckets, remarks=(*program.remarks, *remarks))
+
+
+def _gradients(program: Program) -> list[str]:
+    output = program.shard_graphs[0].output_node().args[0]
+    assert isinstance(output, dict)
+    return list(output["gradients"])
+
+
+def _bucket(index: int, members: list[Variable]) -> Bucket:
+    slots, offset = [], 0
+    for variable in members:
+        num_elements = math.prod(variable.shape)
+        slots.append(Slot(variable.name, variable.shape, offset, num_elements))
+        offset += _aligned(num_elements, variable.dtype)
+    assert members[0].update is not None
+    return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update)
+
+
+def _num_bytes(members: list[Variable]) -> int:
+    return sum(_aligned(math.prod(v.shape), v.dtype) * v.dtype.itemsize for v in members)
+
+
+def _aligned(num_elements: int, dtype: torch.dtype) -> int:
+    unit = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+    return -(-num_elements // unit) * unit

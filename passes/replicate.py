@@ -1,0 +1,78 @@
+"""Repeats the outlined graph for every device: the mirrored graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Program, Stage
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Makes one graph that holds the nodes of every device side by side.
+
+    Each replica's nodes keep their order and carry the keyword ``replica``; replicas take turns, so that what runs at
+    the same time stands close together::
+
+        fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
+        loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
+        output {loss: loss}                               fwd_0_1 = call_region(x_1, read_1, region=fwd_0, replica=1)
+                                                          loss_1  = fwd_0_1[0]
+                                                          output {losses: (loss, loss_1)}
+
+    Needs: an outlined graph for each shard shape.
+    Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
+    """
+
+    name: str = field(default="replicate", init=False)
+    input_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    output_stage: Stage = field(default=Stage.REPLICATED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graph = fx.Graph()
+        copies: list[dict[fx.Node, fx.Node]] = [{} for _ in program.devices]
+        sources = [program.shard_graphs[shard] for shard in program.shard_of_replica]
+        for turn in zip_longest(*(_turns(source) for source in sources), fillvalue=()):
+            for replica, nodes in enumerate(turn):
+                for node in nodes:
+                    copies[replica][node] = _copy(graph, node, copies[replica], replica)
+        outputs: list[Any] = [
+            fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__)
+            for replica, source in enumerate(sources)
+        ]
+        graph.output(
+            {
+                "losses": tuple(output["loss"] for output in outputs),
+                "gradients": {name: tuple(o["gradients"][name] for o in outputs) for name in outputs[0]["gradients"]},
+                "writes": {name: tuple(o["writes"][name] for o in outputs) for name in outputs[0]["writes"]},
+            }
+        )
+        return program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
+
+
+def _turns(source: fx.Graph) -> list[list[fx.Node]]:
+    """A node and the parts of its result; a replica's turn."""
+    turns: list[list[fx.Node]] = []
+    for node in source.nodes:
+        if node.target is operator.getitem:
+            turns[-1].append(node)
+        elif node.op != "output":
+            turns.append([node])
+    return turns
+
+
+def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], replica: int) -> fx.Node:
+    if node.op == "placeholder":
+        copy = graph.call_function(ops.argument, (), {"name": str(node.target), "replica": replica})
+        copy.meta = dict(node.meta)
+        return copy
+    copy = graph.node_copy(node, copies.__getitem__)
+    if node.target is not operator.getitem:
+        copy.kwargs = {**copy.kwargs, "replica": replica}
+    return copy

@@ -1,0 +1,71 @@
+"""Makes regions executable: as they are, or compiled by Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.program import Region
+from mirrorc.runtime.codegen import generate
+from mirrorc.torch_internals import compile_with_inductor, inductor_decompositions
+
+BACKENDS = ("inductor", "eager")
+RegionFunction = Callable[[list[Any]], Any]
+
+
+def decompositions_for(backend: str) -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions to capture with."""
+    return inductor_decompositions() if backend == "inductor" else {}
+
+
+class RegionCompiler:
+    """Compiles regions, each once for every torch device: logical devices on one processor share the code.
+
+    Args:
+        backend: one of BACKENDS.
+        num_threads: threads that a region may use on the CPU.
+    """
+
+    def __init__(self, backend: str, num_threads: int) -> None:
+        self.backend = backend
+        self.num_threads = num_threads
+        self._compiled: dict[tuple[int, torch.device], tuple[Region, RegionFunction]] = {}
+
+    def compile(self, region: Region, device: torch.device) -> RegionFunction:
+        """The region as a function of a list of arguments, which it empties, to a sequence of outputs."""
+        key = (id(region), device)
+        if key not in self._compiled:
+            graph_module = retarget(region.graph_module, device)
+            if self.backend == "eager":
+                function = generate(region.name, graph_module.graph, lambda node: node.target).call
+            else:
+                placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+                examples = [node.meta["val"] for node in placeholders]
+                function = compile_with_inductor(graph_module, examples, self.num_threads)  # type: ignore[assignment]
+            self._compiled[key] = (region, function)
+        return self._compiled[key][1]
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of a region for another device of its kind: device arguments and (fake) values are made anew."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, values))
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, lambda a: _moved(a, device))  # type: ignore[assignment]
+        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _moved(a, device))  # type: ignore[assignment]
+        if "val" in node.meta:
+            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], lambda a: _moved(a, device))
+    return fx.GraphModule({}, graph, class_name=type(graph_module).__name__)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.device) and value.type == device.type:
+        return device
+    if isinstance(value, torch.Tensor) and value.device.type == device.type and value.device != device:
+        with value.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return value

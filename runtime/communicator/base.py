@@ -1,0 +1,138 @@
+"""How replicas meet: each launches its part of a collective, and waits for the parts of the others."""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.errors import CommunicationError
+from mirrorc.program import Device
+
+Tag = tuple[str, int]  # kind of collective, index of bucket
+
+
+class Aborted(Exception):  # noqa: N818 - no error of its own: another replica's failure is the error
+    """Raised in a replica that waits for one that failed."""
+
+
+class Meeting:
+    """A place for one collective: replicas leave a tensor each, and wait until all have come."""
+
+    def __init__(self, tag: Tag, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self.tag = tag
+        self.tensors: list[Any] = [None] * len(devices)
+        self.events: list[Any] = [None] * len(devices)
+        self._devices = devices
+        self._timeout_seconds = timeout_seconds
+        self._inboxes: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in devices]
+
+    def announce(self, replica: int) -> None:
+        """Tells all others that this replica has come."""
+        for other, inbox in enumerate(self._inboxes):
+            if other != replica:
+                inbox.put(replica)
+
+    def await_replicas(self, replica: int, count: int) -> None:
+        """Returns when ``count`` other replicas have come.
+
+        Raises:
+            Aborted: another replica failed.
+            CommunicationError: they did not come in time.
+        """
+        inbox, missing = self._inboxes[replica], set(range(len(self._devices))) - {replica}
+        for _ in range(count):
+            try:
+                came = inbox.get(timeout=self._timeout_seconds)
+            except queue.Empty:
+                names = ", ".join(str(self._devices[r]) for r in sorted(missing))
+                raise CommunicationError(
+                    f"{self._devices[replica]} waited {self._timeout_seconds:g} s in {self.tag[0]} of bucket {self.tag[1]} "
+                    f"for {names}: a replica hangs or is far slower; see what it does, or raise timeout_seconds"
+                ) from None
+            if came is None:
+                raise Aborted
+            missing.discard(came)
+
+    def abort(self) -> None:
+        """Wakes every replica that waits here."""
+        for inbox in self._inboxes:
+            for _ in self._devices:
+                inbox.put(None)
+
+
+class Communicator(ABC):
+    """Carries out collectives among the devices of one process.
+
+    Every method that takes ``replica`` is called from that replica's thread. Launches never block; waits do, for
+    ``timeout_seconds`` at most.
+
+    Args:
+        devices: the devices, in order of replicas.
+        timeout_seconds: bound of every wait.
+    """
+
+    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self.devices = devices
+        self.timeout_seconds = timeout_seconds
+        self._meetings: dict[Tag, Meeting] = {}
+
+    def prepare(self, tags: Sequence[Tag]) -> None:
+        """Makes places for the collectives of a program; called before it runs, and after a failure to begin afresh."""
+        self._meetings = {tag: self._make_meeting(tag) for tag in tags}
+
+    def _make_meeting(self, tag: Tag) -> Meeting:
+        return Meeting(tag, self.devices, self.timeout_seconds)
+
+    def meeting(self, tag: Tag) -> Meeting:
+        """The place of a collective."""
+        return self._meetings[tag]
+
+    def abort(self) -> None:
+        """Wakes every replica that waits; they raise `Aborted`."""
+        for meeting in self._meetings.values():
+            meeting.abort()
+
+    @abstractmethod
+    def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """Offers this replica's bucket (1-D, same length and dtype on all) for the sum; gives what `wait` needs."""
+
+    @abstractmethod
+    def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """The sum over all replicas, added in order of replicas: the same bits on every replica."""
+
+    def launch_broadcast(self, bucket: int, replica: int, root: int, tensor: torch.Tensor) -> Any:
+        """On the root, offers a tensor to all others; elsewhere it only takes part."""
+        meeting = self._meetings[("broadcast", bucket)]
+        if replica == root:
+            meeting.tensors[root] = tensor
+            meeting.events[root] = record_event(tensor.device)
+            meeting.announce(root)
+        return tensor
+
+    def wait_broadcast(self, bucket: int, replica: int, root: int, pending: torch.Tensor) -> torch.Tensor:
+        """The root's tensor, on this replica's device."""
+        if replica == root:
+            return pending
+        meeting = self._meetings[("broadcast", bucket)]
+        meeting.await_replicas(replica, 1)
+        wait_event(meeting.events[root])
+        return meeting.tensors[root].to(self.devices[replica].torch_device, non_blocking=True)
+
+
+def record_event(device: torch.device) -> Any:
+    """Marks what is queued on the current stream of a GPU; None on the CPU, where work is done when a call returns."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_event(event: Any) -> None:
+    """Lets the current stream wait for an event of `record_event`."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

@@ -1,0 +1,134 @@
+"""One persistent thread per device, and the pool that gives all of them work and collects it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.program import Device
+
+Job = Callable[[], Any]
+_STOP = None
+
+
+class DevicePool:
+    """Threads that run one job each at a time; they end with `close`, with the pool, and with the interpreter.
+
+    Args:
+        devices: one thread for each.
+        num_threads: threads of torch's operators within each CPU device.
+        timeout_seconds: bound of the wait for a job's end.
+    """
+
+    def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
+        self.devices = devices
+        self.timeout_seconds = timeout_seconds
+        self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
+        self._outbox: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
+        before = torch.get_num_threads()
+        self._threads = []
+        for replica, device in enumerate(devices):
+            arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
+            thread = threading.Thread(target=_serve, args=arguments, name=f"mirrorc {device.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for _ in devices:
+            self._outbox.get(timeout=timeout_seconds)  # every thread is ready
+        torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
+        self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
+
+    def run(self, jobs: Sequence[Job], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
+        """Runs one job on each device.
+
+        Args:
+            jobs: one for each device.
+            on_failure: called once, when the first job fails or the caller is interrupted; it must wake jobs that wait.
+
+        Returns:
+            For each device, whether its job succeeded, and its result or exception.
+
+        Raises:
+            ExecutionError: a job did not end in time.
+            KeyboardInterrupt: after all jobs have ended.
+        """
+        for inbox, job in zip(self._inboxes, jobs, strict=True):
+            inbox.put(job)
+        results: list[Any] = [None] * len(jobs)
+        interrupted: BaseException | None = None
+        failed = False
+        deadline = time.monotonic() + self.timeout_seconds
+        for _ in jobs:
+            while True:
+                try:
+                    replica, succeeded, value = self._next_result(deadline, results)
+                    break
+                except KeyboardInterrupt as error:
+                    if interrupted is not None:
+                        raise
+                    interrupted = error
+                    on_failure()
+            results[replica] = (succeeded, value)
+            if not succeeded and not failed:
+                failed = True
+                on_failure()
+        if interrupted is not None:
+            raise interrupted
+        return results
+
+    def _next_result(self, deadline: float, results: Sequence[Any]) -> tuple[int, bool, Any]:
+        try:
+            return self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
+            raise ExecutionError(
+                f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
+                "long; raise timeout_seconds, or close() and compile anew"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the threads and waits for them."""
+        self._finalizer()
+
+
+def _stop(inboxes: Sequence[queue.SimpleQueue[Job | None]], threads: Sequence[threading.Thread]) -> None:
+    for inbox in inboxes:
+        inbox.put(_STOP)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+
+
+def _serve(
+    replica: int,
+    device: torch.device,
+    num_threads: int,
+    inbox: queue.SimpleQueue[Job | None],
+    outbox: queue.SimpleQueue[tuple[int, bool, Any]],
+) -> None:
+    """A device thread's life."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        else:
+            torch.set_num_threads(num_threads)
+        stack.enter_context(torch.no_grad())
+        outbox.put((replica, True, None))
+        while True:
+            job = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit
+            if job is _STOP:
+                return
+            try:
+                result = (replica, True, job())
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+                result = (replica, False, error)
+            outbox.put(result)
+            del job, result

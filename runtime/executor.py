@@ -1,0 +1,290 @@
+"""Runs a lowered program: binds every device's graph to memory, regions and communicators, and runs them in step."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.capture import source_line
+from mirrorc.errors import ExecutionError, MirrorcError
+from mirrorc.program import Device, Program
+from mirrorc.randomness import mix
+from mirrorc.runtime.backend import RegionFunction
+from mirrorc.runtime.buffers import VariableStore, slot_views
+from mirrorc.runtime.codegen import Constant, GraphFunction, failing_nodes, generate
+from mirrorc.runtime.communicator import Aborted, Communicator, communicator_for
+from mirrorc.runtime.communicator.base import record_event, wait_event
+from mirrorc.runtime.device_thread import DevicePool
+from mirrorc.runtime.optimizer import BucketOptimizers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the programs of one step share."""
+
+    store: VariableStore
+    optimizers: BucketOptimizers
+
+
+class Executor:
+    """A lowered program, ready to run.
+
+    Args:
+        program: a LOWERED program.
+        regions: for each device, its compiled regions by name.
+        memory: variables and optimizer.
+        constants: tensors that the capture found outside of parameters and buffers.
+        timeout_seconds: bound of every wait among replicas.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        memory: Memory,
+        constants: Mapping[str, torch.Tensor],
+        timeout_seconds: float,
+    ) -> None:
+        self.program = program
+        self._regions = regions
+        self._memory = memory
+        self._constants = constants
+        self._communicators = self._make_communicators(timeout_seconds)
+        self._functions: list[GraphFunction] = []
+        self._layout = -1
+        self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self.has_updated = False  # whether the last run got as far as changing variables
+
+    def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
+        tags: dict[str, list[tuple[str, int]]] = {}
+        for node in ops.calls(next(iter(self.program.device_graphs.values())).graph, *ops.COLLECTIVES):
+            tags.setdefault(str(node.kwargs["link"]), []).append((node.target.__name__, node.kwargs["bucket"]))  # type: ignore[union-attr, arg-type]
+        made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}
+        for link, communicator in made.items():
+            communicator.prepare(tags[link])
+        self._tags = tags
+        return made
+
+    def bind(self) -> None:
+        """Binds the program to the memory's present layout."""
+        if self._layout == self._memory.store.layout:
+            return
+        modules = self.program.device_graphs.items()
+        self._functions = [
+            generate(name, module.graph, functools.partial(self._bind_node, replica), boxed=_is_region)
+            for replica, (name, module) in enumerate(modules)
+        ]
+        self._layout = self._memory.store.layout
+
+    def _bind_node(self, replica: int, node: fx.Node) -> Any:
+        """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
+        if node.op == "call_module":
+            return self._regions[replica][str(node.target)]
+        if node.target is operator.getitem:
+            return operator.getitem
+        return _BINDERS[node.target](self, replica, node)
+
+    def _bind_read(self, replica: int, node: fx.Node) -> Constant:
+        name = str(node.kwargs["variable"])
+        if name in self._constants:
+            return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
+        return Constant(self._memory.store.values(name)[replica])
+
+    def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        flat = self._memory.store.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
+
+        def pack(*gradients: torch.Tensor, **_: Any) -> torch.Tensor:
+            for slot, gradient in zip(slots, gradients, strict=True):
+                slot.copy_(gradient)
+            return whole
+
+        return pack
+
+    def _bind_all_reduce(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
+
+        def all_reduce(own: torch.Tensor, **_: Any) -> Any:
+            return communicator.launch_all_reduce(bucket, replica, own)  # type: ignore[arg-type]
+
+        return all_reduce
+
+    def _bind_broadcast(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
+        parameters = self._memory.store.buckets[bucket].parameters[replica]  # type: ignore[index]
+
+        def broadcast(*_: Any, root: int, **__: Any) -> Any:
+            return communicator.launch_broadcast(bucket, replica, root, parameters)  # type: ignore[arg-type]
+
+        return broadcast
+
+    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        collective = node.args[0]
+        assert isinstance(collective, fx.Node)
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], node.kwargs["bucket"]
+        root = collective.kwargs.get("root")
+
+        def wait_all_reduce(pending: Any, **_: Any) -> torch.Tensor:
+            return communicator.wait_all_reduce(bucket, replica, pending)  # type: ignore[arg-type]
+
+        def wait_broadcast(pending: Any, **_: Any) -> torch.Tensor:
+            return communicator.wait_broadcast(bucket, replica, root, pending)  # type: ignore[arg-type]
+
+        return wait_all_reduce if collective.target is ops.all_reduce else wait_broadcast
+
+    def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        apply = self._memory.optimizers.updater(node.kwargs["bucket"], replica)  # type: ignore[arg-type]
+
+        def update(gradient: torch.Tensor, **_: Any) -> None:
+            self.has_updated = True
+            apply(gradient)
+
+        return update
+
+    def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> None:
+            self.has_updated = True
+            self._memory.optimizers.step_by_itself(buckets, *gradients)
+
+        return step_optimizer
+
+    def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        parameters = self._memory.store.buckets[node.kwargs["bucket"]].parameters[replica]  # type: ignore[index]
+
+        def store(value: torch.Tensor, **_: Any) -> None:
+            parameters.copy_(value)
+
+        return store
+
+    def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        own = self._memory.store.values(str(node.kwargs["variable"]))[replica]
+
+        def write(value: torch.Tensor, **_: Any) -> None:
+            own.copy_(value)
+
+        return write
+
+    def run(
+        self, pool: DevicePool, shards: Sequence[Sequence[torch.Tensor]], weights: Sequence[float], seed: int | None
+    ) -> torch.Tensor:
+        """Runs one step.
+
+        Args:
+            pool: the devices' threads.
+            shards: for each replica, its tensors in order of the call's leaves.
+            weights: for each replica, its part of the batch's loss.
+            seed: of the step's random streams, if the program draws random numbers.
+
+        Returns:
+            The weighted sum of the replicas' losses, a scalar on the first device.
+
+        Raises:
+            ExecutionError: a replica failed; names device, operation and source line.
+        """
+        self.bind()
+        self.has_updated = False
+        weight_tensors = self._weight_tensors(tuple(weights))
+        start = record_event(self.program.devices[0].torch_device)
+        jobs = [
+            functools.partial(self._run_replica, replica, start, shards[replica], weight_tensors[replica], seed)
+            for replica in range(self.program.num_replicas)
+        ]
+        try:
+            results = pool.run(jobs, self._abort)
+        except BaseException:
+            self._begin_afresh()
+            raise
+        failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
+        if failures:
+            self._begin_afresh()
+            self._raise_failure(failures)
+        return self._global_loss([value for _, value in results], weight_tensors)
+
+    def _run_replica(
+        self, replica: int, start: Any, shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
+    ) -> tuple[torch.Tensor, Any]:
+        """A replica's step, in its thread; gives its loss, and an event for when a GPU has done it."""
+        device = self.program.devices[replica].torch_device
+        wait_event(start)
+        values: list[Any] = []
+        for argument in self.program.arguments:
+            if argument.kind == "batch":
+                values.append(shard[argument.leaf].to(device, non_blocking=True))  # type: ignore[index]
+            elif argument.kind == "loss_weight":
+                values.append(weight)
+            else:
+                assert seed is not None
+                values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
+        loss = self._functions[replica].call(values)
+        return loss, record_event(device)
+
+    def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
+        if weights not in self._weights:
+            graph = next(iter(self.program.device_graphs.values())).graph
+            like = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight").meta["val"]
+            self._weights[weights] = [
+                torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
+                for weight, device in zip(weights, self.program.devices, strict=True)
+            ]
+        return self._weights[weights]
+
+    def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        for _, event in results:
+            wait_event(event)
+        home = self.program.devices[0].torch_device
+        with torch.no_grad():
+            parts = [(loss * weight).to(home) for (loss, _), weight in zip(results, weights, strict=True)]
+            return functools.reduce(torch.add, parts).reshape(())
+
+    def _abort(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.abort()
+
+    def _begin_afresh(self) -> None:
+        for link, communicator in self._communicators.items():
+            communicator.prepare(self._tags[link])
+
+    def _raise_failure(self, failures: Mapping[int, BaseException]) -> None:
+        replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
+        assert error is not None, "every replica was stopped by another"
+        device: Device = self.program.devices[replica]
+        nodes = list(failing_nodes(error.__traceback__))
+        where = f" in {_describe(nodes)}" if nodes else ""
+        line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
+        at = f", at {line}" if line else ""
+        state = "Parameters may have been updated in part." if self.has_updated else "No parameter was changed."
+        if isinstance(error, MirrorcError):
+            raise type(error)(f"{error} (replica {replica}, {device}{where}{at}). {state}") from error
+        raise ExecutionError(
+            f"replica {replica} on {device} failed{where}{at}: {type(error).__name__}: {error}. All devices stopped. {state} "
+            "Check this step's batch and that line; with backend='eager' the operator is named exactly."
+        ) from error
+
+
+def _describe(nodes: Sequence[fx.Node]) -> str:
+    names = [getattr(node.target, "__name__", None) or str(node.target) for node in nodes]
+    return " > ".join(str(node.target) if "aten" in str(node.target) else n for node, n in zip(nodes, names, strict=True))
+
+
+def _is_region(node: fx.Node) -> bool:
+    return node.op == "call_module"
+
+
+_BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
+    ops.read: Executor._bind_read,
+    ops.pack: Executor._bind_pack,
+    ops.all_reduce: Executor._bind_all_reduce,
+    ops.broadcast: Executor._bind_broadcast,
+    ops.wait: Executor._bind_wait,
+    ops.update: Executor._bind_update,
+    ops.step_optimizer: Executor._bind_step_optimizer,
+    ops.store: Executor._bind_store,
+    ops.write: Executor._bind_write,
+}

@@ -1,0 +1,182 @@
+"""Runs the user's optimizer: on whole buckets if it is element-wise, by itself if not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.optimizers import SCALAR_STATE, state_signature
+from mirrorc.program import Bucket
+from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
+
+
+class _FlatOptimizer:
+    """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor) -> None:
+        self.parameter = torch.nn.Parameter(flat)
+        self.parameter.requires_grad_(True)
+        self._source = optimizer
+        self._group = group
+        self.optimizer = object.__new__(type(optimizer))
+        state = {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": [self._hyperparameters()]}
+        self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """The user's, as they are now; where they leave the implementation open, the fused one."""
+        group = {**self._source.param_groups[self._group], "params": [self.parameter]}
+        if group.get("fused", False) is None and not group.get("foreach"):
+            group["fused"] = self.parameter.is_floating_point()
+        return group
+
+    def sync(self) -> None:
+        """Takes over hyperparameters that the user, or a scheduler, changed."""
+        self.optimizer.param_groups[0].update(self._hyperparameters())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.state[self.parameter]
+
+    def update(self, gradient: torch.Tensor) -> None:
+        """One step."""
+        self.parameter.grad = gradient
+        self.optimizer.step()
+
+
+class BucketOptimizers:
+    """The state and the updates of all buckets on all replicas.
+
+    The user's optimizer stays the interface: its hyperparameters are read before every step, and its ``state`` holds views
+    of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work as ever.
+
+    Args:
+        optimizer: the user's.
+        store: the variables.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore) -> None:
+        self.user_optimizer = optimizer
+        self._store = store
+        self._flat: dict[tuple[int, int], _FlatOptimizer] = {}
+        self._published: dict[int, tuple[Any, ...]] = {}
+        self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def lay_out(self) -> None:
+        """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
+        self._flat.clear()
+        self._published.clear()
+        self._scalars.clear()
+        for flat in self._elementwise():
+            for replica, parameters in enumerate(flat.parameters):
+                own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters)
+                self._flat[(flat.bucket.index, replica)] = own
+                own.state.update(self._flat_state(flat.bucket, own))
+            self._publish(flat.bucket)
+
+    def _elementwise(self) -> list[FlatBucket]:
+        return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
+
+    def _user_states(self, bucket: Bucket) -> list[Mapping[str, Any]]:
+        return [self.user_optimizer.state.get(self._parameter(slot.variable), {}) for slot in bucket.slots]
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        parameter = self._store.tensors[name]
+        assert isinstance(parameter, torch.nn.Parameter)
+        return parameter
+
+    def _flat_state(self, bucket: Bucket, own: _FlatOptimizer) -> dict[str, Any]:
+        """The user's state of a bucket's parameters, each entry as one tensor."""
+        states = self._user_states(bucket)
+        device, group = own.parameter.device, own.optimizer.param_groups[0]
+        flat_state: dict[str, Any] = {}
+        for key, first in states[0].items():
+            if first is None:
+                continue
+            if key in SCALAR_STATE:
+                on_device = group.get("fused") or group.get("capturable")
+                value = first if isinstance(first, torch.Tensor) else torch.tensor(float(first))
+                flat_state[key] = value.detach().to(device if on_device else value.device, copy=True)
+                continue
+            flat_state[key] = torch.zeros(bucket.num_elements, dtype=first.dtype, device=device)
+            for view, state in zip(slot_views(flat_state[key], bucket), states, strict=True):
+                view.copy_(state[key])
+        return flat_state
+
+    def is_stale(self) -> bool:
+        """Whether the user's optimizer holds other state than the flat one (after ``load_state_dict``, say)."""
+        state = self.user_optimizer.state
+        return any(
+            state.get(self._parameter(flat.bucket.slots[0].variable)) is not self._published[flat.bucket.index][0]
+            for flat in self._elementwise()
+        )
+
+    def fits(self) -> bool:
+        """Whether the user's state can be held in these buckets: its scalar entries agree within each."""
+        return all(
+            len({state_signature(state) for state in self._user_states(flat.bucket)}) == 1 for flat in self._elementwise()
+        )
+
+    def sync_hyperparameters(self) -> None:
+        """Takes over hyperparameters that changed since the last step."""
+        for own in self._flat.values():
+            own.sync()
+
+    def updater(self, bucket: int, replica: int) -> Callable[[torch.Tensor], None]:
+        """The function that applies a reduced bucket of gradients on a replica."""
+        return self._flat[(bucket, replica)].update
+
+    def finish_step(self) -> None:
+        """Shows the new state in the user's optimizer."""
+        for flat in self._elementwise():
+            state = self._flat[(flat.bucket.index, 0)].state
+            if self._published[flat.bucket.index][1:] != tuple(id(value) for value in state.values()):
+                self._scalars.clear()
+                for each in self._elementwise():
+                    self._publish(each.bucket)
+                break
+        for shown, value in self._scalars:
+            shown.copy_(value)
+
+    def _publish(self, bucket: Bucket) -> None:
+        """Puts views of replica 0's flat state into the user's optimizer."""
+        own = self._flat[(bucket.index, 0)].state
+        entries: dict[str, Sequence[Any]] = {}
+        for key, value in own.items():
+            if value is None:
+                entries[key] = [None] * len(bucket.slots)
+            elif key in SCALAR_STATE:
+                shown = value.detach().expand(len(bucket.slots)).clone()
+                self._scalars.append((shown, value))
+                entries[key] = list(shown.unbind())
+            else:
+                entries[key] = slot_views(value, bucket)
+        state = self.user_optimizer.state
+        for i, slot in enumerate(bucket.slots):
+            parameter = self._parameter(slot.variable)
+            if own or parameter in state:
+                state[parameter] = {key: values[i] for key, values in entries.items()}
+        first = state.get(self._parameter(bucket.slots[0].variable))
+        self._published[bucket.index] = (first, *(id(value) for value in own.values()))
+
+    def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
+        """Runs the user's optimizer on replica 0's parameters, as a training loop would."""
+        self.user_optimizer.zero_grad(set_to_none=True)
+        members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for index, gradient in zip(buckets, gradients, strict=True):
+            flat = self._store.buckets[index]
+            homes = slot_views(flat.parameters[0], flat.bucket)
+            for slot, home, view in zip(flat.bucket.slots, homes, slot_views(gradient, flat.bucket), strict=True):
+                parameter = self._parameter(slot.variable)
+                parameter.grad = view
+                members.append((parameter, home))
+        try:
+            self.user_optimizer.step()
+        finally:
+            for parameter, home in members:
+                parameter.grad = None
+                if parameter.data_ptr() != home.data_ptr():  # an optimizer may put another tensor in place
+                    home.copy_(parameter.detach())
+                    parameter.data = home
