@@ -17,7 +17,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
-from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames
+from mirrorc.torch_internals import JointGraph, export_joint_graph, is_users_file, trace_full_graph, user_frames
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _restructure(
             values[node] = reads[name]
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
-            values[node].meta = {k: node.meta[k] for k in ("val", "stack_trace", "nn_module_stack") if k in node.meta}
+            values[node].meta = _kept_meta(node)
     graph.output(_outputs(joint, values, variable_names, trained, what))
     if seed_random_ops(graph, seed) == 0:
         graph.erase_node(seed)
@@ -202,6 +202,13 @@ def _restructure(
     _remove_dead_code(graph)
     graph.lint()
     return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
+
+
+def _kept_meta(node: fx.Node) -> dict[str, Any]:
+    meta = {key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta}
+    if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
+        meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
+    return meta
 
 
 def _refuse_written_inputs(
@@ -259,22 +266,28 @@ def _read_names(graph: fx.Graph) -> set[str]:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that a node comes from, as ``file.py:14  code``; empty if unknown."""
-    text = node.meta.get("stack_trace")
-    while not text and node.target is operator.getitem:
+    """The user's line that a node comes from, as ``file.py:14  code``, else its module's name; empty if unknown."""
+    while node.target is operator.getitem and not node.meta.get("stack_trace"):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        node, text = source, source.meta.get("stack_trace")
-    return last_source_line(text) if text else ""
+        node = source
+    line = _last_users_line(node.meta.get("stack_trace") or "")
+    if line:
+        return line
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    if not modules:
+        return ""
+    path, kind = modules[-1]
+    name = str(path).rpartition(".model")[2].strip(".")
+    return f"{name} ({getattr(kind, '__name__', str(kind).rsplit('.', 1)[-1])})".strip()
 
 
-def last_source_line(stack_trace: str) -> str:
-    """The innermost line of a recorded stack trace, as ``file.py:14  code``."""
-    lines = stack_trace.splitlines()
+def _last_users_line(stack_trace: str) -> str:
+    lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
-        line = lines[i].strip()
-        if line.startswith("File ") and ", line " in line:
-            path, rest = line.removeprefix('File "').split('", line ', 1)
-            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-            return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
+        if lines[i].startswith("File ") and ", line " in lines[i]:
+            path, rest = lines[i].removeprefix('File "').split('", line ', 1)
+            if is_users_file(path):
+                code = lines[i + 1] if i + 1 < len(lines) else ""
+                return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
     return ""

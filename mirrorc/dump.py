@@ -37,6 +37,7 @@ _DTYPES = {
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
+_LISTING_ORDER = ("argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "token", "write", "saved")
 _COMMENT_COLUMN = 84
 _LINE_WIDTH = 150
 
@@ -100,7 +101,7 @@ def type_of(value: Any) -> str:
 
 def _signature(graph: fx.Graph) -> str:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return ", ".join(f"{node.name}: {type_of(node.meta.get('val'))}" for node in placeholders)
+    return ", ".join(f"{node.target}: {type_of(node.meta.get('val'))}" for node in placeholders)
 
 
 def _device_functions(program: Program) -> list[str]:
@@ -153,13 +154,13 @@ class _Names:
             kind, name = self.kinds[node]
             groups.setdefault(kind, []).append(name)
         parts: list[str] = []
-        for kind, names in groups.items():
+        for kind, names in sorted(groups.items(), key=lambda group: _LISTING_ORDER.index(group[0])):
             if kind == "saved":
                 parts.append(f"{len(names)} saved")
-            elif kind == "argument" or len(names) <= _LISTED:
+            elif kind in ("argument", "bucket", "pending", "reduced") or len(names) <= _LISTED:
                 parts += [f"d({name})" if kind == "gradient" else f"new({name})" if kind == "write" else name for name in names]
             else:
-                parts.append(f"{len(names)} " + {"bucket": "buckets", "write": "writes"}.get(kind, f"{kind}s"))
+                parts.append(f"{len(names)} " + {"write": "new values of buffers"}.get(kind, f"{kind}s"))
         return ", ".join(parts)
 
 

@@ -128,14 +128,14 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     cause = error.__cause__ or error.__context__
     if not frames and cause is not None:
         return user_frames(cause)
-    stdlib, ours = sysconfig.get_path("stdlib"), os.path.dirname(__file__)
+    return [frame for frame in frames if is_users_file(frame.filename)]
 
-    def is_users(path: str) -> bool:
-        if path.startswith((torch.__path__[0], ours, "<")):
-            return False
-        return not path.startswith(stdlib) or "site-packages" in path
 
-    return [frame for frame in frames if is_users(frame.filename)]
+def is_users_file(path: str) -> bool:
+    """Whether a source file is neither torch's nor Python's nor mirrorc's."""
+    if path.startswith((torch.__path__[0], os.path.dirname(__file__), "<")):
+        return False
+    return not path.startswith(sysconfig.get_path("stdlib")) or "site-packages" in path
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -151,7 +151,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph. The result takes a list, which it empties, and gives a sequence of outputs.
+    """Compiles a functional ATen graph; outputs keep the strides of the graph's values. The result takes a list, which it empties, and gives a sequence of outputs.
 
     Args:
         graph_module: the graph; it is changed.
@@ -161,13 +161,13 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.ir import gm_original_output_strides
 
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing:
         joint_graph_passes(graph_module)
-        gm_original_output_strides(graph_module)
+        output = graph_module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         return compile_fx_inner(graph_module, list(example_inputs))  # type: ignore[return-value]
 
 

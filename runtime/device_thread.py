@@ -119,6 +119,7 @@ def _serve(
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         else:
+            torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
             torch.set_num_threads(num_threads)
         stack.enter_context(torch.no_grad())
         outbox.put((replica, True, None))

@@ -1,0 +1,95 @@
+"""The models and batches that the benchmarks train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_text import GPT, GPTConfig, next_byte_loss
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its loss, and a batch for so many examples."""
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    make_batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    per_replica: int
+
+
+def make_mlp() -> nn.Module:
+    """25.2 M parameters: 6 x Linear(2048, 2048) with ReLU, Linear(2048, 10)."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+def make_gpt() -> nn.Module:
+    """A byte-level GPT of 6 layers, width 384, 6 heads, 128 tokens."""
+    return GPT(GPTConfig(num_layers=6, num_heads=6, width=384, context=128))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, added to the input (projected where sizes differ)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        same = stride == 1 and channels_in == channels
+        self.project = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.project(x))
+
+
+class ResNet(nn.Module):
+    """A small ResNet for 32x32 images: three stages of two blocks, 32, 64 and 128 channels."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(32)
+        shapes = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+        self.blocks = nn.Sequential(*(ResidualBlock(*shape) for shape in shapes))
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks(F.relu(self.norm(self.stem(x))))
+        return self.head(h.mean((2, 3)))
+
+
+def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 2048), torch.randint(0, 10, (n,))
+
+
+def _images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))
+
+
+def _text(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128))
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp-64", make_mlp, F.cross_entropy, _vectors, 64),
+        Workload("mlp-8", make_mlp, F.cross_entropy, _vectors, 8),
+        Workload("gpt-8", make_gpt, next_byte_loss, _text, 8),
+        Workload("resnet-16", ResNet, F.cross_entropy, _images, 16),
+    )
+}
