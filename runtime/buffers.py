@@ -90,9 +90,9 @@ class VariableStore:
         new = [variable for variable in written if variable.name not in self._own]
         if new:
             self._make_per_replica(new)
-        shared = [v.name for v in program.variables.values() if v.name not in self._own]
-        for name in shared:
-            if name not in self._values or moved:
+        for name in program.variables:
+            is_constant = name not in self.tensors  # of the captured graph; its executor holds it
+            if not is_constant and name not in self._own and (name not in self._values or moved):
                 self._share(name)
         if moved or new:
             self.layout += 1
