@@ -105,7 +105,10 @@ def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.
 def _explain(error: Exception, what: str) -> CaptureError:
     """The tracer's exception as a `CaptureError` that names the user's line."""
     frames = user_frames(error)
-    where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"' if frames else ""
+    recorded = "" if frames else _last_users_line(str(error))  # after tracing, the line stands in the message
+    where = f" at {recorded}" if recorded else ""
+    if frames:
+        where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
     reason = _reason(str(error)) or type(error).__name__
     text = str(error).lower()
     if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):

@@ -19,7 +19,7 @@ out unless asked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,11 @@ _DTYPES = {
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
+_LISTED_WIDTH = 48  # and no more than fit in so many columns
 _LISTING_ORDER = ("argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "token", "write", "saved")
+_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced")
+_WRITTEN = {"gradient": "d({})", "write": "new({})"}
+_COUNTED = {"saved": "saved", "write": "new buffers"}
 _COMMENT_COLUMN = 84
 _LINE_WIDTH = 150
 
@@ -120,6 +124,9 @@ def _device_functions(program: Program) -> list[str]:
     return lines
 
 
+_PRINTED = (ops.pack, *ops.COLLECTIVES, ops.wait, ops.update, ops.step_optimizer, ops.store)
+
+
 class _Names:
     """What the values of a graph of calls are, and how they are printed."""
 
@@ -155,12 +162,12 @@ class _Names:
             groups.setdefault(kind, []).append(name)
         parts: list[str] = []
         for kind, names in sorted(groups.items(), key=lambda group: _LISTING_ORDER.index(group[0])):
-            if kind == "saved":
-                parts.append(f"{len(names)} saved")
-            elif kind in ("argument", "bucket", "pending", "reduced") or len(names) <= _LISTED:
-                parts += [f"d({name})" if kind == "gradient" else f"new({name})" if kind == "write" else name for name in names]
+            listed = ", ".join(_WRITTEN.get(kind, "{}").format(name) for name in names)
+            is_short = len(names) <= _LISTED and len(listed) <= _LISTED_WIDTH
+            if kind != "saved" and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
+                parts.append(listed)
             else:
-                parts.append(f"{len(names)} " + {"write": "new values of buffers"}.get(kind, f"{kind}s"))
+                parts.append(f"{len(names)} {_COUNTED.get(kind, kind + 's')}")
         return ", ".join(parts)
 
 
@@ -193,8 +200,9 @@ def _body(program: Program, graph: fx.Graph) -> list[str]:
     names = _Names(program, graph)
     width = max(len(device.name) for device in program.devices)
     lines = []
+    writes = _write_texts(names, graph)
     for node in graph.nodes:
-        text = _call_text(program, names, node)
+        text = writes.get(node) if node.target is ops.write else _call_text(names, node)
         if text is None:
             continue
         if graph is program.graph:
@@ -209,29 +217,34 @@ def _body(program: Program, graph: fx.Graph) -> list[str]:
     return lines
 
 
-def _call_text(program: Program, names: _Names, node: fx.Node) -> str | None:
+def _write_texts(names: _Names, graph: fx.Graph) -> dict[fx.Node, str]:
+    """One line for all the writes of a replica, at the first of them."""
+    by_replica: dict[int | None, list[fx.Node]] = {}
+    for node in ops.calls(graph, ops.write):
+        by_replica.setdefault(ops.replica_of(node), []).append(node)
+    return {
+        nodes[0]: f"write({names.listing(source for node in nodes for source in node.all_input_nodes)})"
+        for nodes in by_replica.values()
+    }
+
+
+def _call_text(names: _Names, node: fx.Node) -> str | None:
     if node.op == "call_module" or node.target is ops.call_region:
         target = str(node.target) if node.op == "call_module" else str(node.kwargs["region"])
         results = names.listing(sorted(node.users, key=lambda user: user.args[1]))  # type: ignore[arg-type, return-value]
         return f"{results or '_':<26} = {target}({names.listing(node.all_input_nodes)})"
-    operations: dict[Any, Callable[[], str]] = {
-        ops.pack: lambda: names.listing(node.all_input_nodes),
-        ops.all_reduce: lambda: _collective(names, node, f"op={node.kwargs['op']}"),
-        ops.broadcast: lambda: _collective(names, node, f"root={node.kwargs['root']}"),
-        ops.wait: lambda: names.listing(node.all_input_nodes),
-        ops.update: lambda: names.listing(node.all_input_nodes),
-        ops.step_optimizer: lambda: names.listing(node.all_input_nodes),
-        ops.store: lambda: names.listing(node.all_input_nodes),
-        ops.write: lambda: f"{node.kwargs['variable']}, {names.listing(node.all_input_nodes)}",
-    }
-    if node.op != "call_function" or node.target not in operations:
+    if node.op != "call_function" or node.target not in _PRINTED:
         return None
+    arguments = names.listing(node.all_input_nodes)
+    if node.target in ops.COLLECTIVES:
+        arguments = _collective(names, node)
     bucket = f"bucket={node.kwargs['bucket']}, " if "bucket" in node.kwargs else ""
-    text = f"{node.target.__name__}({bucket}{operations[node.target]()})"  # type: ignore[union-attr]
+    text = f"{node.target.__name__}({bucket}{arguments})"  # type: ignore[union-attr]
     return f"{names.kinds[node][1]:<26} = {text}" if "val" in node.meta or node.target is ops.step_optimizer else text
 
 
-def _collective(names: _Names, node: fx.Node, detail: str) -> str:
+def _collective(names: _Names, node: fx.Node) -> str:
+    detail = f"op={node.kwargs['op']}" if node.target is ops.all_reduce else f"root={node.kwargs['root']}"
     inputs = list(dict.fromkeys(names.kinds[n][1] for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
     link = f", link={node.kwargs['link']}" if node.kwargs.get("link") else ""

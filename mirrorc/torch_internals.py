@@ -140,6 +140,7 @@ def is_users_file(path: str) -> bool:
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor wants to see applied; dropout is kept, it gets a random stream of its own."""
+    from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())

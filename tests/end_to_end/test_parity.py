@@ -1,0 +1,345 @@
+"""A step on several devices means what it means on one: numbers, bits, buffers and random draws."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import (
+    OptimizerMaker,
+    Trained,
+    assert_same_bits,
+    assert_same_losses,
+    assert_same_state,
+    assert_same_training,
+    train_mirrored,
+    train_on_one_device,
+    train_shard_by_shard,
+)
+from tiny_models import MODELS, make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+DOUBLE_TOLERANCE = 1e-10
+SINGLE_TOLERANCE = 1e-5
+
+
+class NormalizedSgd(torch.optim.Optimizer):
+    """Scales by a parameter's gradient norm, so that no element's update depends on that element alone."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["mean_norm"] = 0.9 * state.get("mean_norm", torch.zeros((), dtype=p.dtype)) + p.grad.norm()
+                p.add_(p.grad / state["mean_norm"], alpha=-group["lr"] / state["count"])
+
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "sgd-nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "adam-amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01),
+    "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, centered=True, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "user-defined": partial(NormalizedSgd, lr=0.1),
+}
+
+
+def both(
+    name: str, dtype: torch.dtype, num_devices: int, num_examples: int, optimizer: OptimizerMaker = SGD, **options: Any
+) -> tuple[Trained, Trained]:
+    """Five steps with mirrorc and on one device."""
+    tiny = MODELS[name]
+    model, batches = tiny.make(dtype), tiny.batches(num_examples, dtype)
+    mirrored = train_mirrored(model, optimizer, batches, num_devices, tiny.loss_fn, **options)
+    return mirrored, train_on_one_device(model, optimizer, batches, tiny.loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "num_examples"),
+    [
+        ("mlp", 1, 1),
+        ("mlp", 4, 4),
+        ("conv", 1, 4),
+        ("conv", 2, 7),
+        ("conv", 3, 5),
+        ("conv", 4, 7),
+        ("gpt2", 2, 6),
+        ("gpt2", 3, 7),
+        ("bert", 2, 4),
+        ("bert", 3, 5),
+        ("vit", 2, 3),
+        ("vit", 4, 7),
+    ],
+)
+def test_double_precision_agrees_with_one_device(name: str, num_devices: int, num_examples: int) -> None:
+    mirrored, single = both(name, torch.float64, num_devices, num_examples)
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+    assert mirrored.losses[0] != mirrored.losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "num_examples"),
+    [("conv", 3, 7), ("gpt2", 4, 5), ("gpt2-own-loss", 2, 5), ("bert", 3, 4), ("vit", 2, 7)],
+)
+def test_single_precision_agrees_with_one_device(name: str, num_devices: int, num_examples: int) -> None:
+    mirrored, single = both(name, torch.float32, num_devices, num_examples)
+    assert_same_training(mirrored, single, SINGLE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [partial(torch.optim.Adam, lr=1e-3), partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.NAdam, lr=1e-3)],
+    ids=["adam", "adamw", "nadam"],
+)
+def test_adams_losses_agree_in_single_precision(make_optimizer: OptimizerMaker) -> None:
+    mirrored, single = both("gpt2-own-loss", torch.float32, 3, 7, make_optimizer)
+    assert_same_losses(mirrored, single, 1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_agrees_with_itself(name: str) -> None:
+    mirrored, single = both("mlp", torch.float64, 3, 7, OPTIMIZERS[name])
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+    assert_same_state(mirrored.optimizer, single.optimizer, DOUBLE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "optimizer", "num_devices", "num_examples"),
+    [
+        ("mlp", torch.float64, "adamw", 3, 7),
+        ("mlp", torch.float64, "user-defined", 2, 5),
+        ("conv", torch.float64, "sgd-nesterov", 2, 4),
+        ("gpt2", torch.float64, "sgd-momentum", 2, 4),
+        ("bert", torch.float32, "sgd", 2, 4),
+    ],
+)
+def test_compiled_regions_agree_with_one_device(
+    name: str, dtype: torch.dtype, optimizer: str, num_devices: int, num_examples: int
+) -> None:
+    mirrored, single = both(name, dtype, num_devices, num_examples, OPTIMIZERS[optimizer], backend="inductor")
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE if dtype is torch.float64 else SINGLE_TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_devices", "num_examples"), [(1, 4), (2, 7), (3, 6), (4, 9)])
+def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_examples: int) -> None:
+    tiny = MODELS["resnet"]
+    model, batches = tiny.make(torch.float64), tiny.batches(num_examples, torch.float64)
+    mirrored = train_mirrored(model, SGD, batches, num_devices, tiny.loss_fn)
+    expected = train_shard_by_shard(model, SGD, batches, num_devices, F.cross_entropy)
+    assert_same_training(mirrored, expected, DOUBLE_TOLERANCE)
+    assert mirrored.model.stem_norm.num_batches_tracked == len(batches)
+
+
+def test_batch_norm_agrees_when_compiled() -> None:
+    tiny = MODELS["resnet"]
+    model, batches = tiny.make(torch.float64), tiny.batches(4, torch.float64)
+    mirrored = train_mirrored(model, SGD, batches, 2, tiny.loss_fn, backend="inductor")
+    assert_same_training(mirrored, train_shard_by_shard(model, SGD, batches, 2, F.cross_entropy), DOUBLE_TOLERANCE)
+
+
+def test_batch_norms_statistics_are_each_replicas_own() -> None:
+    tiny = MODELS["resnet"]
+    model = tiny.make(torch.float64)
+    with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=tiny.loss_fn, backend="eager") as step:
+        step(**tiny.batch(4, torch.float64, 0))
+        first, second = step.variables["stem_norm.running_mean"].values
+        assert not torch.equal(first, second)
+        assert torch.equal(model.stem_norm.running_mean, (first + second) / 2)
+
+
+@pytest.mark.parametrize("num_examples", [4, 7])
+def test_loss_that_is_a_sum(num_examples: int) -> None:
+    loss_fn = partial(F.cross_entropy, reduction="sum")
+    model, batches = make_mlp(), MODELS["mlp"].batches(num_examples, torch.float64)
+    make_optimizer = partial(torch.optim.SGD, lr=0.01)
+    mirrored = train_mirrored(model, make_optimizer, batches, 3, loss_fn, loss_reduction="sum")
+    assert_same_training(mirrored, train_on_one_device(model, make_optimizer, batches, loss_fn), DOUBLE_TOLERANCE)
+
+
+def make_groups(optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter]) -> Any:
+    members = list(parameters)
+    biases, weights = [p for p in members if p.dim() == 1], [p for p in members if p.dim() > 1]
+    groups = [{"params": weights, "lr": 0.02, "weight_decay": 0.1}, {"params": biases, "lr": 0.05, "weight_decay": 0.0}]
+    return optimizer_class(groups)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adadelta])
+def test_parameter_groups_and_a_scheduler(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    tiny = MODELS["mlp"]
+    schedulers: dict[int, Any] = {}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make_groups(optimizer_class, parameters)
+        schedulers[id(optimizer)] = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+        return optimizer
+
+    def after_step(optimizer: torch.optim.Optimizer, index: int) -> None:
+        schedulers[id(optimizer)].step()
+
+    model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mirrored = train_mirrored(model, make, batches, 2, tiny.loss_fn, after_step)
+    single = train_on_one_device(model, make, batches, tiny.loss_fn, after_step)
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+    assert mirrored.optimizer.param_groups[0]["lr"] == single.optimizer.param_groups[0]["lr"] != 0.02
+
+
+def test_one_cycle_changes_momentum_between_steps() -> None:
+    tiny = MODELS["mlp"]
+    schedulers: dict[int, Any] = {}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
+        return optimizer
+
+    def after_step(optimizer: torch.optim.Optimizer, index: int) -> None:
+        schedulers[id(optimizer)].step()
+
+    model, batches = tiny.make(torch.float64), tiny.batches(4, torch.float64)
+    mirrored = train_mirrored(model, make, batches, 2, tiny.loss_fn, after_step)
+    single = train_on_one_device(model, make, batches, tiny.loss_fn, after_step)
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+
+
+def train_with_dropout(seed: int, num_devices: int = 3, **options: Any) -> Trained:
+    torch.manual_seed(seed)
+    model = make_mlp(torch.float32, dropout=0.5)
+    batches = MODELS["mlp"].batches(7, torch.float32)
+    return train_mirrored(model, SGD, batches, num_devices, F.cross_entropy, **options)
+
+
+def test_two_runs_are_equal_bit_for_bit() -> None:
+    first, second = train_with_dropout(seed=5), train_with_dropout(seed=5)
+    assert_same_bits(first, second)
+    assert train_with_dropout(seed=6).losses != first.losses
+
+
+def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
+    first, second = (train_with_dropout(seed=5, num_devices=2, backend="inductor") for _ in range(2))
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4},
+        {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6},
+        {"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3},
+        {"disable_passes": ("schedule-overlap",)},
+        {"all_reduce": "copy"},
+        {"all_reduce": "shared-memory"},
+    ],
+    ids=str,
+)
+def test_options_that_keep_the_order_of_additions_keep_the_bits(options: dict[str, Any]) -> None:
+    assert_same_bits(train_with_dropout(seed=5, **options), train_with_dropout(seed=5))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
+def test_copies_and_shared_memory_give_the_same_bits(optimizer: str) -> None:
+    runs = [
+        both("gpt2-own-loss", torch.float32, 3, 5, OPTIMIZERS[optimizer], all_reduce=link)[0]
+        for link in ("copy", "shared-memory")
+    ]
+    assert_same_bits(*runs)
+
+
+class ShowsItsMask(nn.Module):
+    """Its gradient tells which entries dropout kept: with x = 1 and x = 2 on two replicas, the sum tells both masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (F.dropout(self.weight, 0.5, self.training) * x).sum(dim=1).mean()
+
+
+def masks_of(backend: str, seed: int = 3, steps: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Masks of both replicas, step by step."""
+    torch.manual_seed(seed)
+    model = ShowsItsMask()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    masks = []
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:
+        for _ in range(steps):
+            before = model.weight.detach().clone()
+            step(x)
+            both_masks = (before - model.weight.detach()).round().long()
+            masks.append((both_masks % 2, both_masks // 2))
+    return masks
+
+
+def test_dropout_masks_differ_between_replicas_and_steps() -> None:
+    (first_0, first_1), (second_0, second_1) = masks_of("eager")
+    for mask in (first_0, first_1, second_0, second_1):
+        assert 80 < mask.sum() < 176  # of 256, six standard deviations
+    assert not torch.equal(first_0, first_1)
+    assert not torch.equal(first_0, second_0)
+    assert not torch.equal(first_1, second_1)
+
+
+def test_both_backends_draw_the_same_masks() -> None:
+    for eager, compiled in zip(masks_of("eager"), masks_of("inductor"), strict=True):
+        assert torch.equal(eager[0], compiled[0])
+        assert torch.equal(eager[1], compiled[1])
+
+
+def test_replicas_with_the_same_shard_draw_for_themselves() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * torch.randn_like(self.weight) * x).sum()
+
+    torch.manual_seed(0)
+    model = Noise()
+    x = torch.ones(1)
+    with mirrorc.compile(model, 2, optimizer=torch.optim.SGD(model.parameters(), 1.0), backend="eager") as step:
+        step(mirrorc.PerReplica([x, -x]))  # equal draws would cancel
+    assert model.weight.count_nonzero() == 32
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_model_stays_usable_while_the_step_is_open(backend: str) -> None:
+    model = make_mlp()
+    expected = copy.deepcopy(model)
+    optimizer, expected_optimizer = SGD(model.parameters()), SGD(expected.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+        for seed in range(3):
+            batch = mlp_batch(5, seed=seed)
+            step(**batch)
+            expected_optimizer.zero_grad()
+            F.cross_entropy(expected(batch["x"]), batch["target"]).backward()
+            expected_optimizer.step()
+            assert torch.allclose(model(batch["x"]), expected(batch["x"]), rtol=1e-10, atol=1e-12)
+        assert all(parameter.grad is None for parameter in model.parameters())

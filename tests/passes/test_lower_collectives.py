@@ -1,0 +1,63 @@
+import pytest
+import torch
+from mirrorc import ops
+from mirrorc.passes import LowerCollectives
+from mirrorc.program import Device, Program
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
+
+MIXED = [Weight("a", rule=MUON), Weight("b")]
+
+
+def on_devices(*names: str, link: str | None = None) -> Program:
+    """A scheduled program with its devices exchanged, lowered: GPUs need not be there for it."""
+    program = run_up_to("schedule-overlap", handmade(len(names), MIXED), **SMALL_BUCKETS)
+    devices = tuple(Device(name, torch.device(name.split("/")[0])) for name in names)
+    return LowerCollectives(link=link).run(program.evolve(devices=devices))
+
+
+def links(program: Program) -> set[tuple[str, object]]:
+    return {(n.target.__name__, n.kwargs["link"]) for n in targets(program.mirrored_graph, *ops.COLLECTIVES)}
+
+
+def test_logical_cpus_share_memory() -> None:
+    program = run_up_to("lower-collectives", handmade(2, MIXED), **SMALL_BUCKETS)
+    assert links(program) == {("all_reduce", "shared-memory"), ("broadcast", "shared-memory")}
+    assert not any("link" in remark for remark in program.remarks)
+
+
+def test_distinct_gpus_reduce_by_nccl() -> None:
+    assert links(on_devices("cuda:0", "cuda:1")) == {("all_reduce", "nccl"), ("broadcast", "copy")}
+
+
+def test_logical_devices_on_one_gpu_copy_and_say_why() -> None:
+    program = on_devices("cuda:0", "cuda:0/1")
+    assert links(program) == {("all_reduce", "copy"), ("broadcast", "copy")}
+    assert "link copy instead of nccl: some devices share one GPU" in program.remarks
+
+
+def test_a_link_that_was_asked_for_is_used_and_said() -> None:
+    program = on_devices("cpu:0", "cpu:1", link="copy")
+    assert links(program) == {("all_reduce", "copy"), ("broadcast", "copy")}
+    assert "link copy: asked for" in program.remarks
+
+
+def test_nothing_but_the_link_changes() -> None:
+    before = run_up_to("schedule-overlap", handmade(2), **SMALL_BUCKETS)
+    after = LowerCollectives().run(before)
+    assert str(after.mirrored_graph).replace(", link: shared-memory", "") == str(before.mirrored_graph)
+
+
+def test_an_unknown_link_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"all_reduce is 'smoke-signals': give one of shared-memory, nccl, copy"):
+        LowerCollectives(link="smoke-signals")
+
+
+@pytest.mark.parametrize(("names", "link"), [(("cpu:0", "cpu:1"), "nccl"), (("cuda:0", "cuda:1"), "shared-memory")])
+def test_a_link_that_cannot_join_the_devices_is_refused(names: tuple[str, ...], link: str) -> None:
+    with pytest.raises(ValueError, match=f"all_reduce='{link}' cannot join {', '.join(names)}; use 'copy'"):
+        on_devices(*names, link=link)
+
+
+def test_nccl_on_one_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a GPU for each replica"):
+        on_devices("cuda:0", "cuda:0/1", link="nccl")

@@ -1,0 +1,60 @@
+import pytest
+from mirrorc import ops
+from mirrorc.passes import LowerDevices
+from mirrorc.program import Stage
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_before, run_up_to, targets
+from torch.testing import FileCheck
+
+MIXED = [Weight("a", rule=MUON), Weight("b"), Weight("c")]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_every_device_gets_the_nodes_of_its_replica_and_its_part_of_collectives(num_devices: int) -> None:
+    before = run_before("lower-devices", handmade(num_devices, MIXED, buffer=True), **SMALL_BUCKETS)
+    program = LowerDevices().run(before)
+    assert program.stage is Stage.LOWERED and program.graph is None
+    assert list(program.device_graphs) == [f"cpu:{i}" for i in range(num_devices)]
+    for replica, module in enumerate(program.device_graphs.values()):
+        module.graph.lint()
+        names = {ops.argument: "placeholder", ops.call_region: "call_module"}
+        expected = [
+            names.get(n.target, n.target)
+            for n in before.mirrored_graph.nodes
+            if n.op != "output" and ops.replica_of(n) in (replica, None)
+        ]
+        found = [n.target if n.op == "call_function" else n.op for n in module.graph.nodes if n.op != "output"]
+        assert found == expected
+        assert not any("replica" in n.kwargs for n in module.graph.nodes)
+
+
+def test_a_lowered_all_reduce_takes_one_bucket() -> None:
+    for module in run_up_to("lower-devices", handmade(3)).device_graphs.values():
+        (node,) = targets(module.graph, ops.all_reduce)
+        assert len(node.args) == 1 and node.args[0].target is ops.pack
+        assert node.kwargs == {"bucket": 0, "op": "sum", "link": "shared-memory"}
+
+
+def test_only_the_root_offers_something_to_a_broadcast() -> None:
+    graphs = [m.graph for m in run_up_to("lower-devices", handmade(3, MIXED)).device_graphs.values()]
+    assert [len(targets(graph, ops.broadcast)[0].args) for graph in graphs] == [1, 0, 0]
+    assert [len(targets(graph, ops.step_optimizer)) for graph in graphs] == [1, 0, 0]
+    assert [len(targets(graph, ops.store)) for graph in graphs] == [0, 1, 1]
+
+
+def test_region_modules_are_shared_not_copied() -> None:
+    program = run_up_to("lower-devices", handmade(2), **SMALL_BUCKETS)
+    for name, region in program.regions.items():
+        assert all(module.get_submodule(name) is region.graph_module for module in program.device_graphs.values())
+
+
+def test_devices_hold_only_the_regions_that_they_run() -> None:
+    program = run_up_to("lower-devices", handmade(2, uneven=True), **SMALL_BUCKETS)
+    held = [{name for name, _ in module.named_children()} for module in program.device_graphs.values()]
+    assert held == [{"fwd_0", "bwd_0", "bwd_1"}, {"fwd_1", "bwd_0", "bwd_1"}]
+
+
+def test_a_devices_graph_gives_the_loss() -> None:
+    graph = run_up_to("lower-devices", handmade(2), **SMALL_BUCKETS).device_graphs["cpu:1"].graph
+    FileCheck().check("x : [num_users=1] = placeholder").check("call_module[target=fwd_0]").check(
+        "getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%fwd_0, 0)"
+    ).check("return getitem_1").run(str(graph))

@@ -1,0 +1,224 @@
+"""What a step must equal: training on one device, and for BatchNorm training shard by shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrorc
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Any], torch.Tensor]
+Hook = Callable[[torch.optim.Optimizer, int], None]
+
+
+@dataclass
+class Trained:
+    """A model after training."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float]
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Any], loss_fn: Loss | None) -> torch.Tensor:
+    """The loss of a batch, as mirrorc's step means it."""
+    arguments = dict(batch)
+    if loss_fn is not None:
+        target = arguments.pop("target")
+        return loss_fn(model(**arguments), target)
+    output = model(**arguments)
+    return output if isinstance(output, torch.Tensor) else output["loss"]
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], loss_fn: Loss | None = None
+) -> float:
+    """One step on one device."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch, loss_fn)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train_on_one_device(
+    model: nn.Module,
+    make_optimizer: OptimizerMaker,
+    batches: Sequence[Mapping[str, Any]],
+    loss_fn: Loss | None = None,
+    after_step: Hook | None = None,
+) -> Trained:
+    """Trains a copy of the model on whole batches."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for i, batch in enumerate(batches):
+        losses.append(train_step(model, optimizer, batch, loss_fn))
+        if after_step is not None:
+            after_step(optimizer, i)
+    return Trained(model, optimizer, losses)
+
+
+def train_mirrored(
+    model: nn.Module,
+    make_optimizer: OptimizerMaker,
+    batches: Sequence[Mapping[str, Any]],
+    num_devices: int,
+    loss_fn: Loss | None = None,
+    after_step: Hook | None = None,
+    backend: str = "eager",
+    **options: Any,
+) -> Trained:
+    """Trains a copy of the model with mirrorc, and checks after every step that all replicas hold the same bits."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    with mirrorc.compile(
+        model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend=backend, **options
+    ) as step:
+        for i, batch in enumerate(batches):
+            losses.append(step(**batch).item())
+            assert_mirrored(step, model, num_devices)
+            if after_step is not None:
+                after_step(optimizer, i)
+    return Trained(model, optimizer, losses)
+
+
+def train_shard_by_shard(
+    model: nn.Module,
+    make_optimizer: OptimizerMaker,
+    batches: Sequence[Mapping[str, Any]],
+    num_devices: int,
+    loss_fn: Loss,
+) -> Trained:
+    """Trains with a copy of the buffers for each shard; the copies are aggregated in the end.
+
+    A shard's loss counts n_i/n, gradients are summed; floating-point buffers are averaged, of others the first is taken.
+    """
+    copies = [copy.deepcopy(model) for _ in range(num_devices)]
+    home = copies[0]
+    optimizer = make_optimizer(home.parameters())
+    losses = []
+    for batch in batches:
+        shards = {key: value.tensor_split(num_devices) for key, value in batch.items()}
+        total = 0.0
+        for i, own in enumerate(copies):
+            own.zero_grad()
+            shard = {key: pieces[i] for key, pieces in shards.items()}
+            weight = len(shard["target"]) / len(batch["target"])
+            loss = loss_of(own, shard, loss_fn) * weight
+            loss.backward()
+            total += loss.item()
+        with torch.no_grad():
+            for parameters in zip(*(own.parameters() for own in copies), strict=True):
+                parameters[0].grad = sum(p.grad for p in parameters)
+            optimizer.step()
+            for parameters in zip(*(own.parameters() for own in copies), strict=True):
+                for other in parameters[1:]:
+                    other.copy_(parameters[0])
+        losses.append(total)
+    for buffers in zip(*(own.buffers() for own in copies), strict=True):
+        if buffers[0].is_floating_point():
+            buffers[0].copy_(torch.stack(list(buffers)).mean(0))
+    return Trained(home, optimizer, losses)
+
+
+def assert_mirrored(step: mirrorc.Step, model: nn.Module, num_devices: int) -> None:
+    """Every parameter of the program has the same bits on every device, and they are the user's."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    found = 0
+    for name, variable in step.variables.items():
+        if name in own:
+            found += 1
+            assert len(variable.values) == num_devices
+            assert torch.equal(variable.value, own[name]), f"{name} of the model is not the variable's value"
+            for replica, value in enumerate(variable.values):
+                assert torch.equal(value, variable.value), f"{name} differs on replica {replica}"
+    assert found > 0
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry expected."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    scale = expected.abs().max().item()
+    difference = (actual - expected).abs().max().item()
+    return difference / scale if scale > 0.0 else difference
+
+
+def assert_same_model(actual: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    """Parameters and buffers agree, each relative to its largest entry; integers exactly."""
+    wanted = expected.state_dict()
+    found = actual.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value.is_floating_point():
+            error = relative_error(found[name], value)
+            assert error <= tolerance, f"{name}: relative error {error:.3g}"
+        else:
+            assert torch.equal(found[name], value), name
+
+
+def assert_same_training(actual: Trained, expected: Trained, tolerance: float) -> None:
+    """Models and losses agree."""
+    assert_same_losses(actual, expected, tolerance)
+    assert_same_model(actual.model, expected.model, tolerance)
+
+
+def assert_same_losses(actual: Trained, expected: Trained, tolerance: float) -> None:
+    """Losses agree, relative to the largest."""
+    assert len(actual.losses) == len(expected.losses)
+    scale = max(abs(loss) for loss in expected.losses)
+    errors = [abs(a - e) / scale for a, e in zip(actual.losses, expected.losses, strict=True)]
+    assert max(errors) <= tolerance, f"relative errors of the losses {errors}"
+
+
+def assert_same_bits(actual: Trained, expected: Trained) -> None:
+    """Models and losses are equal bit for bit."""
+    assert actual.losses == expected.losses
+    wanted = expected.model.state_dict()
+    for name, value in actual.model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer, tolerance: float) -> None:
+    """Two optimizers' state_dict() agree, entry by entry."""
+    found, wanted = actual.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for index, state in wanted["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            own = found["state"][index][key]
+            if isinstance(value, torch.Tensor):
+                assert relative_error(own, value) <= tolerance, f"{key} of parameter {index}"
+            else:
+                assert own == value, f"{key} of parameter {index}"
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Checks that a block leaves model and optimizer as they are, bit for bit."""
+    before = copy.deepcopy(model.state_dict())
+    state_before = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
+    yield
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert after[name].device == value.device and after[name].dtype == value.dtype
+        assert value.is_meta or torch.equal(after[name], value), f"{name} has changed"
+    if optimizer is not None and state_before is not None:
+        state_after = optimizer.state_dict()
+        assert state_after["param_groups"] == state_before["param_groups"]
+        assert state_after["state"].keys() == state_before["state"].keys()
+        for index, state in state_before["state"].items():
+            for key, value in state.items():
+                own = state_after["state"][index][key]
+                assert torch.equal(own, value) if isinstance(value, torch.Tensor) else own == value, key
