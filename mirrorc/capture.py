@@ -242,7 +242,7 @@ def _outputs(
         variable = variable_names.get(name, name)
         if variable not in trained or node is None:
             continue
-        gradient = values[node]
+        gradient = _without_idle_views(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
     graph = values[joint.loss].graph
@@ -255,6 +255,21 @@ def _outputs(
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
     return {"loss": values[joint.loss], "gradients": ordered, "writes": writes}
+
+
+_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+
+
+def _without_idle_views(node: fx.Node) -> fx.Node:
+    """The earliest value that views lead from to this one and that is the same: autograd transposes weights' gradients twice."""
+    same, wanted = node, node.meta["val"]
+    while node.target in _VIEWS:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node, value = source, source.meta["val"]
+        if value.shape == wanted.shape and value.stride() == wanted.stride():
+            same = node
+    return same
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:

@@ -38,8 +38,8 @@ _DTYPES = {
 }  # fmt: skip
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
 _LISTED_WIDTH = 48  # and no more than fit in so many columns
-_LISTING_ORDER = ("argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "token", "write", "saved")
-_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced")
+_LISTING_ORDER = ("argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "token", "write", "saved", "slot")
+_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "token")
 _WRITTEN = {"gradient": "d({})", "write": "new({})"}
 _COUNTED = {"saved": "saved", "write": "new buffers"}
 _COMMENT_COLUMN = 84
@@ -144,14 +144,19 @@ class _Names:
             return "argument", str(node.kwargs.get("name", node.target))
         if node.target is ops.read:
             return "variable", str(node.kwargs["variable"])
+        if node.target is ops.slot:
+            return "slot", f"slot({node.kwargs['variable']})"
         if node.target is ops.pack:
             return "bucket", f"b{bucket}"
         if node.target in ops.COLLECTIVES:
-            return "pending", f"b{bucket}_pending"
+            return "pending", f"b{bucket}_gather" if node.target is ops.all_gather else f"b{bucket}_pending"
         if node.target is ops.wait:
             source = node.args[0]
-            is_sum = isinstance(source, fx.Node) and source.target is ops.all_reduce
-            return "reduced", f"b{bucket}_sum" if is_sum else f"b{bucket}_parameters"
+            assert isinstance(source, fx.Node)
+            given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(source.target, "parameters")  # type: ignore[arg-type]
+            return "reduced", f"b{bucket}_{given}"
+        if node.target is ops.update:
+            return "token", f"b{bucket}_updated"
         return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
 
     def listing(self, nodes: Iterable[fx.Node]) -> str:
@@ -240,20 +245,20 @@ def _call_text(names: _Names, node: fx.Node) -> str | None:
         arguments = _collective(names, node)
     bucket = f"bucket={node.kwargs['bucket']}, " if "bucket" in node.kwargs else ""
     text = f"{node.target.__name__}({bucket}{arguments})"  # type: ignore[union-attr]
-    return f"{names.kinds[node][1]:<26} = {text}" if "val" in node.meta or node.target is ops.step_optimizer else text
+    return f"{names.kinds[node][1]:<26} = {text}" if node.users else text
 
 
 def _collective(names: _Names, node: fx.Node) -> str:
-    detail = f"op={node.kwargs['op']}" if node.target is ops.all_reduce else f"root={node.kwargs['root']}"
+    details = [f"{key}={node.kwargs[key]}" for key in ("op", "root", "link") if node.kwargs.get(key) is not None]
     inputs = list(dict.fromkeys(names.kinds[n][1] for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
-    link = f", link={node.kwargs['link']}" if node.kwargs.get("link") else ""
-    return f"{', '.join(name + of_all for name in inputs) + ', ' if inputs else ''}{detail}{link}"
+    return ", ".join([name + of_all for name in inputs] + details)
 
 
 def _comment(program: Program, node: fx.Node) -> str:
     if node.target is ops.update:
-        return program.buckets[node.kwargs["bucket"]].rule.label  # type: ignore[index]
+        bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        return bucket.rule.label + (f", 1 of {bucket.num_shares} shares" if bucket.num_shares > 1 else "")
     if node.target is ops.step_optimizer:
         return "the optimizer's own step, once for all replicas"
     return source_line(node) if node.op == "call_module" or node.target is ops.call_region else ""

@@ -38,7 +38,7 @@ def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
     return fx.has_side_effect(symbol) if name in _IMPURE else symbol
 
 
-_IMPURE = {"all_reduce", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
+_IMPURE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
 
 
 @_symbol
@@ -49,6 +49,11 @@ def argument(*, name: str, replica: int) -> Any:
 @_symbol
 def read(*, variable: str, replica: int | None = None) -> Any:
     """The value of a variable before the step's update."""
+
+
+@_symbol
+def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
+    """A gradient's place in its bucket, to be written by the region that is given it."""
 
 
 @_symbol
@@ -67,6 +72,16 @@ def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> 
 
 
 @_symbol
+def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Pending:
+    """Launches the sum of a bucket over all replicas, of which each gets its own share."""
+
+
+@_symbol
+def all_gather(*updates: Any, bucket: int, link: str | None = None) -> Pending:
+    """Launches the exchange of a bucket's updated parameters: each replica gives its share and gets the others'."""
+
+
+@_symbol
 def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Pending:
     """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``values`` are there."""
 
@@ -77,8 +92,8 @@ def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
 
 
 @_symbol
-def update(gradient: Any, *, bucket: int, replica: int) -> None:
-    """Applies the optimizer to a bucket's parameters, element by element."""
+def update(gradient: Any, *, bucket: int, replica: int) -> Any:
+    """Applies the optimizer to a bucket's parameters, or to the replica's share of them; yields a token."""
 
 
 @_symbol
@@ -96,7 +111,8 @@ def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
 
-COLLECTIVES = (all_reduce, broadcast)
+REDUCTIONS = (all_reduce, reduce_scatter)
+COLLECTIVES = (*REDUCTIONS, all_gather, broadcast)
 
 
 def replica_of(node: fx.Node) -> int | None:

@@ -102,6 +102,16 @@ class Variable:
     update: UpdateRule | None = None
 
 
+_SHARE_ELEMENTS = 64  # shares begin at multiples of it, so that no two devices write to one cache line
+
+
+def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
+    """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
+    units = -(-num_elements // _SHARE_ELEMENTS)
+    start, stop = (min(num_elements, units * i // num_shares * _SHARE_ELEMENTS) for i in (index, index + 1))
+    return start, stop
+
+
 @dataclass(frozen=True)
 class Slot:
     """A gradient's place in a bucket.
@@ -129,6 +139,7 @@ class Bucket:
         slots: its gradients' places; slots are disjoint and begin at aligned offsets.
         num_elements: its length, padding included.
         rule: how its parameters are updated.
+        num_shares: 1 if every replica updates the whole bucket; else each replica updates one of so many shares.
     """
 
     index: int
@@ -136,10 +147,19 @@ class Bucket:
     slots: tuple[Slot, ...]
     num_elements: int
     rule: UpdateRule
+    num_shares: int = 1
 
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def share(self, replica: int) -> tuple[int, int]:
+        """The elements that a replica updates: the first, and one past the last; the whole bucket if it is not shared."""
+        return share_bounds(self.num_elements, self.num_shares, replica) if self.num_shares > 1 else (0, self.num_elements)
+
+    def has_a_share_for_all(self) -> bool:
+        """Whether no share is empty."""
+        return all(start < stop for start, stop in map(self.share, range(self.num_shares)))
 
 
 @dataclass(frozen=True)

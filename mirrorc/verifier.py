@@ -115,7 +115,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[str]:
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[str]:
     """Between the launch of an all_reduce and its wait, nothing uses the bucket."""
     for _, graph, _ in _scopes(program):
-        for node in ops.calls(graph, ops.all_reduce):
+        for node in ops.calls(graph, *ops.REDUCTIONS):
             for packed in node.all_input_nodes:
                 others = [user for user in packed.users if user is not node]
                 yield from (f"bucket {node.kwargs['bucket']} is in flight but used by {u.name}{_at(u)}" for u in others)
@@ -127,11 +127,13 @@ def all_replicas_take_part(program: Program) -> Iterator[str]:
     """A collective of the mirrored graph joins every replica once, and each bucket is reduced once."""
     if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
         return
-    reduced = Counter(node.kwargs["bucket"] for node in ops.calls(program.graph, ops.all_reduce))
+    reduced = Counter(node.kwargs["bucket"] for node in ops.calls(program.graph, *ops.REDUCTIONS))
     for bucket in program.buckets:
         if reduced[bucket.index] != 1:
             yield f"bucket {bucket.index} is reduced {reduced[bucket.index]} times"
-    for node in ops.calls(program.graph, ops.all_reduce):
+    for node in ops.calls(program.graph, *ops.COLLECTIVES):
+        if node.target is ops.broadcast:
+            continue  # the root alone gives
         found = [ops.replica_of(n) for n in node.all_input_nodes]
         if found != list(range(program.num_replicas)):
             yield f"{_say(node)} joins replicas {found}, not each of {program.num_replicas} once{_at(node)}"
@@ -155,6 +157,22 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
             reduced = ops.wait if program.num_replicas > 1 else ops.pack
             if source.target is not reduced or source.kwargs["bucket"] != node.kwargs["bucket"]:  # type: ignore[union-attr]
                 yield f"bucket {node.kwargs['bucket']} is updated from {source}, which is not its sum{_at(node)}"
+
+
+def every_share_is_gathered(program: Program) -> Iterator[str]:
+    """A bucket that is updated in shares is reduce-scattered, and all-gathered once, from every replica's update."""
+    for _, graph, replicas in _scopes(program):
+        scattered = {node.kwargs["bucket"] for node in ops.calls(graph, ops.reduce_scatter)}
+        gathered = Counter(node.kwargs["bucket"] for node in ops.calls(graph, ops.all_gather))
+        for bucket in program.buckets:
+            if (bucket.num_shares > 1) != (bucket.index in scattered):
+                yield f"bucket {bucket.index} is updated in {bucket.num_shares} shares, but its reduction is another"
+            if gathered[bucket.index] != (bucket.index in scattered):
+                yield f"bucket {bucket.index} is updated in shares but gathered {gathered[bucket.index]} times"
+        for node in ops.calls(graph, ops.all_gather):
+            sources = [(n.target, n.kwargs["bucket"], ops.replica_of(n)) for n in node.all_input_nodes]
+            if sources != [(ops.update, node.kwargs["bucket"], replica) for replica in replicas]:
+                yield f"{_say(node)} does not take every replica's update of that bucket{_at(node)}"
 
 
 def collectives_have_one_order(program: Program) -> Iterator[str]:
@@ -185,7 +203,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.PACKED: (every_bucket_is_packed_once, every_gradient_is_packed_once),
     Stage.REDUCED: (collectives_are_waited_for_once, buckets_in_flight_are_not_used, all_replicas_take_part),
     Stage.UPDATED: (every_bucket_is_updated_once,),
-    Stage.SCHEDULED: (),
+    Stage.SCHEDULED: (every_share_is_gathered,),
     Stage.LOWERED: (collectives_have_one_order,),
 }
 """The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""

@@ -9,9 +9,11 @@ from mirrorc.passes.lower_collectives import LowerCollectives
 from mirrorc.passes.lower_devices import LowerDevices
 from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.pack_gradients import PackGradients
+from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
+from mirrorc.passes.shard_update import ShardUpdate
 
 __all__ = [
     "InsertAllReduce",
@@ -20,9 +22,11 @@ __all__ = [
     "LowerDevices",
     "OutlineRegions",
     "PackGradients",
+    "PlaceGradients",
     "PlanBuckets",
     "Replicate",
     "ScheduleOverlap",
+    "ShardUpdate",
     "default_pipeline",
 ]
 
@@ -40,11 +44,13 @@ def default_pipeline(
     return [
         PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
         OutlineRegions(),
+        PlaceGradients(),
         Replicate(),
         PackGradients(),
         InsertAllReduce(),
         InsertUpdate(),
         ScheduleOverlap(),
+        ShardUpdate(),
         LowerCollectives(link=all_reduce),
         LowerDevices(),
     ]

@@ -17,7 +17,7 @@ from mirrorc.errors import ExecutionError, MirrorcError
 from mirrorc.program import Device, Program
 from mirrorc.randomness import mix
 from mirrorc.runtime.backend import RegionFunction
-from mirrorc.runtime.buffers import VariableStore, slot_views
+from mirrorc.runtime.buffers import VariableStore
 from mirrorc.runtime.codegen import Constant, GraphFunction, failing_nodes, generate
 from mirrorc.runtime.communicator import Aborted, Communicator, communicator_for
 from mirrorc.runtime.communicator.base import record_event, wait_event
@@ -97,24 +97,43 @@ class Executor:
             return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
         return Constant(self._memory.store.values(name)[replica])
 
+    def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
+        flat = self._memory.store.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        names = [slot.variable for slot in flat.bucket.slots]
+        return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
+
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         flat = self._memory.store.buckets[node.kwargs["bucket"]]  # type: ignore[index]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
 
         def pack(*gradients: torch.Tensor, **_: Any) -> torch.Tensor:
             for slot, gradient in zip(slots, gradients, strict=True):
-                slot.copy_(gradient)
+                if gradient is not slot:  # else backward wrote it there
+                    slot.copy_(gradient)
             return whole
 
         return pack
 
-    def _bind_all_reduce(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+    def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
+        launch = {
+            ops.all_reduce: communicator.launch_all_reduce,
+            ops.reduce_scatter: communicator.launch_reduce_scatter,
+        }[node.target]  # type: ignore[index]
 
-        def all_reduce(own: torch.Tensor, **_: Any) -> Any:
-            return communicator.launch_all_reduce(bucket, replica, own)  # type: ignore[arg-type]
+        def reduction(own: torch.Tensor, **_: Any) -> Any:
+            return launch(bucket, replica, own)  # type: ignore[arg-type]
 
-        return all_reduce
+        return reduction
+
+    def _bind_all_gather(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
+        parameters = self._memory.store.buckets[bucket].parameters[replica]  # type: ignore[index]
+
+        def all_gather(*_: Any, **__: Any) -> Any:
+            return communicator.launch_all_gather(bucket, replica, parameters)  # type: ignore[arg-type]
+
+        return all_gather
 
     def _bind_broadcast(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
@@ -129,15 +148,17 @@ class Executor:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
         communicator, bucket = self._communicators[str(collective.kwargs["link"])], node.kwargs["bucket"]
-        root = collective.kwargs.get("root")
+        wait_for: Callable[..., torch.Tensor] = {
+            ops.all_reduce: communicator.wait_all_reduce,
+            ops.reduce_scatter: communicator.wait_reduce_scatter,
+            ops.all_gather: communicator.wait_all_gather,
+            ops.broadcast: functools.partial(communicator.wait_broadcast, root=collective.kwargs.get("root")),  # type: ignore[arg-type]
+        }[collective.target]  # type: ignore[index]
 
-        def wait_all_reduce(pending: Any, **_: Any) -> torch.Tensor:
-            return communicator.wait_all_reduce(bucket, replica, pending)  # type: ignore[arg-type]
+        def wait(pending: Any, **_: Any) -> torch.Tensor:
+            return wait_for(bucket, replica, pending=pending)
 
-        def wait_broadcast(pending: Any, **_: Any) -> torch.Tensor:
-            return communicator.wait_broadcast(bucket, replica, root, pending)  # type: ignore[arg-type]
-
-        return wait_all_reduce if collective.target is ops.all_reduce else wait_broadcast
+        return wait
 
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
         apply = self._memory.optimizers.updater(node.kwargs["bucket"], replica)  # type: ignore[arg-type]
@@ -279,8 +300,11 @@ def _is_region(node: fx.Node) -> bool:
 
 _BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
     ops.read: Executor._bind_read,
+    ops.slot: Executor._bind_slot,
     ops.pack: Executor._bind_pack,
-    ops.all_reduce: Executor._bind_all_reduce,
+    ops.all_reduce: Executor._bind_reduction,
+    ops.reduce_scatter: Executor._bind_reduction,
+    ops.all_gather: Executor._bind_all_gather,
     ops.broadcast: Executor._bind_broadcast,
     ops.wait: Executor._bind_wait,
     ops.update: Executor._bind_update,

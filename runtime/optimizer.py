@@ -63,17 +63,20 @@ class BucketOptimizers:
         self._flat: dict[tuple[int, int], _FlatOptimizer] = {}
         self._published: dict[int, tuple[Any, ...]] = {}
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
 
     def lay_out(self) -> None:
         """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
         self._flat.clear()
         self._published.clear()
         self._scalars.clear()
+        self._whole.clear()
         for flat in self._elementwise():
             for replica, parameters in enumerate(flat.parameters):
-                own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters)
+                start, stop = flat.bucket.share(replica)
+                own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
                 self._flat[(flat.bucket.index, replica)] = own
-                own.state.update(self._flat_state(flat.bucket, own))
+            self._take_over(flat.bucket)
             self._publish(flat.bucket)
 
     def _elementwise(self) -> list[FlatBucket]:
@@ -87,23 +90,33 @@ class BucketOptimizers:
         assert isinstance(parameter, torch.nn.Parameter)
         return parameter
 
-    def _flat_state(self, bucket: Bucket, own: _FlatOptimizer) -> dict[str, Any]:
-        """The user's state of a bucket's parameters, each entry as one tensor."""
+    def _replicas(self, bucket: Bucket) -> list[_FlatOptimizer]:
+        return [self._flat[(bucket.index, replica)] for replica in range(len(self._store.devices))]
+
+    def _take_over(self, bucket: Bucket) -> None:
+        """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
         states = self._user_states(bucket)
-        device, group = own.parameter.device, own.optimizer.param_groups[0]
-        flat_state: dict[str, Any] = {}
         for key, first in states[0].items():
             if first is None:
                 continue
             if key in SCALAR_STATE:
-                on_device = group.get("fused") or group.get("capturable")
-                value = first if isinstance(first, torch.Tensor) else torch.tensor(float(first))
-                flat_state[key] = value.detach().to(device if on_device else value.device, copy=True)
+                value = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(float(first))
+                for own in self._replicas(bucket):
+                    is_fused = own.optimizer.param_groups[0].get("fused")
+                    own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
                 continue
-            flat_state[key] = torch.zeros(bucket.num_elements, dtype=first.dtype, device=device)
-            for view, state in zip(slot_views(flat_state[key], bucket), states, strict=True):
+            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=self._store.buckets[bucket.index].parameters[0].device)
+            for view, state in zip(slot_views(whole, bucket), states, strict=True):
                 view.copy_(state[key])
-        return flat_state
+            self._hold(bucket, key, whole)
+
+    def _hold(self, bucket: Bucket, key: str, whole: torch.Tensor) -> None:
+        """Makes a tensor, as long as the bucket, the state of its flat optimizers: the shares of one, or copies."""
+        for replica, own in enumerate(self._replicas(bucket)):
+            start, stop = bucket.share(replica)
+            is_shared = replica == 0 or bucket.num_shares > 1
+            own.state[key] = whole[start:stop] if is_shared else whole.to(own.parameter.device, copy=True)
+        self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
         """Whether the user's optimizer holds other state than the flat one (after ``load_state_dict``, say)."""
@@ -142,6 +155,7 @@ class BucketOptimizers:
 
     def _publish(self, bucket: Bucket) -> None:
         """Puts views of replica 0's flat state into the user's optimizer."""
+        self._hold_what_is_new(bucket)
         own = self._flat[(bucket.index, 0)].state
         entries: dict[str, Sequence[Any]] = {}
         for key, value in own.items():
@@ -152,7 +166,7 @@ class BucketOptimizers:
                 self._scalars.append((shown, value))
                 entries[key] = list(shown.unbind())
             else:
-                entries[key] = slot_views(value, bucket)
+                entries[key] = slot_views(self._whole[bucket.index][key], bucket)
         state = self.user_optimizer.state
         for i, slot in enumerate(bucket.slots):
             parameter = self._parameter(slot.variable)
@@ -160,6 +174,18 @@ class BucketOptimizers:
                 state[parameter] = {key: values[i] for key, values in entries.items()}
         first = state.get(self._parameter(bucket.slots[0].variable))
         self._published[bucket.index] = (first, *(id(value) for value in own.values()))
+
+    def _hold_what_is_new(self, bucket: Bucket) -> None:
+        """Entries that the flat optimizers made in their first step become shares of one tensor."""
+        held, replicas = self._whole.setdefault(bucket.index, {}), self._replicas(bucket)
+        for key, value in list(replicas[0].state.items()):
+            is_held = key in held and value.data_ptr() == held[key].data_ptr()
+            if value is None or key in SCALAR_STATE or is_held:
+                continue
+            if bucket.num_shares > 1:
+                self._hold(bucket, key, torch.cat([own.state[key] for own in replicas]))
+            else:
+                held[key] = value
 
     def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
         """Runs the user's optimizer on replica 0's parameters, as a training loop would."""

@@ -70,11 +70,11 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(1, 4, 3)
-        self.second = nn.Conv2d(4, 6, 3, stride=2)
-        self.classifier = nn.Linear(6 * 4, 5)
+        self.second = nn.Conv2d(4, 6, 3)
+        self.classifier = nn.Linear(6 * 2 * 2, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.max_pool2d(F.gelu(self.first(x)), 1)
+        hidden = F.max_pool2d(F.gelu(self.first(x)), 2)
         return self.classifier(torch.tanh(self.second(hidden)).flatten(1))
 
 

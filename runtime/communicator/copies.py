@@ -1,4 +1,4 @@
-"""All-reduce by copies: every replica fetches the others' buckets and adds them up for itself."""
+"""Reductions by copies: every replica fetches the others' buckets and adds them up for itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.program import share_bounds
 from mirrorc.runtime.communicator.base import Communicator, record_event, wait_event
 
 
@@ -14,21 +15,36 @@ class CopyCommunicator(Communicator):
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
-        meeting.tensors[replica] = tensor
-        meeting.events[replica] = record_event(tensor.device)
-        meeting.announce(replica)
-        return None
+        self._offer("all_reduce", bucket, replica, tensor)
+
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        self._offer("reduce_scatter", bucket, replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
+        return self._sum("all_reduce", bucket, replica, slice(None))
+
+    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        num_elements = self._meetings[("reduce_scatter", bucket)].tensors[replica].numel()
+        share = slice(*share_bounds(num_elements, len(self.devices), replica))
+        return self._sum("reduce_scatter", bucket, replica, share)
+
+    def _offer(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> None:
+        meeting = self._meetings[(kind, bucket)]
+        meeting.tensors[replica] = tensor
+        meeting.events[replica] = record_event(tensor.device)
+        meeting.announce(replica)
+
+    def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
+        meeting = self._meetings[(kind, bucket)]
         meeting.await_replicas(replica, len(self.devices) - 1)
         own = self.devices[replica].torch_device
         for event in meeting.events:
             wait_event(event)
         first, *rest = meeting.tensors
-        total = first.to(own, copy=True, non_blocking=True)
+        total = first[part].to(own, copy=True, non_blocking=True)
         for tensor in rest:
-            total.add_(tensor.to(own, non_blocking=True))
+            total.add_(tensor[part].to(own, non_blocking=True))
         return total

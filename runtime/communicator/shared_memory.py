@@ -1,4 +1,4 @@
-"""All-reduce among logical CPUs: each device sums its share of the bucket, straight from the others' memory."""
+"""Reductions among logical CPUs: each device sums its share of the bucket, straight from the others' memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.runtime.communicator.base import Communicator
-
-_SHARE_ELEMENTS = 64  # shares begin at multiples of it, so that no two devices write to one cache line
+from mirrorc.program import share_bounds
+from mirrorc.runtime.communicator.base import Communicator, Meeting
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -26,30 +25,34 @@ class SharedMemoryCommunicator(Communicator):
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
-        meeting.tensors[replica] = tensor
-        meeting.announce(replica)
-        return None
+        self._offer(self._meetings[("all_reduce", bucket)], replica, tensor)
+
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        self._offer(self._meetings[("reduce_scatter", bucket)], replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        others = len(self.devices) - 1
         meeting = self._meetings[("all_reduce", bucket)]
-        meeting.await_replicas(replica, others)
-        first, *rest = meeting.tensors
-        start, stop = share(first.numel(), len(self.devices), replica)
-        if start < stop:
-            total = first[start:stop]
-            for tensor in rest:
-                total.add_(tensor[start:stop])
+        self._sum_share(meeting, replica)
         summed = self._meetings[("summed", bucket)]
         summed.announce(replica)
-        summed.await_replicas(replica, others)
-        return first
+        summed.await_replicas(replica, len(self.devices) - 1)
+        return meeting.tensors[0]
 
+    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        return self._sum_share(self._meetings[("reduce_scatter", bucket)], replica)
 
-def share(num_elements: int, num_replicas: int, replica: int) -> tuple[int, int]:
-    """The part of a bucket that a replica sums: first element and one past the last."""
-    units = -(-num_elements // _SHARE_ELEMENTS)
-    bounds = [min(num_elements, units * r // num_replicas * _SHARE_ELEMENTS) for r in (replica, replica + 1)]
-    return bounds[0], bounds[1]
+    def _offer(self, meeting: Meeting, replica: int, tensor: torch.Tensor) -> None:
+        meeting.tensors[replica] = tensor
+        meeting.announce(replica)
+
+    def _sum_share(self, meeting: Meeting, replica: int) -> torch.Tensor:
+        meeting.await_replicas(replica, len(self.devices) - 1)
+        first, *rest = meeting.tensors
+        start, stop = share_bounds(first.numel(), len(self.devices), replica)
+        total = first[start:stop]
+        for tensor in rest:
+            total.add_(tensor[start:stop])
+        return total

@@ -1,0 +1,21 @@
+"""Operators of ours that regions call: what ATen has no functional or traceable name for."""
+
+from __future__ import annotations
+
+import torch
+
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+
+
+def _mm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.mm(left, right, out=out)
+
+
+_LIBRARY.define(
+    "mm_into(Tensor(a!) out, Tensor left, Tensor right) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+torch.library.register_fake("mirrorc::mm_into", lambda out, left, right: None, lib=_LIBRARY)
+
+mm_into = torch.ops.mirrorc.mm_into.default
+"""``mm_into(out, left, right)`` computes ``left @ right`` [m, n] into ``out``, contiguous [m, n] of the same dtype."""

@@ -1,0 +1,462 @@
+"""Every refusal says what, where and what to do, leaves model and optimizer as they are, and the step usable."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import assert_same_model, train_step, unchanged
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+from mirrorc import CaptureError, ExecutionError
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+TOLERANCE = 1e-10
+
+
+def refuses(error: type[Exception], *words: str) -> Any:
+    """A block that must raise an error whose message has all the words, in order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(re.escape(word) for word in words))
+
+
+def compile_mlp(model: nn.Module | None = None, devices: Any = 2, **options: Any) -> mirrorc.Step:
+    model = model or make_mlp()
+    options = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": "eager", **options}
+    return mirrorc.compile(model, devices, **options)
+
+
+# Arguments of compile
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "words"),
+    [
+        ([], ValueError, ("devices is empty", "cpu:0")),
+        (0, ValueError, ("devices is empty", "cpu:0")),
+        (-1, ValueError, ("devices", "cpu:0")),
+        (True, TypeError, ("devices is True", "list of device names")),
+        ("cpu:0", TypeError, ("devices is 'cpu:0'", "list of device names")),
+        (1.5, TypeError, ("devices is 1.5", "list of device names")),
+        ([0, 1], TypeError, ("device 0 is a int", "cpu:0")),
+        (["tpu:0"], ValueError, ("unknown device 'tpu:0'", "cpu:0")),
+        (["cpu:0/1"], ValueError, ("unknown device 'cpu:0/1'",)),
+        (["cpu:1", "cpu:1"], ValueError, ("device 'cpu:1' is named twice",)),
+        (["cpu", "cpu:0"], ValueError, ("device 'cpu:0' is named twice",)),
+    ],
+    ids=str,
+)
+def test_wrong_devices(devices: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+    model = make_mlp()
+    with unchanged(model), refuses(error, *words):
+        compile_mlp(model, devices)
+
+
+def test_an_absent_gpu() -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with refuses(ValueError, f"device '{absent}' is absent", "this machine", "name devices like"):
+        compile_mlp(devices=[absent])
+
+
+def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with refuses(ValueError, "devices mix CPUs and GPUs (cpu:0, cuda:0)", "use one kind"):
+        compile_mlp(devices=["cpu:0", "cuda:0"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"backend": "tvm"}, ValueError, ("backend is 'tvm'", "inductor, eager")),
+        ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
+        ({"loss_fn": 3}, TypeError, ("loss_fn is a int", "loss_fn(output, target)")),
+        ({"disable_passes": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
+        ({"passes": [print]}, TypeError, ("is no pass",)),
+        ({"all_reduce": "pigeon"}, ValueError, ("all_reduce is 'pigeon'", "shared-memory")),
+        ({"bucket_cap_mb": 0}, ValueError, ("bucket_cap_mb is 0", "positive number of MiB")),
+        ({"bucket_cap_mb": "big"}, ValueError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
+        ({"first_bucket_mb": -1.0}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
+        ({"first_bucket_mb": float("nan")}, ValueError, ("first_bucket_mb is nan", "positive number of MiB")),
+        ({"timeout_seconds": 0}, ValueError, ("timeout_seconds is 0", "positive number of seconds")),
+        ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
+        ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
+        ({"optimizer": "adam"}, TypeError, ("optimizer is a str", "model.parameters()")),
+        ({"example_inputs": [1]}, TypeError, ("example_inputs is a list", "tuple of positional arguments")),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], error: type[Exception], words: tuple[str, ...]) -> None:
+    model = make_mlp()
+    with unchanged(model), refuses(error, *words):
+        compile_mlp(model, **options)
+
+
+def test_an_optimizer_over_another_model() -> None:
+    model = make_mlp()
+    with unchanged(model), refuses(ValueError, "parameter 0 of group 0", "none of the model's", "model.parameters()"):
+        compile_mlp(model, optimizer=ADAMW(make_mlp().parameters()))
+
+
+def test_an_optimizer_that_needs_a_closure() -> None:
+    model = make_mlp()
+    with unchanged(model), refuses(TypeError, "LBFGS needs a closure", "AdamW"):
+        compile_mlp(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_link_that_cannot_join_the_devices() -> None:
+    model = make_mlp()
+    step = compile_mlp(model, all_reduce="nccl")
+    with unchanged(model), refuses(ValueError, "all_reduce='nccl' cannot join cpu:0, cpu:1", "'copy'"), step:
+        step(**mlp_batch(4))
+
+
+def test_a_model_that_is_none() -> None:
+    optimizer = ADAMW(make_mlp().parameters())
+    with refuses(TypeError, "model is a function", "torch.nn.Module"):
+        mirrorc.compile(F.relu, 2, optimizer=optimizer)
+
+
+def test_a_model_on_the_meta_device() -> None:
+    model = make_mlp().to("meta")
+    with refuses(ValueError, "'first.weight' is on the meta device", "to_empty"):
+        compile_mlp(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_lazy_module() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with refuses(ValueError, "'0.weight'", "lazy module", "model(example_input)"):
+        mirrorc.compile(model, 2, optimizer=ADAMW(model.parameters()))
+
+
+def test_a_model_without_a_trainable_parameter() -> None:
+    model = make_mlp().requires_grad_(False)
+    with unchanged(model), refuses(ValueError, "Mlp has no trainable parameter", "requires_grad"):
+        compile_mlp(model)
+
+
+def test_no_cpp_compiler_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirrorc.api.has_cpp_compiler", lambda: False)
+    model, batch = make_mlp(), mlp_batch(5)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found: backend='eager' is used"):
+        step = compile_mlp(model, backend="inductor")
+    with step:
+        step(**batch)
+    train_step(twin, ADAMW(twin.parameters()), batch, F.cross_entropy)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+# Arguments of a step
+
+
+def scalar_target(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "target": torch.tensor(1)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda b: {"x": b["x"][:2], "target": b["target"][:2]}, ValueError, ("'x' has 2 examples for 3 replicas",)),
+        (lambda b: {"x": b["x"][:0], "target": b["target"][:0]}, ValueError, ("'x' has 0 examples for 3 replicas",)),
+        (lambda b: {**b, "target": b["target"][:4]}, ValueError, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
+        (scalar_target, ValueError, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
+        (lambda b: {"x": 1.0, "target": 2}, ValueError, ("no tensor to split", "pass the batch as tensors")),
+        (
+            lambda b: {k: mirrorc.replicated(v) for k, v in b.items()},
+            ValueError,
+            ("no tensor to split", "not all of them replicated"),
+        ),
+        (lambda b: {"x": b["x"]}, TypeError, ("target is missing", "step(x, target=y)")),
+        (
+            lambda b: {**b, "x": mirrorc.PerReplica([b["x"]])},
+            ValueError,
+            ("'x' is a PerReplica of 1 values", "3 replicas", "one value for each device"),
+        ),
+        (lambda b: {**b, "x": mirrorc.PerReplica([])}, ValueError, ("'x'", "one value for each replica")),
+        (
+            lambda b: {**b, "x": mirrorc.PerReplica([b["x"], [b["x"]], b["x"]])},
+            ValueError,
+            ("'x'", "all of the same structure"),
+        ),
+        (
+            lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0], b["x"], b["x"]])},
+            ValueError,
+            ("'x': replica 0 has no example",),
+        ),
+        (
+            lambda b: {**b, "x": mirrorc.PerReplica([torch.tensor(1.0)] * 3)},
+            ValueError,
+            ("'x' is a PerReplica of scalars", "dim 0"),
+        ),
+        (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("cannot capture Mlp", "tiny_models.py", "Remedy")),
+        (lambda b: {**b, "unknown": 3}, CaptureError, ("cannot capture Mlp", "unknown", "Remedy")),
+        (lambda b: {"target": b["target"]}, CaptureError, ("cannot capture Mlp", "x", "Remedy")),
+    ],
+    ids=range(15),
+)
+def test_wrong_batches(
+    spoil: Callable[[dict[str, Any]], dict[str, Any]], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    model = make_mlp()
+    optimizer = ADAMW(model.parameters())
+    twin = copy.deepcopy(model)
+    twin_optimizer = ADAMW(twin.parameters())
+    with compile_mlp(model, 3, optimizer=optimizer) as step:
+        with unchanged(model, optimizer), refuses(error, *words):
+            step(**spoil(mlp_batch(5)))
+        for seed in range(2):
+            step(**mlp_batch(5, seed=seed))
+            train_step(twin, twin_optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
+            with unchanged(model, optimizer), refuses(error, *words):
+                step(**spoil(mlp_batch(5)))
+    assert_same_model(model, twin, TOLERANCE)
+
+
+# What cannot be captured
+
+
+class Bad(nn.Module):
+    """A model with one fault, chosen by name; with ``fault`` empty it is a good one."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        if self.fault == "control flow" and y.sum() > 0:
+            y = y * 2
+        if self.fault == "item":
+            y = y * y.max().item()
+        if self.fault == "raises":
+            raise RuntimeError("the user's own words")
+        if self.fault == "parameter in place":
+            with torch.no_grad():
+                self.layer.weight.mul_(0.9)
+        if self.fault == "input in place":
+            x.add_(1.0)
+            y = self.layer(x)
+        if self.fault == "no scalar":
+            return y.mean(dim=1)
+        if self.fault == "detached":
+            return y.detach().mean()
+        if self.fault == "nothing":
+            return None
+        if self.fault == "dict without loss":
+            return {"logits": y}
+        if self.fault == "number":
+            return 3.0
+        return y.square().mean()
+
+
+FAULTS = [
+    ("control flow", ('test_errors.py:', 'if self.fault == "control flow" and y.sum() > 0', "torch.where")),
+    ("item", ("test_errors.py:", "y.max().item()", "compute with tensors")),
+    ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "Remedy")),
+    ("parameter in place", ("writes the parameter 'layer.weight' in place", "between steps")),
+    ("input in place", ("writes its argument 'x' in place", "x = x.clone()")),
+    ("no scalar", ("is no scalar", "shape [3]", ".mean()", "loss_reduction")),
+    ("detached", ("does not depend on any trainable parameter", ".detach()")),
+    ("nothing", ("Bad gives no loss", "'.loss'", "loss_fn")),
+    ("dict without loss", ("Bad gives no loss", "'.loss'", "loss_fn")),
+    ("number", ("Bad gives no loss", "'.loss'", "loss_fn")),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
+    model = Bad(fault)
+    optimizer = ADAMW(model.parameters())
+    twin, x = copy.deepcopy(model), mlp_batch(6)["x"]
+    before = x.clone()
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        with unchanged(model, optimizer), refuses(CaptureError, *words):
+            step(x)
+        assert torch.equal(x, before)
+        model.fault = twin.fault = ""
+        loss = step(x)
+    assert loss.item() == pytest.approx(train_step(twin, ADAMW(twin.parameters()), {"x": x}), rel=TOLERANCE)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+def test_a_fault_found_with_example_inputs_is_raised_by_compile() -> None:
+    model = Bad("no scalar")
+    optimizer = ADAMW(model.parameters())
+    with unchanged(model, optimizer), refuses(CaptureError, "is no scalar"):
+        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", example_inputs=(mlp_batch(4)["x"],))
+
+
+def test_a_loss_that_no_optimized_parameter_reaches() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(6, 1), "other": nn.Linear(6, 1)})
+    model.forward = lambda x: model["used"](x).mean()  # type: ignore[method-assign]
+    optimizer = ADAMW(model["other"].parameters())
+    with (
+        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step,
+        unchanged(model, optimizer),
+        refuses(CaptureError, "does not depend on any parameter that the optimizer updates"),
+    ):
+        step(torch.ones(4, 6))
+
+
+# Failures while a step runs
+
+
+class Embedder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(x))
+
+
+@pytest.mark.parametrize("make_optimizer", [ADAMW, partial(torch.optim.Adadelta, lr=1.0)], ids=["adamw", "adadelta"])
+@pytest.mark.parametrize("bad_example", [0, 3], ids=["first shard", "second shard"])
+def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Optimizer], bad_example: int) -> None:
+    torch.manual_seed(0)
+    model = Embedder().double()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    good = {"x": torch.tensor([0, 1, 2, 3]), "target": torch.tensor([0, 1, 2, 0])}
+    bad = {"x": good["x"].clone(), "target": good["target"]}
+    bad["x"][bad_example] = 9
+    device = f"cpu:{bad_example // 2}"
+    words = (device, "embedding", "test_errors.py:", "self.table(x)", "IndexError", "All devices stopped", "No parameter")
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        for _ in range(2):
+            with unchanged(model, optimizer), refuses(ExecutionError, *words):
+                step(**bad)
+            loss = step(**good)
+            expected = train_step(twin, twin_optimizer, good, F.cross_entropy)
+            assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
+            for variable in step.variables.values():
+                assert torch.equal(*variable.values)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.embed = Embedder()
+
+        def forward(self, features: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(features).sum(dim=1, keepdim=True) + self.embed(x)
+
+    model = Normalized()
+    optimizer = ADAMW(model.parameters())
+    features, target = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        step(features, torch.tensor([0, 1, 2, 3]), target=target)
+        with unchanged(model, optimizer), refuses(ExecutionError, "cpu:1", "No parameter was changed"):
+            step(features, torch.tensor([0, 1, 2, 9]), target=target)
+        replicas = [value.clone() for value in step.variables["norm.running_mean"].values]
+        assert torch.allclose(model.norm.running_mean, sum(replicas) / 2)
+
+
+def test_a_step_after_close() -> None:
+    model = make_mlp()
+    optimizer = ADAMW(model.parameters())
+    step = compile_mlp(model, optimizer=optimizer)
+    step(**mlp_batch(4))
+    step.close()
+    step.close()
+    with unchanged(model, optimizer), refuses(ExecutionError, "the step is closed", "mirrorc.compile()"):
+        step(**mlp_batch(4))
+
+
+def test_no_program_before_the_first_call() -> None:
+    with compile_mlp() as step:
+        for name in ("program", "graphs", "variables"):
+            with refuses(ExecutionError, "no program yet", "example_inputs="):
+                getattr(step, name)
+
+
+def test_an_unknown_device_of_a_variable() -> None:
+    with compile_mlp() as step:
+        step(**mlp_batch(4))
+        variable = step.variables["first.weight"]
+        assert torch.equal(variable.get("cpu:1"), variable.values[1])
+        with refuses(ValueError, "'first.weight' is not on 'cpu:7'", "cpu:0, cpu:1"):
+            variable.get("cpu:7")
+
+
+ENTERED, RELEASE = threading.Event(), threading.Event()
+
+
+@torch.library.custom_op("mirrorc_tests::hold", mutates_args=())
+def hold(x: torch.Tensor) -> torch.Tensor:
+    """Waits until the test lets it go on."""
+    ENTERED.set()
+    assert RELEASE.wait(120), "the test never let the step go on"
+    return x.clone()
+
+
+hold.register_fake(torch.empty_like)
+hold.register_autograd(lambda ctx, grad: grad)
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.ops.mirrorc_tests.hold(x))
+
+
+def test_a_call_from_a_second_thread() -> None:
+    ENTERED.clear(), RELEASE.clear()
+    model, batch = Held(), mlp_batch(4)
+    twin = copy.deepcopy(model)
+    losses: list[torch.Tensor] = []
+    with compile_mlp(model) as step:
+        thread = threading.Thread(target=lambda: losses.append(step(**batch)))
+        thread.start()
+        try:
+            assert ENTERED.wait(120)
+            with refuses(ExecutionError, "the step is running in another thread", "lock"):
+                step(**batch)
+        finally:
+            RELEASE.set()
+            thread.join(120)
+        assert not thread.is_alive()
+        losses.append(step(**batch))
+    optimizer = ADAMW(twin.parameters())
+    torch.ops.mirrorc_tests.hold(batch["x"])  # RELEASE is set: it does not wait
+    expected = [train_step(twin, optimizer, batch, F.cross_entropy) for _ in range(2)]
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=TOLERANCE)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+def test_a_parameter_replaced_by_another() -> None:
+    model = make_mlp()
+    optimizer = ADAMW(model.parameters())
+    with compile_mlp(model, optimizer=optimizer) as step:
+        step(**mlp_batch(4))
+        model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+        with unchanged(model, optimizer), refuses(ValueError, "'weight' was replaced", "compile the model anew"):
+            step(**mlp_batch(4))
+
+
+def test_a_parameter_that_changed_its_shape() -> None:
+    model = make_mlp()
+    with compile_mlp(model) as step:
+        step(**mlp_batch(4))
+        model.last.bias.data = torch.ones(1, dtype=torch.float64)
+        with refuses(ValueError, "'last.bias'", "[3]", "[1]", "compile the changed model anew"):
+            step(**mlp_batch(4))
+
+

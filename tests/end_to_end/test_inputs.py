@@ -1,0 +1,429 @@
+"""Arguments of every shape and kind, and what makes a step compile anew."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import assert_mirrored, assert_same_model, loss_of, train_step
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+
+logger = logging.getLogger(__name__)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+TOLERANCE = 1e-10
+
+
+class Pair(NamedTuple):
+    """Features and their weights."""
+
+    features: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass
+class Example:
+    """A batch as a dataclass."""
+
+    features: torch.Tensor
+    mask: torch.Tensor
+    power: int = 1
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model may give."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class OnAnything(nn.Module):
+    """Runs an MLP in a function of one's own."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.mlp = make_mlp()
+        self.body = body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self.mlp, *args, **kwargs)
+
+
+def check_parity(
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any] | None = None,
+    num_devices: int = 2,
+    plain: Callable[[Any], Any] = lambda value: value,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    steps: int = 3,
+) -> None:
+    """Trains on the same arguments with mirrorc and on one device; ``plain`` makes an argument one for one device."""
+    model, keywords = OnAnything(body), dict(keywords or {})
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step:
+        for _ in range(steps):
+            loss = step(*arguments, **keywords)
+            twin_optimizer.zero_grad()
+            own = {key: plain(value) for key, value in keywords.items()}
+            target = own.pop("target", None)
+            output = twin(*[plain(value) for value in arguments], **own)
+            if loss_fn is not None:
+                output = loss_fn(output, target)
+            elif not isinstance(output, torch.Tensor):
+                output = output["loss"] if isinstance(output, Mapping) else output.loss
+            output.backward()
+            twin_optimizer.step()
+            assert loss.item() == pytest.approx(output.item(), rel=TOLERANCE)
+            assert loss.shape == () and not loss.requires_grad
+        assert_mirrored(step, model, num_devices)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+X = mlp_batch(5)["x"]
+Y = mlp_batch(5)["target"]
+WEIGHTS = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+KEEP = torch.tensor([True, False, True, True, False])
+
+
+def weighted(mlp: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (mlp(x).square().mean(dim=1) * weights).mean()
+
+
+def test_positional_arguments() -> None:
+    check_parity(weighted, (X, WEIGHTS))
+
+
+def test_keyword_arguments() -> None:
+    check_parity(weighted, (), {"weights": WEIGHTS, "x": X})
+
+
+def test_positional_and_keyword_arguments() -> None:
+    check_parity(weighted, (X,), {"weights": WEIGHTS})
+
+
+def test_one_device() -> None:
+    check_parity(weighted, (X, WEIGHTS), num_devices=1)
+
+
+def test_nested_containers() -> None:
+    def body(mlp: nn.Module, batch: dict[str, Any], pairs: list[Any]) -> torch.Tensor:
+        return weighted(mlp, batch["inner"]["x"] + pairs[0][1], batch["weights"][0])
+
+    check_parity(body, ({"inner": {"x": X}, "weights": (WEIGHTS,)}, [(None, X)]))
+
+
+def test_a_namedtuple() -> None:
+    def body(mlp: nn.Module, pair: Pair) -> torch.Tensor:
+        return weighted(mlp, pair.features, pair.weights)
+
+    check_parity(body, (Pair(X, WEIGHTS),))
+
+
+def test_a_dataclass() -> None:
+    def body(mlp: nn.Module, example: Example) -> torch.Tensor:
+        return (mlp(example.features).mean(dim=1) ** example.power * example.mask).mean()
+
+    check_parity(body, (Example(X, KEEP, power=2),))
+
+
+def test_an_ordered_dict() -> None:
+    def body(mlp: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        first, second = batch.values()
+        return weighted(mlp, first, second)
+
+    check_parity(body, (OrderedDict(x=X, weights=WEIGHTS),))
+
+
+def test_integers_and_booleans() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(mlp(x), y, reduction="none")
+        return torch.where(keep, losses, 0.0).mean()
+
+    check_parity(body, (X, Y, KEEP))
+
+
+def test_arguments_that_are_no_tensors_are_specialised_on() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor, scale: float, name: str, flag: bool, nothing: None) -> torch.Tensor:
+        hidden = mlp(x) if flag else -mlp(x)
+        return getattr(hidden, name)().mean() * scale
+
+    check_parity(body, (X, 2.0, "tanh", True, None))
+    check_parity(body, (X, 3.0, "sin", False, None))
+
+    model = OnAnything(body)
+    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
+        step(X, 2.0, "tanh", True, None)
+        first = step.program
+        step(X, 2.0, "tanh", True, None)
+        assert step.program is first
+        expected = model(X, 3.0, "sin", True, None).item()
+        assert step(X, 3.0, "sin", True, None).item() == pytest.approx(expected, rel=TOLERANCE)
+        assert step.program is not first
+        step(X, 2.0, "tanh", True, None)
+        assert step.program is first
+
+
+def test_equal_numbers_of_different_types_are_different_constants() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor, k: Any) -> torch.Tensor:
+        return mlp(x).mean() * (2.0 if isinstance(k, bool) else 1.0)
+
+    model = OnAnything(body)
+    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
+        for k in (1, True, 1.0):
+            expected = model(X, k).item()
+            assert step(X, k).item() == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_replicated_arguments() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (mlp(x) * scales["rows"] * scales["all"]).square().mean()
+
+    scales = {"rows": torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64), "all": torch.tensor(0.5)}
+    check_parity(body, (X, mirrorc.replicated(scales)), plain=lambda v: scales if not isinstance(v, torch.Tensor) else v)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (3, 2), (1, 1, 3)])
+def test_per_replica_values_of_uneven_sizes(sizes: tuple[int, ...]) -> None:
+    split = mirrorc.PerReplica(X.split(sizes)), mirrorc.PerReplica(WEIGHTS.split(sizes))
+    check_parity(weighted, split, num_devices=len(sizes), plain=lambda value: torch.cat(value.values))
+
+
+def test_per_replica_values_of_nested_tensors() -> None:
+    def body(mlp: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return weighted(mlp, batch["x"], batch["w"])
+
+    shards = [{"x": X[:2], "w": WEIGHTS[:2]}, {"x": X[2:], "w": WEIGHTS[2:]}]
+    check_parity(body, (mirrorc.PerReplica(shards),), plain=lambda value: {"x": X, "w": WEIGHTS})
+
+
+def test_per_replica_and_split_must_agree() -> None:
+    model = OnAnything(weighted)
+    with (
+        mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step,
+        pytest.raises(ValueError, match="disagree on dim 0"),
+    ):
+        step(mirrorc.PerReplica(X.split((1, 4))), WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "object"])
+def test_kinds_of_output(kind: str) -> None:
+    def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = mlp(x)
+        loss = F.cross_entropy(logits, y)
+        return {"tensor": loss, "dict": {"logits": logits, "loss": loss}, "object": Output(logits, loss)}[kind]
+
+    check_parity(body, (X, Y))
+
+
+def test_outputs_into_a_loss_function() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor) -> Output:
+        return Output(mlp(x))
+
+    def loss_fn(output: Output, target: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (F.cross_entropy(output.logits, target["classes"], reduction="none") * target["weights"]).mean()
+
+    check_parity(body, (X,), {"target": {"classes": Y, "weights": WEIGHTS}}, loss_fn=loss_fn)
+
+
+def test_a_loss_module_with_a_buffer() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return (F.cross_entropy(output * self.scale, target)).mean()
+
+    check_parity(lambda mlp, x: mlp(x), (X,), {"target": Y}, loss_fn=Weighted())
+
+
+def test_a_scalar_loss_of_one_element() -> None:
+    check_parity(lambda mlp, x: mlp(x).mean().reshape(1).sum(), (X,))
+
+
+def test_a_logger_inside_forward() -> None:
+    def body(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        logger.warning("a batch of %d", x.size(0))
+        return mlp(x).square().mean()
+
+    check_parity(body, (X,))
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    check_parity(weighted, (X.t().contiguous().t(), WEIGHTS.repeat_interleave(2)[::2]))
+    check_parity(weighted, (X[:1].expand(5, 6), WEIGHTS))
+
+
+def test_inputs_that_require_gradients_are_left_alone() -> None:
+    x = X.clone().requires_grad_()
+    model = OnAnything(weighted)
+    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
+        expected = model(x, WEIGHTS).item()
+        assert step(x, WEIGHTS).item() == pytest.approx(expected, rel=TOLERANCE)
+    assert x.grad is None
+
+
+class Twins:
+    """A model under mirrorc, and its twin on one device."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model, self.twin = model, copy.deepcopy(model)
+        self.optimizer, self.twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(self.twin.parameters())
+        options = {"backend": "eager", **options}
+        self.step = mirrorc.compile(model, 2, optimizer=self.optimizer, loss_fn=F.cross_entropy, **options)
+
+    def train(self, batch: dict[str, Any]) -> mirrorc.Program:
+        loss = self.step(**batch)
+        expected = train_step(self.twin, self.twin_optimizer, batch, F.cross_entropy)
+        assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
+        assert_mirrored(self.step, self.model, 2)
+        return self.step.program
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_new_shapes_are_specialisations_over_the_same_variables(backend: str) -> None:
+    twins = Twins(make_mlp(), backend=backend)
+    with twins.step:
+        sizes = (4, 7, 4, 2, 7)
+        programs = [twins.train(mlp_batch(size, seed=i)) for i, size in enumerate(sizes)]
+        assert programs[0] is programs[2] and programs[1] is programs[4]
+        assert len({id(program) for program in programs}) == 3
+    assert_same_model(twins.model, twins.twin, TOLERANCE)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = make_mlp()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x) * self.scale
+        return y if self.training else y + 1.0 * x[:, :3]
+
+
+def test_modes_and_plain_attributes_are_specialised_on() -> None:
+    twins = Twins(Switched())
+    with twins.step:
+        first = twins.train(mlp_batch(5))
+        for model in (twins.model, twins.twin):
+            model.eval()
+        second = twins.train(mlp_batch(5))
+        for model in (twins.model, twins.twin):
+            model.train()
+            model.scale = 2.0
+        third = twins.train(mlp_batch(5))
+        for model in (twins.model, twins.twin):
+            model.scale = 1.0
+        assert twins.train(mlp_batch(5)) is first
+        assert len({id(first), id(second), id(third)}) == 3
+    assert_same_model(twins.model, twins.twin, TOLERANCE)
+
+
+def test_dropout_is_off_in_eval() -> None:
+    model = make_mlp(dropout=0.5)
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.SGD(model.parameters(), 1e-30), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        batch = mlp_batch(6)
+        with_dropout = {step(**batch).item() for _ in range(3)}
+        model.eval()
+        without = {step(**batch).item() for _ in range(3)}
+        expected = loss_of(model, batch, F.cross_entropy).item()
+    assert len(with_dropout) == 3
+    assert len(without) == 1
+    assert without.pop() == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_autocast_around_the_call(backend: str) -> None:
+    model, batch = make_mlp(torch.float32), mlp_batch(6, torch.float32)
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = step(**batch)
+                twin_optimizer.zero_grad()
+                expected = loss_of(twin, batch, F.cross_entropy)
+            expected.backward()
+            twin_optimizer.step()
+            assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+        with_autocast = step.program
+        assert "bf16" in str(with_autocast) or "bfloat16" in str(with_autocast)
+        step(**batch)
+        assert step.program is not with_autocast
+        assert "bf16" not in str(step.program) and "bfloat16" not in str(step.program)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("form", ["keywords", "pair"])
+def test_example_inputs_compile_at_once(form: str) -> None:
+    model, batch = make_mlp(), mlp_batch(5)
+    twin = copy.deepcopy(model)
+    examples = {"keywords": batch, "pair": ((batch["x"],), {"target": batch["target"]})}[form]
+    optimizer = MOMENTUM(model.parameters())
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", example_inputs=examples
+    ) as step:
+        program = step.program
+        assert list(step.graphs) == ["cpu:0", "cpu:1"]
+        assert_same_model(model, twin, 0.0)
+        assert torch.equal(step.variables["first.weight"].value, twin.first.weight)
+        assert_mirrored(step, model, 2)
+        if form == "keywords":
+            step(**batch)
+        else:
+            step(batch["x"], target=batch["target"])
+        assert step.program is program
+    train_step(twin, MOMENTUM(twin.parameters()), batch, F.cross_entropy)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+def test_example_inputs_as_a_tuple() -> None:
+    model = OnAnything(weighted)
+    with mirrorc.compile(
+        model, 3, optimizer=MOMENTUM(model.parameters()), backend="eager", example_inputs=(X, WEIGHTS)
+    ) as step:
+        program = step.program
+        assert program.num_replicas == 3
+        step(X, WEIGHTS)
+        assert step.program is program
+
+
+def test_the_batch_is_not_changed() -> None:
+    model, batch = make_mlp(), mlp_batch(5)
+    before = {key: value.clone() for key, value in batch.items()}
+    with mirrorc.compile(
+        model, 2, optimizer=MOMENTUM(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(**batch)
+    assert all(torch.equal(batch[key], value) for key, value in before.items())
+
+
+def test_a_constant_tensor_made_in_the_model() -> None:
+    table = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+    check_parity(lambda mlp, x: (mlp(x) * table).square().mean(), (X,))
+
+
+def test_devices_by_name() -> None:
+    model = make_mlp()
+    with mirrorc.compile(
+        model, ["cpu:5", torch.device("cpu:2")], optimizer=MOMENTUM(model.parameters()), loss_fn=F.cross_entropy,
+        backend="eager",
+    ) as step:
+        step(**mlp_batch(5))
+        assert list(step.graphs) == ["cpu:5", "cpu:2"]

@@ -1,0 +1,436 @@
+"""The user's optimizer and model stay the interface: state goes in and out in PyTorch's own format, at any time."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import (
+    OptimizerMaker,
+    assert_mirrored,
+    assert_same_model,
+    assert_same_state,
+    train_step,
+)
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+
+TOLERANCE = 1e-10
+STATEFUL: dict[str, OptimizerMaker] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=1.0),
+}
+MOMENTUM = STATEFUL["sgd"]
+ADAMW = STATEFUL["adamw"]
+
+
+class Pair:
+    """A model trained by mirrorc and its twin trained on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: OptimizerMaker,
+        num_devices: int = 2,
+        select: Callable[[nn.Module], Iterable[Any]] = lambda model: model.parameters(),
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy,
+        **options: Any,
+    ) -> None:
+        self.model, self.twin = model, copy.deepcopy(model)
+        self.optimizer, self.twin_optimizer = make_optimizer(select(self.model)), make_optimizer(select(self.twin))
+        self.loss_fn, self.num_devices = loss_fn, num_devices
+        options = {"backend": "eager", **options}
+        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, loss_fn=loss_fn, **options)
+        self._seed = 0
+
+    def train(self, steps: int = 2) -> None:
+        """Trains both, on the same batches."""
+        for _ in range(steps):
+            self._seed += 1
+            batch = mlp_batch(5, seed=self._seed)
+            loss = self.step(**batch)
+            expected = train_step(self.twin, self.twin_optimizer, batch, self.loss_fn)
+            assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
+            assert_mirrored(self.step, self.model, self.num_devices)
+
+    def on_both(self, change: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
+        """Makes a change to both."""
+        change(self.model, self.optimizer)
+        change(self.twin, self.twin_optimizer)
+
+    def check(self) -> None:
+        """Parameters and optimizer state agree."""
+        assert_same_model(self.model, self.twin, TOLERANCE)
+        assert_same_state(self.optimizer, self.twin_optimizer, TOLERANCE)
+        self.step.close()
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    """A state after torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_of_a_single_device_run_goes_on(name: str) -> None:
+    model = make_mlp()
+    optimizer = STATEFUL[name](model.parameters())
+    for seed in range(3):
+        train_step(model, optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
+    pair = Pair(model, STATEFUL[name])
+    pair.on_both(lambda _, own: own.load_state_dict(saved_and_loaded(optimizer.state_dict())))
+    pair.train(3)
+    pair.check()
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_of_a_mirrored_run_goes_on_on_a_single_device(name: str) -> None:
+    pair = Pair(make_mlp(), STATEFUL[name], num_devices=3)
+    pair.train(3)
+    model = copy.deepcopy(pair.model)
+    model.load_state_dict(saved_and_loaded(pair.model.state_dict()))
+    optimizer = STATEFUL[name](model.parameters())
+    optimizer.load_state_dict(saved_and_loaded(pair.optimizer.state_dict()))
+    for seed in range(3):
+        batch = mlp_batch(5, seed=100 + seed)
+        train_step(model, optimizer, batch, F.cross_entropy)
+        train_step(pair.twin, pair.twin_optimizer, batch, F.cross_entropy)
+    assert_same_model(model, pair.twin, TOLERANCE)
+    assert_same_state(optimizer, pair.twin_optimizer, TOLERANCE)
+    pair.step.close()
+
+
+def test_state_moves_between_numbers_of_devices() -> None:
+    pair = Pair(make_mlp(), ADAMW, num_devices=2)
+    pair.train(2)
+    pair.step.close()
+    pair.step = mirrorc.compile(pair.model, 3, optimizer=pair.optimizer, loss_fn=F.cross_entropy, backend="eager")
+    pair.num_devices = 3
+    pair.train(2)
+    pair.check()
+
+
+def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
+    model = make_mlp()
+    pair = Pair(model, ADAMW)
+    for seed in range(2):
+        pair.on_both(lambda model, own, seed=seed: train_step(model, own, mlp_batch(5, seed=50 + seed), F.cross_entropy))
+    pair.train(2)
+    pair.check()
+
+
+def test_step_counts_are_distinct_tensors() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    counts = [state["step"] for state in pair.optimizer.state.values()]
+    assert len({count.data_ptr() for count in counts}) == len(list(pair.model.parameters()))
+    assert all(count == 2 and count.shape == () for count in counts)
+    pair.train(1)
+    assert all(state["step"] == 3 for state in pair.optimizer.state.values())
+    pair.check()
+
+
+def test_saved_state_is_small() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(1)
+    for state in pair.optimizer.state_dict()["state"].values():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    pair.check()
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "change"),
+    [
+        (MOMENTUM, {"lr": 0.03}),
+        (MOMENTUM, {"momentum": 0.5, "weight_decay": 0.1}),
+        (MOMENTUM, {"nesterov": True}),
+        (ADAMW, {"lr": 0.1, "betas": (0.8, 0.99)}),
+        (ADAMW, {"amsgrad": True}),
+        (ADAMW, {"maximize": True, "eps": 1e-3}),
+        (STATEFUL["adadelta"], {"rho": 0.5}),
+    ],
+    ids=str,
+)
+def test_hyperparameters_change_between_steps(make_optimizer: OptimizerMaker, change: dict[str, Any]) -> None:
+    pair = Pair(make_mlp(), make_optimizer)
+    pair.on_both(lambda _, own: own.param_groups[0].update(change) if "amsgrad" in change else None)
+    pair.train(2)
+    pair.on_both(lambda _, own: own.param_groups[0].update(change))
+    pair.train(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
+def test_parameters_with_different_step_counts(name: str) -> None:
+    def load(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = copy.deepcopy(optimizer.state_dict())
+        for index, entries in state["state"].items():
+            if "step" in entries:
+                entries["step"] = torch.tensor(float(3 + index % 2))
+        if name == "sgd":
+            del state["state"][1]  # a parameter without momentum yet
+        optimizer.load_state_dict(state)
+
+    pair = Pair(make_mlp(), STATEFUL[name])
+    pair.train(2)
+    pair.on_both(load)
+    pair.train(3)
+    pair.check()
+
+
+@pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW, STATEFUL["adadelta"]], ids=["sgd", "adamw", "adadelta"])
+def test_state_loaded_between_steps_is_honoured(make_optimizer: OptimizerMaker) -> None:
+    pair = Pair(make_mlp(), make_optimizer, num_devices=3)
+    pair.train(1)
+    states = [copy.deepcopy(own.state_dict()) for own in (pair.optimizer, pair.twin_optimizer)]
+    pair.train(3)
+    pair.optimizer.load_state_dict(states[0])
+    pair.twin_optimizer.load_state_dict(states[1])
+    pair.train(2)
+    pair.check()
+
+
+def test_state_cleared_between_steps_begins_afresh() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    pair.on_both(lambda _, own: own.state.clear())
+    pair.train(2)
+    pair.check()
+
+
+def test_optimizer_state_written_in_place_is_honoured() -> None:
+    def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    pair.on_both(write)
+    pair.train(2)
+    pair.check()
+
+
+def test_step_counts_written_in_place_are_honoured() -> None:
+    def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["step"].fill_(10.0)
+
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    pair.on_both(write)
+    pair.train(2)
+    pair.check()
+
+
+def load_other_weights(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        model.load_state_dict(type(model)().double().state_dict())
+
+
+def write_in_place(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+        model.last.bias[1] = 3.0
+
+
+def replace_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.second.weight.data = torch.full_like(model.second.weight, 0.1)
+    model.first.bias.data = model.first.bias.data * 2.0
+
+
+def write_data_in_place(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.second.weight.data.fill_(0.1)
+
+
+@pytest.mark.parametrize("change", [load_other_weights, write_in_place, replace_data, write_data_in_place])
+@pytest.mark.parametrize("make_optimizer", [ADAMW, STATEFUL["adadelta"]], ids=["adamw", "adadelta"])
+def test_weights_written_between_steps_are_mirrored(change: Callable[..., None], make_optimizer: OptimizerMaker) -> None:
+    pair = Pair(make_mlp(), make_optimizer, num_devices=3)
+    pair.train(2)
+    pair.on_both(change)
+    pair.train(2)
+    pair.check()
+
+
+def test_buffers_written_between_steps_are_mirrored() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_mlp()
+            self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    pair = Pair(Scaled(), MOMENTUM)
+    pair.train(1)
+    pair.on_both(lambda model, _: model.scale.fill_(3.0))
+    pair.train(1)
+    pair.on_both(lambda model, _: model.load_state_dict({**model.state_dict(), "scale": torch.tensor(0.5)}))
+    pair.train(1)
+    pair.check()
+
+
+@pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW, STATEFUL["adadelta"]], ids=["sgd", "adamw", "adadelta"])
+def test_unfreezing_and_freezing_between_steps(make_optimizer: OptimizerMaker) -> None:
+    model = make_mlp()
+    model.first.requires_grad_(False)
+    pair = Pair(model, make_optimizer)
+    frozen = model.first.weight.clone()
+    pair.train(2)
+    assert torch.equal(model.first.weight, frozen)
+    pair.on_both(lambda model, _: model.first.requires_grad_(True))
+    pair.train(2)
+    assert not torch.equal(model.first.weight, frozen)
+    pair.on_both(lambda model, _: model.second.requires_grad_(False))
+    pair.train(2)
+    pair.check()
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_mlp()
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.frozen
+
+
+@pytest.mark.parametrize("make_optimizer", [ADAMW, STATEFUL["adadelta"]], ids=["adamw", "adadelta"])
+def test_frozen_and_unused_parameters_are_untouched(make_optimizer: OptimizerMaker) -> None:
+    model = WithUnused()
+    before = copy.deepcopy(model)
+    pair = Pair(model, lambda parameters: make_optimizer(parameters, weight_decay=0.5))
+    pair.train(3)
+    assert torch.equal(model.frozen, before.frozen)
+    assert torch.equal(model.unused.weight, before.unused.weight)
+    assert torch.equal(model.unused.bias, before.unused.bias)
+    assert len(pair.optimizer.state_dict()["state"]) == len(list(model.inner.parameters()))
+    pair.check()
+
+
+def test_a_frozen_parameter_outside_the_optimizer_is_readable() -> None:
+    pair = Pair(WithUnused(), ADAMW, select=lambda model: model.inner.parameters())
+    pair.train(2)
+    assert [torch.equal(value, pair.model.frozen) for value in pair.step.variables["frozen"].values] == [True, True]
+    pair.check()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 6, bias=False).double()
+        self.decoder = nn.Linear(6, 6).double()
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+@pytest.mark.parametrize("make_optimizer", [ADAMW, STATEFUL["adadelta"]], ids=["adamw", "adadelta"])
+def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
+    pair = Pair(Tied(), make_optimizer)
+    pair.train(3)
+    variables = pair.step.variables
+    assert variables["encoder.weight"].value.data_ptr() == variables["decoder.weight"].value.data_ptr()
+    assert pair.model.encoder.weight is pair.model.decoder.weight
+    assert len({variables[name].name for name in ("encoder.weight", "decoder.weight")}) == 1
+    pair.check()
+
+
+class MixedPrecision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8).double()
+        self.second = nn.Linear(8, 8).float()
+        self.third = nn.Linear(8, 8).bfloat16()
+        self.last = nn.Linear(8, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden + torch.tanh(self.second(hidden.float())) + torch.tanh(self.third(hidden.bfloat16()))
+        return self.last(hidden.double())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_parameters_of_several_dtypes(backend: str) -> None:
+    model = MixedPrecision()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+        for seed in range(3):
+            batch = mlp_batch(5, seed=seed)
+            loss, expected = step(**batch), train_step(twin, twin_optimizer, batch, F.cross_entropy)
+            assert loss.item() == pytest.approx(expected, rel=1e-2)
+            assert_mirrored(step, model, 2)
+    for own, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert own.dtype == wanted.dtype
+        assert torch.allclose(own.double(), wanted.double(), atol=0.02)
+    assert {p.dtype for p in model.parameters()} == {torch.float64, torch.float32, torch.bfloat16}
+
+
+def test_optimizer_over_some_of_the_parameters() -> None:
+    pair = Pair(make_mlp(), ADAMW, select=lambda model: model.last.parameters())
+    before = copy.deepcopy(pair.model)
+    pair.train(3)
+    assert torch.equal(pair.model.first.weight, before.first.weight)
+    assert not torch.equal(pair.model.last.weight, before.last.weight)
+    pair.check()
+
+
+@pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW, STATEFUL["adadelta"]], ids=["sgd", "adamw", "adadelta"])
+def test_a_group_added_later_is_trained(make_optimizer: OptimizerMaker) -> None:
+    pair = Pair(make_mlp(), make_optimizer, select=lambda model: model.last.parameters())
+    pair.train(2)
+    pair.on_both(lambda model, own: own.add_param_group({"params": list(model.first.parameters()), "lr": 0.02}))
+    pair.train(2)
+    pair.check()
+
+
+def test_two_steps_in_turn_over_one_model() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    first = pair.step
+    pair.step = mirrorc.compile(pair.model, 2, optimizer=pair.optimizer, loss_fn=F.cross_entropy, backend="eager")
+    pair.train(2)
+    second, pair.step = pair.step, first
+    pair.train(2)
+    second.close()
+    pair.check()
+
+
+def test_training_by_hand_between_steps_is_honoured() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    pair.on_both(lambda model, own: train_step(model, own, mlp_batch(5, seed=77), F.cross_entropy))
+    pair.train(2)
+    pair.check()
+
+
+def test_step_hooks_run_with_every_step() -> None:
+    calls: list[int] = []
+    pair = Pair(make_mlp(), ADAMW)
+    pair.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    pair.train(3)
+    assert len(calls) == 3
+    pair.check()

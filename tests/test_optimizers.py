@@ -1,0 +1,112 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, state_signature, update_rules
+from torch import nn
+
+
+def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    return model, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_known_classes_are_elementwise(kind: type[torch.optim.Optimizer]) -> None:
+    model, parameters = model_and_parameters()
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    check_optimizer(optimizer, parameters)
+    assert is_elementwise(optimizer)
+
+
+def test_an_elementwise_optimizer_gives_a_bucket_what_it_gives_its_parts() -> None:
+    """The claim that ELEMENTWISE makes, for each class in it."""
+    for kind in ELEMENTWISE:
+        torch.manual_seed(0)
+        parts = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3))]
+        whole = nn.Parameter(torch.cat([part.detach() for part in parts]))
+        by_part, by_whole = kind(parts, lr=0.1), kind([whole], lr=0.1)  # type: ignore[call-arg]
+        for _ in range(3):
+            whole.grad = torch.randn(8)
+            parts[0].grad, parts[1].grad = whole.grad[:5].clone(), whole.grad[5:].clone()
+            by_part.step()
+            by_whole.step()
+        torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach(), msg=kind.__name__)
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+def hooked(parameters: list[nn.Parameter], register: str) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    getattr(optimizer, register)(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: MySGD(p, lr=0.1),
+        lambda p: hooked(p, "register_step_pre_hook"),
+        lambda p: hooked(p, "register_step_post_hook"),
+        lambda p: torch.optim.Adam(p, differentiable=True),
+        lambda p: torch.optim.Adam(p, capturable=True),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.Rprop(p),
+    ],
+    ids=["subclass", "pre-hook", "post-hook", "differentiable", "capturable", "adafactor", "rprop"],
+)
+def test_others_run_by_themselves(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    model, parameters = model_and_parameters()
+    optimizer = make(list(model.parameters()))
+    check_optimizer(optimizer, parameters)
+    assert not is_elementwise(optimizer)
+    rules = update_rules(optimizer, parameters, list(parameters))
+    assert not any(rule.elementwise for rule in rules.values())
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer is a str: give a torch.optim.Optimizer over model.parameters"):
+        check_optimizer("sgd", {})
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model, parameters = model_and_parameters()
+    with pytest.raises(TypeError, match="LBFGS needs a closure .*such as AdamW"):
+        check_optimizer(torch.optim.LBFGS(model.parameters()), parameters)
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    model, parameters = model_and_parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7, 2))]})
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1, \[7, 2\], is none of the model's.*deepcopy"):
+        check_optimizer(optimizer, parameters)
+
+
+def test_parameters_of_two_groups_follow_two_rules() -> None:
+    model, parameters = model_and_parameters()
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
+    rules = update_rules(torch.optim.AdamW(groups), parameters, ["1.bias", "0.weight", "0.bias"])
+    assert {name: rule.group for name, rule in rules.items()} == {"1.bias": 1, "0.weight": 0, "0.bias": 0}
+    assert rules["0.weight"] == rules["0.bias"] and rules["1.bias"].label == "AdamW group 1"
+
+
+def test_state_that_cannot_be_flat_separates_rules() -> None:
+    model, parameters = model_and_parameters()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names = list(parameters)
+    assert {rule.state_class for rule in update_rules(optimizer, parameters, names).values()} == {0}
+    optimizer.state[parameters["0.bias"]]["step"] += 1
+    del optimizer.state[parameters["1.bias"]]
+    classes = {name: rule.state_class for name, rule in update_rules(optimizer, parameters, names).items()}
+    assert classes == {"0.weight": 0, "0.bias": 1, "1.weight": 0, "1.bias": 2}
+
+
+def test_state_signatures() -> None:
+    moment = torch.zeros(3)
+    assert state_signature({"step": torch.tensor(2.0), "exp_avg": moment}) == (("exp_avg", None), ("step", 2.0))
+    assert state_signature({"momentum_buffer": None}) == state_signature({}) == ()

@@ -1,0 +1,148 @@
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from mirrorc.errors import PassError, VerifyError
+from mirrorc.pass_manager import Instrument, Pass, run_passes, select_passes
+from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
+from mirrorc.program import Program, Stage
+from tiny_programs import PASS_NAMES, handmade
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """A pass of a test's own."""
+
+    action: Callable[[Program], Program] = lambda program: program
+    name: str = "custom"
+    input_stage: Stage = Stage.CAPTURED
+    output_stage: Stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        return self.action(program)
+
+
+def up_to(name: str) -> list[Pass]:
+    """The default pipeline up to a pass."""
+    return default_pipeline()[: PASS_NAMES.index(name) + 1]
+
+
+class Recorder(Instrument):
+    def __init__(self, label: str, calls: list[tuple[object, ...]]) -> None:
+        self.label, self.calls = label, calls
+
+    def start(self, program: Program) -> None:
+        self.calls.append((self.label, "start", program.stage))
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        assert seconds >= 0.0
+        self.calls.append((self.label, compiler_pass.name, before.stage, after.stage))
+
+
+def test_the_default_pipeline_reaches_lowered_in_the_order_of_the_design() -> None:
+    design = (
+        "plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update",
+        "schedule-overlap", "lower-collectives", "lower-devices",
+    )  # fmt: skip
+    assert tuple(name for name in PASS_NAMES if name in design) == design
+    assert run_passes(handmade(), default_pipeline()).stage is Stage.LOWERED
+
+
+def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
+    for compiler_pass in default_pipeline():
+        assert isinstance(compiler_pass, Pass)
+        assert type(compiler_pass).__module__.rpartition(".")[2] == compiler_pass.name.replace("-", "_")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            compiler_pass.name = "other"  # type: ignore[misc]
+
+
+def test_instruments_are_called_in_order() -> None:
+    calls: list[tuple[object, ...]] = []
+    run_passes(handmade(), default_pipeline()[:2], [Recorder("a", calls), Recorder("b", calls)])
+    assert calls == [
+        ("a", "start", Stage.CAPTURED),
+        ("b", "start", Stage.CAPTURED),
+        ("a", "plan-buckets", Stage.CAPTURED, Stage.CAPTURED),
+        ("b", "plan-buckets", Stage.CAPTURED, Stage.CAPTURED),
+        ("a", "outline-regions", Stage.CAPTURED, Stage.OUTLINED),
+        ("b", "outline-regions", Stage.CAPTURED, Stage.OUTLINED),
+    ]
+
+
+def test_an_error_of_an_instrument_stops_the_compilation() -> None:
+    class Refuses(Instrument):
+        def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+            raise VerifyError(compiler_pass.name)
+
+    with pytest.raises(VerifyError, match="plan-buckets"):
+        run_passes(handmade(), default_pipeline(), [Refuses()])
+
+
+def test_a_program_too_early_for_a_pass_names_the_pass_to_run_before() -> None:
+    pipeline = [PlanBuckets(), Replicate(), OutlineRegions()]
+    with pytest.raises(PassError, match="'replicate' takes .* OUTLINED to REPLICATED.* at CAPTURED; run 'outline-regions' before"):
+        run_passes(handmade(), pipeline)
+
+
+def test_a_program_too_early_with_no_pass_to_help_asks_for_one() -> None:
+    with pytest.raises(PassError, match="add a pass that gives OUTLINED"):
+        run_passes(handmade(), [Replicate()])
+
+
+def test_a_program_too_late_for_a_pass_asks_to_move_it() -> None:
+    pipeline = [*up_to("replicate"), *up_to("outline-regions")[-1:]]
+    with pytest.raises(PassError, match="'outline-regions' .* at REPLICATED; move it to an earlier place"):
+        run_passes(handmade(), pipeline)
+
+
+def test_a_pass_that_gives_another_stage_than_it_promises_is_refused() -> None:
+    lies = Custom(name="lies", output_stage=Stage.OUTLINED)
+    with pytest.raises(PassError, match=r"'lies' gave a CAPTURED program but promises OUTLINED; set the stage"):
+        run_passes(handmade(), [lies])
+
+
+def test_a_pass_that_fails_is_named() -> None:
+    def fail(program: Program) -> Program:
+        raise KeyError("gone")
+
+    with pytest.raises(PassError, match="pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
+        run_passes(handmade(), [Custom(fail)])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_pass_may_raise_an_error_of_mirrorc_itself() -> None:
+    def fail(program: Program) -> Program:
+        raise VerifyError("mine")
+
+    with pytest.raises(VerifyError, match="^mine$"):
+        run_passes(handmade(), [Custom(fail)])
+
+
+def test_passes_are_disabled_by_name() -> None:
+    selected = select_passes(default_pipeline(), ["schedule-overlap"])
+    assert [p.name for p in selected] == [name for name in PASS_NAMES if name != "schedule-overlap"]
+    assert run_passes(handmade(), selected).stage is Stage.LOWERED
+
+
+def test_disabling_an_unknown_pass_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="disable_passes names 'no-such-pass', .*plan-buckets, .*lower-devices"):
+        select_passes(default_pipeline(), ["no-such-pass"])
+
+
+@pytest.mark.parametrize("thing", [print, Replicate, "replicate", None])
+def test_what_is_no_pass_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match="is no pass: a pass has name, input_stage, output_stage and run"):
+        select_passes([thing], [])  # type: ignore[list-item]
+
+
+def test_a_pass_of_ones_own_runs_between_others() -> None:
+    seen = []
+
+    def look(program: Program) -> Program:
+        seen.append(program.stage)
+        return program
+
+    own = Custom(look, input_stage=Stage.UPDATED, output_stage=Stage.UPDATED)
+    before = up_to("insert-update")
+    run_passes(handmade(), select_passes([*before, own, *default_pipeline()[len(before) :]], []))
+    assert seen == [Stage.UPDATED]

@@ -1,0 +1,280 @@
+import dataclasses
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from mirrorc import ops
+from mirrorc.errors import VerifyError
+from mirrorc.pass_manager import run_passes
+from mirrorc.passes import default_pipeline
+from mirrorc.program import Bucket, Program, Stage, UpdateRule
+from mirrorc.verifier import RULES, Verify, verify
+from tiny_programs import (
+    MUON,
+    PASS_NAMES,
+    SMALL_BUCKETS,
+    Weight,
+    captured_two_layers,
+    every_stage,
+    handmade,
+    outputs,
+    run_up_to,
+    targets,
+)
+from torch import fx
+
+WEIGHTS = [Weight("a", (4,)), Weight("b", (4,)), Weight("c", (4,))]
+Mutation = tuple[str, Callable[[Program], Program]]
+
+
+def at(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph (of the first device's graph, once lowered) after a pass."""
+
+    def mutate(program: Program) -> Program:
+        graphs = program.graphs()
+        change(graphs[0])
+        return program
+
+    return pass_name, mutate
+
+
+def bucket_change(pass_name: str, change: Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]) -> Mutation:
+    return pass_name, lambda program: program.evolve(buckets=change(program.buckets))
+
+
+def first(graph: fx.Graph, target: object) -> fx.Node:
+    return targets(graph, target)[0]
+
+
+def with_kwargs(node: fx.Node, **kwargs: object) -> None:
+    node.kwargs = {**node.kwargs, **kwargs}  # type: ignore[dict-item]
+
+
+def use_before_definition(graph: fx.Graph) -> None:
+    wait = first(graph, ops.wait)
+    first(graph, ops.update).append(wait)
+
+
+def use_a_gradient_twice(graph: fx.Graph) -> None:
+    gradient = first(graph, ops.pack).args[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.write, (gradient,), {"variable": "a", "replica": 0})
+
+
+def use_in_flight(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.write, (packed,), {"variable": "a", "replica": 0})
+
+
+def erase(graph: fx.Graph, node: fx.Node) -> None:
+    graph.erase_node(node)
+
+
+def repeat(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_after(node):
+        graph.node_copy(node, lambda n: n)
+
+
+def launch_in_another_order(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.all_reduce)
+    other.append(one)
+
+
+def slots(change: Callable[[Bucket], Bucket]) -> Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]:
+    return lambda buckets: (change(buckets[0]), *buckets[1:])
+
+
+def shifted(bucket: Bucket, offset: int) -> Bucket:
+    *before, last = bucket.slots
+    return dataclasses.replace(bucket, slots=(*before, dataclasses.replace(last, offset=offset)))
+
+
+def output_with(graph: fx.Graph, key: str, change: Callable[[dict[str, object]], dict[str, object]]) -> None:
+    found = outputs(graph)
+    graph.output_node().args = ({**found, key: change(found[key])},)
+
+
+def drop_a_gradient(graph: fx.Graph) -> None:
+    output_with(graph, "gradients", lambda gradients: {name: g for name, g in gradients.items() if name != "a"})
+
+
+ONE_BUCKET = "plan-buckets"
+BAD: dict[str, list[Mutation]] = {
+    "graphs_are_well_formed": [
+        at("insert-update", use_before_definition),
+        at("lower-devices", use_before_definition),
+    ],
+    "slots_are_disjoint": [
+        bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.slots[0].offset + 1))),
+        bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.num_elements))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, index=7))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, dtype=torch.float64))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, rule=UpdateRule("SGD group 1", 1)))),
+    ],
+    "every_gradient_has_one_slot": [
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=b.slots[:-1]))),
+        bucket_change(ONE_BUCKET, lambda buckets: (*buckets, dataclasses.replace(buckets[0], index=len(buckets)))),
+        at(ONE_BUCKET, drop_a_gradient),
+        at("replicate", drop_a_gradient),
+    ],
+    "every_bucket_is_packed_once": [
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
+        at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), replica=1)),
+        at("pack-gradients", lambda graph: setattr(first(graph, ops.pack), "args", first(graph, ops.pack).args[:1])),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
+    ],
+    "every_gradient_is_packed_once": [
+        at("pack-gradients", use_a_gradient_twice),
+        at("insert-update", use_a_gradient_twice),
+        at("pack-gradients", lambda g: setattr(first(g, ops.pack), "args", (first(g, ops.pack).args[0],) * 2)),
+    ],
+    "collectives_are_waited_for_once": [
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), replica=1)),
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), bucket=1)),
+        at("insert-update", lambda graph: repeat(graph, first(graph, ops.wait))),
+        at("insert-update", lambda graph: setattr(first(graph, ops.update), "args", (first(graph, ops.all_reduce),))),
+        at("insert-update", lambda graph: setattr(first(graph, ops.wait), "args", (first(graph, ops.pack),))),
+        at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
+    ],
+    "buckets_in_flight_are_not_used": [
+        at("insert-update", use_in_flight),
+        at("lower-devices", use_in_flight),
+        at(
+            "insert-update",
+            lambda graph: setattr(targets(graph, ops.all_reduce)[1], "args", targets(graph, ops.all_reduce)[0].args),
+        ),
+    ],
+    "all_replicas_take_part": [
+        at("insert-update", lambda g: setattr(first(g, ops.all_reduce), "args", first(g, ops.all_reduce).args[:1])),
+        at("insert-update", lambda g: setattr(first(g, ops.all_reduce), "args", first(g, ops.all_reduce).args[::-1])),
+    ],
+    "every_bucket_is_updated_once": [
+        at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
+        at("insert-update", lambda graph: repeat(graph, first(graph, ops.update))),
+        at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), bucket=1)),
+        at("insert-update", lambda g: setattr(first(g, ops.update), "args", (targets(g, ops.update)[-1].args[0],))),
+    ],
+    "collectives_have_one_order": [
+        at("lower-devices", launch_in_another_order),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
+    ],
+}
+CASES = [pytest.param(rule, *mutation, id=f"{rule}-{i}") for rule, found in BAD.items() for i, mutation in enumerate(found)]
+
+
+def two_buckets() -> Program:
+    """Bucket 0 has two gradients of one shape, bucket 1 has one."""
+    return handmade(2, WEIGHTS)
+
+
+CAPS = {"first_bucket_mb": 128 / 2**20, "bucket_cap_mb": 64 / 2**20}
+
+
+@pytest.mark.parametrize(("rule", "pass_name", "mutate"), CASES)
+def test_a_program_that_breaks_a_rule_is_refused(
+    rule: str, pass_name: str, mutate: Callable[[Program], Program]
+) -> None:
+    program = run_up_to(pass_name, two_buckets(), **CAPS)
+    assert [len(bucket.slots) for bucket in program.buckets] == [2, 1]
+    verify(program)
+    with pytest.raises(VerifyError, match=f"pass 'mine' gave a program that breaks the rule {rule} of stage"):
+        verify(mutate(program), after="mine")
+
+
+def test_every_rule_is_provoked() -> None:
+    assert set(BAD) == {rule.__name__ for rules in RULES.values() for rule in rules}
+
+
+def test_every_stage_has_its_list_of_rules() -> None:
+    assert list(RULES) == list(Stage)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS], ids=["one-bucket", "many-buckets"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_valid_programs_pass_at_every_stage(num_devices: int, options: dict[str, float]) -> None:
+    weights = [*WEIGHTS, Weight("m", (2, 2), rule=MUON)]
+    for program in (
+        handmade(num_devices, buffer=True),
+        handmade(num_devices, weights),
+        handmade(num_devices, uneven=num_devices > 1),
+        captured_two_layers(num_devices, rows=7),
+    ):
+        verify(program)
+        for name, found in every_stage(program, **options).items():
+            verify(found, after=name)
+        assert found.stage is Stage.LOWERED
+
+
+def test_the_message_names_the_rule_and_says_what_it_demands() -> None:
+    program = run_up_to("insert-update", two_buckets())
+    erase(program.mirrored_graph, first(program.mirrored_graph, ops.update))
+    with pytest.raises(VerifyError) as caught:
+        verify(program)
+    text = str(caught.value)
+    assert text.startswith("the program breaks the rule every_bucket_is_updated_once of stage UPDATED: bucket 0 is updated 0")
+    assert "times on cpu:0" in text and "Each replica updates each bucket exactly once" in text and "will not run" in text
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetsAnUpdate:
+    name: str = "forgets-an-update"
+    input_stage: Stage = Stage.UPDATED
+    output_stage: Stage = Stage.UPDATED
+
+    def run(self, program: Program) -> Program:
+        erase(program.mirrored_graph, first(program.mirrored_graph, ops.update))
+        return program
+
+
+def test_the_instrument_verifies_after_every_pass() -> None:
+    after = PASS_NAMES.index("insert-update") + 1
+    pipeline = [*default_pipeline()[:after], ForgetsAnUpdate(), *default_pipeline()[after:]]
+    with pytest.raises(VerifyError, match="'forgets-an-update' gave a program that breaks .* every_bucket_is_updated_once"):
+        run_passes(two_buckets(), pipeline, [Verify()])
+
+
+def test_a_program_without_buckets_drops_every_gradient() -> None:
+    """So it may not go past planning, whatever passes a user leaves out."""
+    pipeline = [p for p in default_pipeline() if p.name not in ("plan-buckets", "place-gradients")]
+    with pytest.raises(VerifyError, match="every_gradient_has_one_slot"):
+        run_passes(two_buckets(), pipeline, [Verify()])
+
+
+def whole_optimizer(pass_name: str = "insert-update") -> Program:
+    """Two buckets that one optimizer steps by itself, of one size."""
+    weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,), rule=MUON)]
+    program = run_up_to(pass_name, handmade(2, weights), **SMALL_BUCKETS)
+    verify(program)
+    return program
+
+
+def test_an_optimizer_that_is_given_buckets_in_another_order_is_refused() -> None:
+    program = whole_optimizer()
+    step = first(program.mirrored_graph, ops.step_optimizer)
+    step.args = step.args[::-1]
+    with pytest.raises(VerifyError):
+        verify(program)
+
+
+def test_parameters_stored_into_another_bucket_are_refused() -> None:
+    program = whole_optimizer()
+    one, other = targets(program.mirrored_graph, ops.store)
+    one.args, other.args = other.args, one.args
+    with pytest.raises(VerifyError):
+        verify(program)
+
+
+def test_a_collective_without_a_link_does_not_reach_the_runtime() -> None:
+    pipeline = [p for p in default_pipeline() if p.name != "lower-collectives"]
+    with pytest.raises(VerifyError):
+        run_passes(two_buckets(), pipeline, [Verify()])
+
+
+def test_getitems_belong_to_the_replica_of_their_source() -> None:
+    graph = run_up_to("replicate", two_buckets()).mirrored_graph
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            assert ops.replica_of(node) == node.args[0].kwargs["replica"]
