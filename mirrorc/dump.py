@@ -29,7 +29,7 @@ from torch import fx
 from mirrorc import ops
 from mirrorc.capture import source_line
 from mirrorc.pass_manager import Instrument, Pass
-from mirrorc.program import Bucket, Program, Stage, Variable
+from mirrorc.program import Bucket, Placement, Program, Stage, Variable
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -149,14 +149,12 @@ class _Names:
         if node.target is ops.pack:
             return "bucket", f"b{bucket}"
         if node.target in ops.COLLECTIVES:
-            return "pending", f"b{bucket}_gather" if node.target is ops.all_gather else f"b{bucket}_pending"
+            return "pending", f"b{bucket}_pending"
         if node.target is ops.wait:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(source.target, "parameters")  # type: ignore[arg-type]
             return "reduced", f"b{bucket}_{given}"
-        if node.target is ops.update:
-            return "token", f"b{bucket}_updated"
         return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
 
     def listing(self, nodes: Iterable[fx.Node]) -> str:
@@ -258,7 +256,8 @@ def _collective(names: _Names, node: fx.Node) -> str:
 def _comment(program: Program, node: fx.Node) -> str:
     if node.target is ops.update:
         bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
-        return bucket.rule.label + (f", 1 of {bucket.num_shares} shares" if bucket.num_shares > 1 else "")
+        is_shared = bucket.placement is Placement.SHARED
+        return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
     if node.target is ops.step_optimizer:
         return "the optimizer's own step, once for all replicas"
     return source_line(node) if node.op == "call_module" or node.target is ops.call_region else ""

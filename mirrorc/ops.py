@@ -38,7 +38,7 @@ def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
     return fx.has_side_effect(symbol) if name in _IMPURE else symbol
 
 
-_IMPURE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
+_IMPURE = {"all_reduce", "reduce_scatter", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
 
 
 @_symbol
@@ -77,11 +77,6 @@ def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None)
 
 
 @_symbol
-def all_gather(*updates: Any, bucket: int, link: str | None = None) -> Pending:
-    """Launches the exchange of a bucket's updated parameters: each replica gives its share and gets the others'."""
-
-
-@_symbol
 def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Pending:
     """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``values`` are there."""
 
@@ -92,8 +87,8 @@ def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
 
 
 @_symbol
-def update(gradient: Any, *, bucket: int, replica: int) -> Any:
-    """Applies the optimizer to a bucket's parameters, or to the replica's share of them; yields a token."""
+def update(gradient: Any, *, bucket: int, replica: int) -> None:
+    """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element."""
 
 
 @_symbol
@@ -112,7 +107,7 @@ def write(value: Any, *, variable: str, replica: int) -> None:
 
 
 REDUCTIONS = (all_reduce, reduce_scatter)
-COLLECTIVES = (*REDUCTIONS, all_gather, broadcast)
+COLLECTIVES = (*REDUCTIONS, broadcast)
 
 
 def replica_of(node: fx.Node) -> int | None:

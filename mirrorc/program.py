@@ -61,6 +61,13 @@ class Aggregation(enum.Enum):
     FIRST = "first"  # replica 0's
 
 
+class Placement(enum.Enum):
+    """Where the parameters of a bucket are."""
+
+    MIRRORED = "mirrored"  # a copy on every replica
+    SHARED = "shared"  # one copy in the memory that all devices share
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """Which update a parameter gets. Gradients may share a bucket only where their rules are equal.
@@ -139,7 +146,7 @@ class Bucket:
         slots: its gradients' places; slots are disjoint and begin at aligned offsets.
         num_elements: its length, padding included.
         rule: how its parameters are updated.
-        num_shares: 1 if every replica updates the whole bucket; else each replica updates one of so many shares.
+        placement: whether each replica has its own copy of its parameters, or all share one and update a share each.
     """
 
     index: int
@@ -147,19 +154,17 @@ class Bucket:
     slots: tuple[Slot, ...]
     num_elements: int
     rule: UpdateRule
-    num_shares: int = 1
+    placement: Placement = Placement.MIRRORED
 
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
-    def share(self, replica: int) -> tuple[int, int]:
-        """The elements that a replica updates: the first, and one past the last; the whole bucket if it is not shared."""
-        return share_bounds(self.num_elements, self.num_shares, replica) if self.num_shares > 1 else (0, self.num_elements)
-
-    def has_a_share_for_all(self) -> bool:
-        """Whether no share is empty."""
-        return all(start < stop for start, stop in map(self.share, range(self.num_shares)))
+    def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
+        """The elements that a replica updates: the first, and one past the last. None of a small shared bucket, maybe."""
+        if self.placement is Placement.MIRRORED:
+            return 0, self.num_elements
+        return share_bounds(self.num_elements, num_replicas, replica)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mirrorc import ops
 from mirrorc.capture import source_line
 from mirrorc.errors import VerifyError
 from mirrorc.pass_manager import Instrument, Pass
-from mirrorc.program import Program, Stage
+from mirrorc.program import Bucket, Placement, Program, Stage
 
 Rule = Callable[[Program], Iterator[str]]
 
@@ -140,7 +140,7 @@ def all_replicas_take_part(program: Program) -> Iterator[str]:
 
 
 def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
-    """Each replica updates each bucket exactly once, from the reduced bucket."""
+    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
     for where, graph, replicas in _scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
         for node in ops.calls(graph, ops.update, ops.store):
@@ -150,8 +150,12 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
                 done[(index, ops.replica_of(node))] += 1
         for bucket in program.buckets:
             for replica in replicas:
-                if done[(bucket.index, replica)] != 1:
-                    yield f"bucket {bucket.index} is updated {done[(bucket.index, replica)]} times on {where(replica)}"
+                expected = _expected_updates(program, bucket, replica, graph)
+                if done[(bucket.index, replica)] != expected:
+                    yield (
+                        f"bucket {bucket.index} is updated {done[(bucket.index, replica)]} times on {where(replica)}, "
+                        f"not {expected}"
+                    )
         for node in ops.calls(graph, ops.update):
             source = node.args[0]
             reduced = ops.wait if program.num_replicas > 1 else ops.pack
@@ -159,20 +163,46 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
                 yield f"bucket {node.kwargs['bucket']} is updated from {source}, which is not its sum{_at(node)}"
 
 
-def every_share_is_gathered(program: Program) -> Iterator[str]:
-    """A bucket that is updated in shares is reduce-scattered, and all-gathered once, from every replica's update."""
-    for _, graph, replicas in _scopes(program):
-        scattered = {node.kwargs["bucket"] for node in ops.calls(graph, ops.reduce_scatter)}
-        gathered = Counter(node.kwargs["bucket"] for node in ops.calls(graph, ops.all_gather))
-        for bucket in program.buckets:
-            if (bucket.num_shares > 1) != (bucket.index in scattered):
-                yield f"bucket {bucket.index} is updated in {bucket.num_shares} shares, but its reduction is another"
-            if gathered[bucket.index] != (bucket.index in scattered):
-                yield f"bucket {bucket.index} is updated in shares but gathered {gathered[bucket.index]} times"
-        for node in ops.calls(graph, ops.all_gather):
-            sources = [(n.target, n.kwargs["bucket"], ops.replica_of(n)) for n in node.all_input_nodes]
-            if sources != [(ops.update, node.kwargs["bucket"], replica) for replica in replicas]:
-                yield f"{_say(node)} does not take every replica's update of that bucket{_at(node)}"
+def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
+    if bucket.placement is Placement.MIRRORED:
+        return 1
+    if replica is None:  # a lowered graph: its replica is its place among the devices
+        replica = next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+    if not bucket.rule.elementwise:
+        return int(replica == 0)
+    start, stop = bucket.share(replica, program.num_replicas)
+    return int(start < stop)
+
+
+def reductions_fit_the_placement(program: Program) -> Iterator[str]:
+    """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, *ops.REDUCTIONS):
+            bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+            by_shares = bucket.placement is Placement.SHARED and bucket.rule.elementwise
+            if (node.target is ops.reduce_scatter) != by_shares:
+                yield f"{_say(node)} does not fit its parameters, which are {bucket.placement.value}{_at(node)}"
+
+
+def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
+    """Before it writes shared parameters, a device has waited for a reduction that all devices launch after their last region."""
+    shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
+    for where, graph, replicas in _scopes(program):
+        for replica in replicas if shared else []:
+            nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES or ops.replica_of(n) == replica]
+            last_region = max((i for i, node in enumerate(nodes) if _is_region_call(node)), default=-1)
+            late = {node for node in nodes[last_region + 1 :] if node.target in ops.REDUCTIONS}
+            is_safe = False
+            for node in nodes:
+                is_safe = is_safe or (node.target is ops.wait and node.args[0] in late)
+                written = {node.kwargs["bucket"]} if node.target in (ops.update, ops.store) else set()
+                written |= set(node.kwargs["buckets"]) if node.target is ops.step_optimizer else set()  # type: ignore[arg-type]
+                if written & shared and not is_safe:
+                    yield f"{node.name} on {where(replica)} may write parameters that another device still reads{_at(node)}"
+
+
+def _is_region_call(node: fx.Node) -> bool:
+    return node.op == "call_module" or node.target is ops.call_region
 
 
 def collectives_have_one_order(program: Program) -> Iterator[str]:
@@ -203,7 +233,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.PACKED: (every_bucket_is_packed_once, every_gradient_is_packed_once),
     Stage.REDUCED: (collectives_are_waited_for_once, buckets_in_flight_are_not_used, all_replicas_take_part),
     Stage.UPDATED: (every_bucket_is_updated_once,),
-    Stage.SCHEDULED: (every_share_is_gathered,),
+    Stage.SCHEDULED: (reductions_fit_the_placement, shared_parameters_are_written_last),
     Stage.LOWERED: (collectives_have_one_order,),
 }
 """The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""

@@ -13,7 +13,7 @@ from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
-from mirrorc.passes.shard_update import ShardUpdate
+from mirrorc.passes.share_parameters import ShareParameters
 
 __all__ = [
     "InsertAllReduce",
@@ -26,7 +26,7 @@ __all__ = [
     "PlanBuckets",
     "Replicate",
     "ScheduleOverlap",
-    "ShardUpdate",
+    "ShareParameters",
     "default_pipeline",
 ]
 
@@ -50,7 +50,7 @@ def default_pipeline(
         InsertAllReduce(),
         InsertUpdate(),
         ScheduleOverlap(),
-        ShardUpdate(),
+        ShareParameters(),
         LowerCollectives(link=all_reduce),
         LowerDevices(),
     ]

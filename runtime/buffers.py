@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.program import Aggregation, Bucket, Device, Program, Role, Synchronization, Variable
+from mirrorc.program import Aggregation, Bucket, Device, Placement, Program, Role, Synchronization, Variable
 
 
 @dataclass
@@ -16,7 +16,7 @@ class FlatBucket:
 
     Attributes:
         bucket: the plan.
-        parameters: for each replica, its parameters, 1-D.
+        parameters: for each replica, its parameters, 1-D; one tensor for all where they are shared.
         gradients: for each replica, its gradients, 1-D.
         gradient_slots: for each replica, views of its gradients in order of the slots.
     """
@@ -102,7 +102,9 @@ class VariableStore:
         def empty() -> list[torch.Tensor]:
             return [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=d.torch_device) for d in self.devices]
 
-        parameters, gradients = empty(), empty()
+        gradients = empty()
+        is_shared = bucket.placement is Placement.SHARED
+        parameters = empty()[:1] * len(self.devices) if is_shared else empty()
         views = [slot_views(flat, bucket) for flat in parameters]
         for i, slot in enumerate(bucket.slots):
             own = self.tensors[slot.variable]
@@ -110,8 +112,7 @@ class VariableStore:
             own.data = views[0][i]
             self._values[slot.variable] = [view[i] for view in views]
             self._watch(slot.variable, views[0][i])
-        for flat in parameters[1:]:
-            flat.copy_(parameters[0])
+        _mirror_first(parameters)
         return FlatBucket(bucket, parameters, gradients, [slot_views(flat, bucket) for flat in gradients])
 
     def _make_per_replica(self, variables: Sequence[Variable]) -> None:
@@ -161,8 +162,7 @@ class VariableStore:
     def mirror_all(self) -> None:
         """Gives every replica replica 0's parameters, after a step that was stopped half-way."""
         for flat in self.buckets:
-            for other in flat.parameters[1:]:
-                other.copy_(flat.parameters[0])
+            _mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> None:
         tensor, values = self.tensors[name], self._values[name]
@@ -190,6 +190,12 @@ class VariableStore:
                 for flat in flats[1:]:
                     shown.add_(flat.to(shown.device))
                 shown.div_(len(flats))
+
+
+def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors[1:]:
+        if tensor is not tensors[0]:
+            tensor.copy_(tensors[0])
 
 
 class MirroredVariable:

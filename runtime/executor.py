@@ -126,15 +126,6 @@ class Executor:
 
         return reduction
 
-    def _bind_all_gather(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
-        parameters = self._memory.store.buckets[bucket].parameters[replica]  # type: ignore[index]
-
-        def all_gather(*_: Any, **__: Any) -> Any:
-            return communicator.launch_all_gather(bucket, replica, parameters)  # type: ignore[arg-type]
-
-        return all_gather
-
     def _bind_broadcast(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
         parameters = self._memory.store.buckets[bucket].parameters[replica]  # type: ignore[index]
@@ -151,7 +142,6 @@ class Executor:
         wait_for: Callable[..., torch.Tensor] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
-            ops.all_gather: communicator.wait_all_gather,
             ops.broadcast: functools.partial(communicator.wait_broadcast, root=collective.kwargs.get("root")),  # type: ignore[arg-type]
         }[collective.target]  # type: ignore[index]
 
@@ -304,7 +294,6 @@ _BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
     ops.pack: Executor._bind_pack,
     ops.all_reduce: Executor._bind_reduction,
     ops.reduce_scatter: Executor._bind_reduction,
-    ops.all_gather: Executor._bind_all_gather,
     ops.broadcast: Executor._bind_broadcast,
     ops.wait: Executor._bind_wait,
     ops.update: Executor._bind_update,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.optimizers import SCALAR_STATE, state_signature
-from mirrorc.program import Bucket
+from mirrorc.program import Bucket, Placement
 from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
 
 
@@ -73,9 +73,10 @@ class BucketOptimizers:
         self._whole.clear()
         for flat in self._elementwise():
             for replica, parameters in enumerate(flat.parameters):
-                start, stop = flat.bucket.share(replica)
-                own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
-                self._flat[(flat.bucket.index, replica)] = own
+                start, stop = flat.bucket.share(replica, len(flat.parameters))
+                if start < stop:
+                    own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
+                    self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
             self._publish(flat.bucket)
 
@@ -90,8 +91,13 @@ class BucketOptimizers:
         assert isinstance(parameter, torch.nn.Parameter)
         return parameter
 
-    def _replicas(self, bucket: Bucket) -> list[_FlatOptimizer]:
-        return [self._flat[(bucket.index, replica)] for replica in range(len(self._store.devices))]
+    def _replicas(self, bucket: Bucket) -> dict[int, _FlatOptimizer]:
+        """The flat optimizers of a bucket, by replica; a small shared bucket may have no share for some."""
+        keys = [(bucket.index, replica) for replica in range(len(self._store.devices))]
+        return {replica: self._flat[(index, replica)] for index, replica in keys if (index, replica) in self._flat}
+
+    def _first(self, bucket: Bucket) -> _FlatOptimizer:
+        return next(iter(self._replicas(bucket).values()))
 
     def _take_over(self, bucket: Bucket) -> None:
         """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
@@ -101,7 +107,7 @@ class BucketOptimizers:
                 continue
             if key in SCALAR_STATE:
                 value = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(float(first))
-                for own in self._replicas(bucket):
+                for own in self._replicas(bucket).values():
                     is_fused = own.optimizer.param_groups[0].get("fused")
                     own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
                 continue
@@ -112,10 +118,10 @@ class BucketOptimizers:
 
     def _hold(self, bucket: Bucket, key: str, whole: torch.Tensor) -> None:
         """Makes a tensor, as long as the bucket, the state of its flat optimizers: the shares of one, or copies."""
-        for replica, own in enumerate(self._replicas(bucket)):
-            start, stop = bucket.share(replica)
-            is_shared = replica == 0 or bucket.num_shares > 1
-            own.state[key] = whole[start:stop] if is_shared else whole.to(own.parameter.device, copy=True)
+        for replica, own in self._replicas(bucket).items():
+            start, stop = bucket.share(replica, len(self._store.devices))
+            is_view = replica == 0 or bucket.placement is Placement.SHARED
+            own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
         self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
@@ -144,7 +150,7 @@ class BucketOptimizers:
     def finish_step(self) -> None:
         """Shows the new state in the user's optimizer."""
         for flat in self._elementwise():
-            state = self._flat[(flat.bucket.index, 0)].state
+            state = self._first(flat.bucket).state
             if self._published[flat.bucket.index][1:] != tuple(id(value) for value in state.values()):
                 self._scalars.clear()
                 for each in self._elementwise():
@@ -156,7 +162,7 @@ class BucketOptimizers:
     def _publish(self, bucket: Bucket) -> None:
         """Puts views of replica 0's flat state into the user's optimizer."""
         self._hold_what_is_new(bucket)
-        own = self._flat[(bucket.index, 0)].state
+        own = self._first(bucket).state
         entries: dict[str, Sequence[Any]] = {}
         for key, value in own.items():
             if value is None:
@@ -178,12 +184,12 @@ class BucketOptimizers:
     def _hold_what_is_new(self, bucket: Bucket) -> None:
         """Entries that the flat optimizers made in their first step become shares of one tensor."""
         held, replicas = self._whole.setdefault(bucket.index, {}), self._replicas(bucket)
-        for key, value in list(replicas[0].state.items()):
+        for key, value in list(self._first(bucket).state.items()):
             is_held = key in held and value.data_ptr() == held[key].data_ptr()
             if value is None or key in SCALAR_STATE or is_held:
                 continue
-            if bucket.num_shares > 1:
-                self._hold(bucket, key, torch.cat([own.state[key] for own in replicas]))
+            if bucket.placement is Placement.SHARED:
+                self._hold(bucket, key, torch.cat([own.state[key] for own in replicas.values()]))
             else:
                 held[key] = value
 

@@ -7,7 +7,7 @@ import torch
 from mirrorc import ops
 from mirrorc.errors import VerifyError
 from mirrorc.pass_manager import run_passes
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import ShardUpdate, default_pipeline
 from mirrorc.program import Bucket, Program, Stage, UpdateRule
 from mirrorc.verifier import RULES, Verify, verify
 from tiny_programs import (
@@ -16,6 +16,7 @@ from tiny_programs import (
     SMALL_BUCKETS,
     Weight,
     captured_two_layers,
+    core_pipeline,
     every_stage,
     handmade,
     outputs,
@@ -24,7 +25,7 @@ from tiny_programs import (
 )
 from torch import fx
 
-WEIGHTS = [Weight("a", (4,)), Weight("b", (4,)), Weight("c", (4,))]
+WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
 Mutation = tuple[str, Callable[[Program], Program]]
 
 
@@ -68,8 +69,26 @@ def use_in_flight(graph: fx.Graph) -> None:
         graph.call_function(ops.write, (packed,), {"variable": "a", "replica": 0})
 
 
-def erase(graph: fx.Graph, node: fx.Node) -> None:
-    graph.erase_node(node)
+def erase(graph: fx.Graph, *nodes: fx.Node) -> None:
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def set_args(node: fx.Node, args: tuple[object, ...]) -> None:
+    node.args = args  # type: ignore[assignment]
+
+
+def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of a graph whose buckets are updated in shares."""
+
+    def mutate(program: Program) -> Program:
+        shared = ShardUpdate().run(program)
+        assert targets(shared.mirrored_graph, ops.reduce_scatter)
+        verify(shared)
+        change(shared.mirrored_graph)
+        return shared
+
+    return "schedule-overlap", mutate
 
 
 def repeat(graph: fx.Graph, node: fx.Node) -> None:
@@ -122,20 +141,20 @@ BAD: dict[str, list[Mutation]] = {
     "every_bucket_is_packed_once": [
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
         at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), replica=1)),
-        at("pack-gradients", lambda graph: setattr(first(graph, ops.pack), "args", first(graph, ops.pack).args[:1])),
+        at("pack-gradients", lambda graph: set_args(first(graph, ops.pack), first(graph, ops.pack).args[:1])),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
     ],
     "every_gradient_is_packed_once": [
         at("pack-gradients", use_a_gradient_twice),
         at("insert-update", use_a_gradient_twice),
-        at("pack-gradients", lambda g: setattr(first(g, ops.pack), "args", (first(g, ops.pack).args[0],) * 2)),
+        at("pack-gradients", lambda g: set_args(first(g, ops.pack), (first(g, ops.pack).args[0],) * 2)),
     ],
     "collectives_are_waited_for_once": [
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), replica=1)),
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), bucket=1)),
         at("insert-update", lambda graph: repeat(graph, first(graph, ops.wait))),
-        at("insert-update", lambda graph: setattr(first(graph, ops.update), "args", (first(graph, ops.all_reduce),))),
-        at("insert-update", lambda graph: setattr(first(graph, ops.wait), "args", (first(graph, ops.pack),))),
+        at("insert-update", lambda graph: set_args(first(graph, ops.update), (first(graph, ops.all_reduce),))),
+        at("insert-update", lambda graph: set_args(first(graph, ops.wait), (first(graph, ops.pack),))),
         at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
     ],
     "buckets_in_flight_are_not_used": [
@@ -143,19 +162,25 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", use_in_flight),
         at(
             "insert-update",
-            lambda graph: setattr(targets(graph, ops.all_reduce)[1], "args", targets(graph, ops.all_reduce)[0].args),
+            lambda graph: set_args(targets(graph, ops.all_reduce)[1], targets(graph, ops.all_reduce)[0].args),
         ),
     ],
     "all_replicas_take_part": [
-        at("insert-update", lambda g: setattr(first(g, ops.all_reduce), "args", first(g, ops.all_reduce).args[:1])),
-        at("insert-update", lambda g: setattr(first(g, ops.all_reduce), "args", first(g, ops.all_reduce).args[::-1])),
+        at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[:1])),
+        at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[::-1])),
     ],
     "every_bucket_is_updated_once": [
         at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
         at("insert-update", lambda graph: repeat(graph, first(graph, ops.update))),
         at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), bucket=1)),
-        at("insert-update", lambda g: setattr(first(g, ops.update), "args", (targets(g, ops.update)[-1].args[0],))),
+        at("insert-update", lambda g: set_args(first(g, ops.update), (targets(g, ops.update)[-1].args[0],))),
+    ],
+    "every_share_is_gathered": [
+        sharded(lambda graph: set_args(first(graph, ops.all_gather), (targets(graph, ops.update)[0],) * 2)),
+        sharded(lambda graph: erase(graph, *first(graph, ops.all_gather).users, first(graph, ops.all_gather))),
+        ("schedule-overlap", lambda p: p.evolve(buckets=(dataclasses.replace(p.buckets[0], num_shares=2), p.buckets[1]))),
+        ("lower-devices", lambda p: p.evolve(buckets=(p.buckets[0], dataclasses.replace(p.buckets[1], num_shares=2)))),
     ],
     "collectives_have_one_order": [
         at("lower-devices", launch_in_another_order),
@@ -170,7 +195,7 @@ def two_buckets() -> Program:
     return handmade(2, WEIGHTS)
 
 
-CAPS = {"first_bucket_mb": 128 / 2**20, "bucket_cap_mb": 64 / 2**20}
+CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
 
 
 @pytest.mark.parametrize(("rule", "pass_name", "mutate"), CASES)
@@ -231,14 +256,14 @@ class ForgetsAnUpdate:
 
 def test_the_instrument_verifies_after_every_pass() -> None:
     after = PASS_NAMES.index("insert-update") + 1
-    pipeline = [*default_pipeline()[:after], ForgetsAnUpdate(), *default_pipeline()[after:]]
+    pipeline = [*core_pipeline()[:after], ForgetsAnUpdate(), *core_pipeline()[after:]]
     with pytest.raises(VerifyError, match="'forgets-an-update' gave a program that breaks .* every_bucket_is_updated_once"):
         run_passes(two_buckets(), pipeline, [Verify()])
 
 
 def test_a_program_without_buckets_drops_every_gradient() -> None:
     """So it may not go past planning, whatever passes a user leaves out."""
-    pipeline = [p for p in default_pipeline() if p.name not in ("plan-buckets", "place-gradients")]
+    pipeline = [p for p in core_pipeline() if p.name != "plan-buckets"]
     with pytest.raises(VerifyError, match="every_gradient_has_one_slot"):
         run_passes(two_buckets(), pipeline, [Verify()])
 
@@ -268,7 +293,7 @@ def test_parameters_stored_into_another_bucket_are_refused() -> None:
 
 
 def test_a_collective_without_a_link_does_not_reach_the_runtime() -> None:
-    pipeline = [p for p in default_pipeline() if p.name != "lower-collectives"]
+    pipeline = [p for p in core_pipeline() if p.name != "lower-collectives"]
     with pytest.raises(VerifyError):
         run_passes(two_buckets(), pipeline, [Verify()])
 

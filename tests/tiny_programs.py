@@ -12,7 +12,7 @@ from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
 from mirrorc.inputs import flatten_call, split_call
 from mirrorc.model_state import ModelState
-from mirrorc.pass_manager import run_passes
+from mirrorc.pass_manager import Pass, run_passes
 from mirrorc.passes import default_pipeline
 from mirrorc.program import Aggregation, Argument, Program, Role, Stage, Synchronization, UpdateRule, Variable
 from mirrorc.specialize import capture_program
@@ -21,7 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 ADAMW = UpdateRule("AdamW group 0", 0)
 MUON = UpdateRule("Muon group 0", 0, elementwise=False)
-PASS_NAMES = tuple(compiler_pass.name for compiler_pass in default_pipeline())
+PASS_NAMES = (
+    "plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update",
+    "schedule-overlap", "lower-collectives", "lower-devices",
+)  # fmt: skip
+"""The passes that a program needs; the default pipeline has others, which make it faster, among them."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,19 @@ def handmade(
     )
 
 
+def core_pipeline(**options: Any) -> list[Pass]:
+    """The passes that a program needs, in the order of the default pipeline, with its options."""
+    return [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name in PASS_NAMES]
+
+
 def run_up_to(pass_name: str, program: Program, **options: Any) -> Program:
-    """The program after this pass of the default pipeline, with all passes before it. ``options``: the pipeline's."""
-    return run_passes(program, default_pipeline(**options)[: PASS_NAMES.index(pass_name) + 1])
+    """The program after this pass of the core pipeline, with all passes before it. ``options``: the pipeline's."""
+    return run_passes(program, core_pipeline(**options)[: PASS_NAMES.index(pass_name) + 1])
 
 
 def run_before(pass_name: str, program: Program, **options: Any) -> Program:
-    """The program as this pass of the default pipeline is given it."""
-    return run_passes(program, default_pipeline(**options)[: PASS_NAMES.index(pass_name)])
+    """The program as this pass of the core pipeline is given it."""
+    return run_passes(program, core_pipeline(**options)[: PASS_NAMES.index(pass_name)])
 
 
 def every_stage(program: Program, **options: Any) -> dict[str, Program]:

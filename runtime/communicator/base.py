@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mirrorc.errors import CommunicationError
-from mirrorc.program import Device, share_bounds
+from mirrorc.program import Device
 
 Tag = tuple[str, int]  # kind of collective, index of bucket
 
@@ -111,26 +111,6 @@ class Communicator(ABC):
     @abstractmethod
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """This replica's share (`mirrorc.program.share_bounds`) of the sum, the same bits as in an all_reduce."""
-
-    def launch_all_gather(self, bucket: int, replica: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Offers this replica's share of a tensor [whole length], which it has just written, to all others."""
-        meeting = self._meetings[("all_gather", bucket)]
-        meeting.tensors[replica] = tensor
-        meeting.events[replica] = record_event(tensor.device)
-        meeting.announce(replica)
-        return tensor
-
-    def wait_all_gather(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        """The replica's own tensor, with the other replicas' shares fetched into it."""
-        meeting = self._meetings[("all_gather", bucket)]
-        count = len(self.devices)
-        meeting.await_replicas(replica, count - 1)
-        for other, (tensor, event) in enumerate(zip(meeting.tensors, meeting.events, strict=True)):
-            start, stop = share_bounds(pending.numel(), count, other)
-            if other != replica and start < stop:
-                wait_event(event)
-                pending[start:stop].copy_(tensor[start:stop], non_blocking=True)
-        return pending
 
     def launch_broadcast(self, bucket: int, replica: int, root: int, tensor: torch.Tensor) -> Any:
         """On the root, offers a tensor to all others; elsewhere it only takes part."""

@@ -67,9 +67,10 @@ def test_an_absent_gpu() -> None:
 
 
 def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_mlp()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with refuses(ValueError, "devices mix CPUs and GPUs (cpu:0, cuda:0)", "use one kind"):
-        compile_mlp(devices=["cpu:0", "cuda:0"])
+        compile_mlp(model, devices=["cpu:0", "cuda:0"])
 
 
 @pytest.mark.parametrize(

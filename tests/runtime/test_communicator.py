@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from mirrorc.devices import parse_devices
 from mirrorc.errors import CommunicationError
+from mirrorc.program import share_bounds
 from mirrorc.runtime.communicator import (
     Aborted,
     Communicator,
@@ -16,15 +15,15 @@ from mirrorc.runtime.communicator import (
     SharedMemoryCommunicator,
     communicator_for,
 )
-from mirrorc.runtime.communicator.shared_memory import share
 
 LINKS = ("shared-memory", "copy")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nobody will come
 
 
 def communicator(link: str, num_replicas: int, timeout_seconds: float = PATIENT, num_buckets: int = 1) -> Communicator:
     made = communicator_for(link, parse_devices([f"cpu:{i}" for i in range(num_replicas)]), timeout_seconds)
-    made.prepare([(kind, bucket) for kind in ("all_reduce", "broadcast") for bucket in range(num_buckets)])
+    made.prepare([(kind, bucket) for kind in KINDS for bucket in range(num_buckets)])
     return made
 
 
@@ -184,16 +183,31 @@ def test_copies_leave_the_replicas_buckets_alone() -> None:
     assert torch.equal(buckets[0], torch.ones(4)) and torch.equal(buckets[1], torch.full((4,), 2.0))
 
 
-@given(num_elements=st.integers(0, 10_000), num_replicas=st.integers(1, 17))
-def test_shares_cover_a_bucket_and_are_disjoint(num_elements: int, num_replicas: int) -> None:
-    bounds = [share(num_elements, num_replicas, replica) for replica in range(num_replicas)]
-    assert bounds[0][0] == 0 and bounds[-1][1] == num_elements
-    assert all(stop == start for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False))
-    assert all(start <= stop for start, stop in bounds)
-    assert all(start % 64 == 0 for start, stop in bounds if start < stop)
+@pytest.mark.parametrize("size", [128, 1000, 4097])
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+@pytest.mark.parametrize("link", LINKS)
+def test_a_reduce_scatter_gives_each_replica_its_share_of_the_same_sum(link: str, num_replicas: int, size: int) -> None:
+    torch.manual_seed(size)
+    buckets = [torch.randn(size) for _ in range(num_replicas)]
+    expected = functools.reduce(torch.add, [bucket.clone() for bucket in buckets])
+    comm = communicator(link, num_replicas)
+
+    def job(replica: int) -> torch.Tensor:
+        return comm.wait_reduce_scatter(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica])).clone()
+
+    assert torch.equal(torch.cat(on_threads(num_replicas, job)), expected)
 
 
-@given(num_elements=st.integers(0, 10_000), num_replicas=st.integers(1, 17))
-def test_shares_are_balanced(num_elements: int, num_replicas: int) -> None:
-    sizes = [stop - start for start, stop in (share(num_elements, num_replicas, r) for r in range(num_replicas))]
-    assert max(sizes) - min(sizes) <= 2 * 64
+@pytest.mark.parametrize("link", LINKS)
+def test_an_all_gather_gives_every_replica_all_shares(link: str) -> None:
+    num_replicas, size = 3, 1000
+    comm = communicator(link, num_replicas)
+
+    def job(replica: int) -> torch.Tensor:
+        own = torch.full((size,), -1.0)
+        own[slice(*share_bounds(size, num_replicas, replica))] = float(replica)
+        return comm.wait_all_gather(0, replica, comm.launch_all_gather(0, replica, own)).clone()
+
+    shares = [share_bounds(size, num_replicas, r) for r in range(num_replicas)]
+    expected = torch.cat([torch.full((stop - start,), float(r)) for r, (start, stop) in enumerate(shares)])
+    assert all(torch.equal(found, expected) for found in on_threads(num_replicas, job))

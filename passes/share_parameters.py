@@ -1,0 +1,91 @@
+"""Keeps parameters and optimizer state once for devices that share one memory; each device updates its share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Bucket, Placement, Program, Stage
+
+
+@dataclass(frozen=True)
+class ShareParameters:
+    """Turns N equal updates of N copies of a bucket's parameters into updates of N shares of one copy::
+
+        ar_0   = all_reduce(p_0, q_0, bucket=0, ...)          rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)
+        bwd_1 ...                                             bwd_1 ...
+        ar_1   = all_reduce(p_1, q_1, bucket=1, ...)    ->    rs_1   = reduce_scatter(p_1, q_1, bucket=1, ...)
+        wait_0 = wait(ar_0, bucket=0, replica=0)              wait_1 = wait(rs_1, bucket=1, replica=0)   # a share of the sum
+        update(wait_0, bucket=0, replica=0)                   update(wait_1, bucket=1, replica=0)
+        wait_1 = wait(ar_1, bucket=1, replica=0)              wait_0 = wait(rs_0, bucket=0, replica=0)
+        update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
+        (the same on replica 1)                               (the same on replica 1: the other shares)
+
+    Nobody may write a parameter that another device still reads. The last bucket is launched after all regions, so who
+    has waited for it knows that every device is done with backward: it is waited for first. Sums and updates are the same
+    element by element as with a copy for each device, and so are their bits. An optimizer that runs by itself updates
+    the one copy, and nothing is broadcast.
+
+    Needs: updates after all regions.
+    Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
+    Source: optimizer work and state dealt out as in ZeRO stage 1 (Rajbhandari et al., 2020), here without the gathering.
+    """
+
+    name: str = field(default="share-parameters", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+
+    def run(self, program: Program) -> Program:
+        if program.num_replicas == 1:
+            return program.evolve(stage=Stage.SCHEDULED)
+        if any(device.torch_device.type != "cpu" for device in program.devices):
+            remark = "parameters are mirrored, each device has a copy: the devices do not share one memory"
+            return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(program.mirrored_graph, values)
+        graph.output(fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__))
+        buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)
+        reductions = {node.kwargs["bucket"]: node for node in ops.calls(graph, ops.all_reduce)}
+        for bucket in reversed(buckets):
+            if bucket.rule.elementwise:
+                _scatter(graph, bucket, reductions[bucket.index], program.num_replicas)
+        for node in list(ops.calls(graph, ops.broadcast)):
+            _erase(node)
+        return program.evolve(stage=Stage.SCHEDULED, graph=graph, buckets=buckets)
+
+
+def _scatter(graph: fx.Graph, bucket: Bucket, all_reduce: fx.Node, num_replicas: int) -> None:
+    """Reduces a bucket by shares, and moves its waits and updates to the end of the graph."""
+    with graph.inserting_before(all_reduce):
+        scatter = graph.call_function(ops.reduce_scatter, all_reduce.args, {"bucket": bucket.index, "op": "sum"})
+    scatter.meta["val"] = ops.Pending(all_reduce.meta["val"].value)
+    end = graph.output_node()
+    for wait in list(all_reduce.users):
+        replica: Any = ops.replica_of(wait)
+        start, stop = bucket.share(replica, num_replicas)
+        wait.args = (scatter,)
+        wait.meta["val"] = _part(wait.meta["val"], stop - start)
+        end.prepend(wait)
+        for update in list(wait.users):
+            if start < stop:
+                end.prepend(update)
+            else:
+                graph.erase_node(update)  # a small bucket has no share for everyone
+    graph.erase_node(all_reduce)
+
+
+def _part(whole: Any, num_elements: int) -> Any:
+    with whole.fake_mode:
+        return torch.empty(num_elements, dtype=whole.dtype, device=whole.device)
+
+
+def _erase(node: fx.Node) -> None:
+    """Removes a node and all that uses it."""
+    for user in list(node.users):
+        _erase(user)
+    node.graph.erase_node(node)
