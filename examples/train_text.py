@@ -182,7 +182,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, options.steps))
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    print(f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e6:.1f} MB held out; {size:.1f} M parameters")
+    print(
+        f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e6:.1f} MB held out; {size:.1f} M parameters"
+    )
 
     def draw_batch() -> tuple[torch.Tensor, torch.Tensor]:
         return windows(corpus.train, torch.randint(len(corpus.train) - context - 1, (options.batch,)), context)

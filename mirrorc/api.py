@@ -36,7 +36,7 @@ from mirrorc.torch_internals import has_cpp_compiler, mark_optimizer_stepped
 from mirrorc.verifier import Verify
 
 
-def compile(  # noqa: A001 - mirrorc.compile, as in torch.compile
+def compile(
     model: nn.Module,
     devices: int | Sequence[str | torch.device] | None = None,
     *,
@@ -80,7 +80,9 @@ def compile(  # noqa: A001 - mirrorc.compile, as in torch.compile
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
     if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples")
+        raise ValueError(
+            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
+        )
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}: choose one of {', '.join(BACKENDS)}")
     if not timeout_seconds > 0:
@@ -95,7 +97,9 @@ def compile(  # noqa: A001 - mirrorc.compile, as in torch.compile
     state = ModelState(model, loss_fn)
     check_optimizer(optimizer, state.parameters)
     step = Step(
-        _Options(model, optimizer, loss_fn, loss_reduction, backend, parsed, pipeline, _dump_directory(dump), timeout_seconds),
+        _Options(
+            model, optimizer, loss_fn, loss_reduction, backend, parsed, pipeline, _dump_directory(dump), timeout_seconds
+        ),
         state,
     )
     if example_inputs is not None:
@@ -148,7 +152,9 @@ class Step:
         self._store = VariableStore(state.tensors, options.devices)
         self._optimizers = BucketOptimizers(options.optimizer, self._store)
         on_cpu = options.devices[0].torch_device.type == "cpu"
-        self._num_threads = max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
+        self._num_threads = (
+            max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
+        )
         self._regions = RegionCompiler(options.backend, self._num_threads)
         self._executors: dict[Any, Executor] = {}
         self._num_compiled = 0
@@ -210,7 +216,9 @@ class Step:
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
         if self._options.loss_fn is not None and "target" not in kwargs:
-            raise TypeError("target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second")
+            raise TypeError(
+                "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
+            )
         call = flatten_call(self._parameter_names, args, kwargs)
         return call, split_call(call, len(self._options.devices))
 
@@ -333,6 +341,4 @@ def _called(module: fx.GraphModule) -> list[str]:
 
 
 def _autocast_state() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

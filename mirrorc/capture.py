@@ -127,7 +127,7 @@ def _explain(error: Exception, what: str) -> CaptureError:
 
 def _reason(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    parts = {key: "" for key in ("Explanation:", "Developer debug context:")}
+    parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
     for line in lines:
         for key in parts:
             if line.startswith(key):
@@ -208,7 +208,9 @@ def _restructure(
 
 
 def _kept_meta(node: fx.Node) -> dict[str, Any]:
-    meta = {key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta}
+    meta: dict[str, Any] = {
+        key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
+    }
     if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
         meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
     return meta

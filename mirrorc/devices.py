@@ -38,7 +38,9 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
     seen: set[str] = set()
     for device in parsed:
         if device.name in seen:
-            raise ValueError(f"device {device.name!r} is named twice: every replica needs a device of its own; {_REMEDY}")
+            raise ValueError(
+                f"device {device.name!r} is named twice: every replica needs a device of its own; {_REMEDY}"
+            )
         seen.add(device.name)
     if len({device.torch_device.type for device in parsed}) > 1:
         names = ", ".join(device.name for device in parsed)

@@ -38,7 +38,19 @@ _DTYPES = {
 }  # fmt: skip
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
 _LISTED_WIDTH = 48  # and no more than fit in so many columns
-_LISTING_ORDER = ("argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "token", "write", "saved", "slot")
+_LISTING_ORDER = (
+    "argument",
+    "loss",
+    "gradient",
+    "variable",
+    "bucket",
+    "pending",
+    "reduced",
+    "token",
+    "write",
+    "saved",
+    "slot",
+)
 _ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "token")
 _WRITTEN = {"gradient": "d({})", "write": "new({})"}
 _COUNTED = {"saved": "saved", "write": "new buffers"}
@@ -82,8 +94,8 @@ def _bucket_line(bucket: Bucket, full: bool) -> str:
     slots = [f"{slot.variable}{list(slot.shape)}" for slot in bucket.slots]
     if len(slots) > _LISTED and not full:
         slots = [slots[0], slots[1], f"… {len(slots) - 3} more …", slots[-1]]
-    size = _size(bucket.num_bytes)
-    return f"# bucket {bucket.index}  {_DTYPES.get(bucket.dtype, bucket.dtype)}  {size:>9}  {' '.join(slots)}  {bucket.rule.label}"
+    dtype, size = _DTYPES.get(bucket.dtype, bucket.dtype), _size(bucket.num_bytes)
+    return f"# bucket {bucket.index}  {dtype}  {size:>9}  {' '.join(slots)}  {bucket.rule.label}"
 
 
 def _size(num_bytes: int) -> str:
@@ -179,7 +191,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterable[tuple[str, str, fx.N
     slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in graph.nodes:
         if node.target is ops.pack:
-            for name, gradient in zip(slots[node.kwargs["bucket"]], node.args, strict=True):
+            for name, gradient in zip(slots[ops.bucket_of(node)], node.args, strict=True):
                 yield "gradient", name, gradient
         elif node.target is ops.write:
             yield "write", str(node.kwargs["variable"]), node.args[0]
@@ -242,7 +254,7 @@ def _call_text(names: _Names, node: fx.Node) -> str | None:
     if node.target in ops.COLLECTIVES:
         arguments = _collective(names, node)
     bucket = f"bucket={node.kwargs['bucket']}, " if "bucket" in node.kwargs else ""
-    text = f"{node.target.__name__}({bucket}{arguments})"  # type: ignore[union-attr]
+    text = f"{ops.name_of(node)}({bucket}{arguments})"
     return f"{names.kinds[node][1]:<26} = {text}" if node.users else text
 
 
@@ -255,7 +267,7 @@ def _collective(names: _Names, node: fx.Node) -> str:
 
 def _comment(program: Program, node: fx.Node) -> str:
     if node.target is ops.update:
-        bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        bucket = program.buckets[ops.bucket_of(node)]
         is_shared = bucket.placement is Placement.SHARED
         return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
     if node.target is ops.step_optimizer:
@@ -285,14 +297,16 @@ def _statements(graph: fx.Graph) -> list[str]:
                 lines.append(f"    # {source}")
                 last_source = source
             arguments = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
-            target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__  # type: ignore[union-attr]
+            target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ops.name_of(node)
             lines.append(f"    {node.name}: {type_of(node.meta.get('val'))} = {target}({', '.join(arguments)})")
     return lines
 
 
 def variable_to_text(variable: Variable) -> str:
     """A variable in one line."""
-    return f"{variable.name}: {_DTYPES.get(variable.dtype, variable.dtype)}{list(variable.shape)}, {variable.role.value}"
+    return (
+        f"{variable.name}: {_DTYPES.get(variable.dtype, variable.dtype)}{list(variable.shape)}, {variable.role.value}"
+    )
 
 
 class DumpFiles(Instrument):

@@ -118,7 +118,7 @@ def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> St
         raise ValueError(f"argument {path!r}: a PerReplica needs one value for each replica, all of the same structure")
     start = len(leaves)
     for column in zip(*per_replica, strict=True):
-        leaves.append(Leaf(path, None, split=True, per_replica=tuple(leaf.tensor for leaf in column)))  # type: ignore[misc]
+        leaves.append(Leaf(path, None, split=True, per_replica=tuple(leaf.tensor for leaf in column)))
     return _shift(structures[0], start)
 
 
@@ -133,13 +133,19 @@ def _shift(structure: Structure, start: int) -> Structure:
 def _children(value: Any, path: str) -> tuple[str, Any, Iterator[tuple[str, Any]]] | None:
     if isinstance(value, Mapping):
         keys = tuple(value)
-        kind = type(value) if isinstance(value, dict) else dict
-        return "mapping", (kind, keys), ((f"{path}.{key}", value[key]) for key in keys)
+        return (
+            "mapping",
+            (type(value) if isinstance(value, dict) else dict, keys),
+            ((f"{path}.{key}", value[key]) for key in keys),
+        )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple", type(value), ((f"{path}.{name}", getattr(value, name)) for name in value._fields)
     if isinstance(value, list | tuple):
-        kind = list if isinstance(value, list) else tuple
-        return "sequence", kind, ((f"{path}[{i}]", child) for i, child in enumerate(value))
+        return (
+            "sequence",
+            list if isinstance(value, list) else tuple,
+            ((f"{path}[{i}]", child) for i, child in enumerate(value)),
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in dataclasses.fields(value) if f.init)
         return "dataclass", (type(value), names), ((f"{path}.{name}", getattr(value, name)) for name in names)

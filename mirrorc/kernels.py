@@ -11,9 +11,7 @@ def _mm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None
     torch.mm(left, right, out=out)
 
 
-_LIBRARY.define(
-    "mm_into(Tensor(a!) out, Tensor left, Tensor right) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
-)
+_LIBRARY.define("mm_into(Tensor(a!) out, Tensor left, Tensor right) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
 _LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 torch.library.register_fake("mirrorc::mm_into", lambda out, left, right: None, lib=_LIBRARY)
 

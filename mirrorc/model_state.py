@@ -43,7 +43,9 @@ class ModelState:
             if isinstance(value, _SCALARS) and not key.startswith("_")
         ]
         self._members = [
-            (module._parameters, key, parameter) for module in self._modules for key, parameter in module._parameters.items()
+            (module._parameters, key, parameter)
+            for module in self._modules
+            for key, parameter in module._parameters.items()
         ]
 
     @property
@@ -77,7 +79,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             raise ValueError(
                 f"{name!r} belongs to a lazy module and has no shape yet: call model(example_input) once before compiling"
             )

@@ -67,17 +67,17 @@ def pack(*gradients: Any, bucket: int, replica: int) -> Any:
 
 
 @_symbol
-def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Pending:
+def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas; takes every replica's bucket (one, once lowered)."""
 
 
 @_symbol
-def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Pending:
+def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas, of which each gets its own share."""
 
 
 @_symbol
-def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Pending:
+def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Any:
     """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``values`` are there."""
 
 
@@ -118,6 +118,18 @@ def replica_of(node: fx.Node) -> int | None:
         node = source
     replica = node.kwargs.get("replica")
     return replica if isinstance(replica, int) else None
+
+
+def bucket_of(node: fx.Node) -> int:
+    """The bucket that an operation is about; collectives' tag."""
+    index = node.kwargs["bucket"]
+    assert isinstance(index, int)
+    return index
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a node's operation."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:

@@ -87,5 +87,7 @@ def update_rules(
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:
     """Equal for parameters whose state can be held in one flat tensor per entry."""
     return tuple(
-        sorted((key, float(value) if key in SCALAR_STATE else None) for key, value in state.items() if value is not None)
+        sorted(
+            (key, float(value) if key in SCALAR_STATE else None) for key, value in state.items() if value is not None
+        )
     )

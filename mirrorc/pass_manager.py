@@ -83,7 +83,9 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
     """
     for compiler_pass in passes:
         if not isinstance(compiler_pass, Pass):
-            raise TypeError(f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)")
+            raise TypeError(
+                f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)"
+            )
     names = [compiler_pass.name for compiler_pass in passes]
     unknown = [name for name in disabled if name not in names]
     if unknown:

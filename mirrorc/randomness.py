@@ -55,7 +55,7 @@ def is_random(node: fx.Node) -> bool:
         return True
     values = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     dropout = next((a for a in node.target._schema.arguments if a.name == "dropout_p"), None)
-    return dropout is None or values.get("dropout_p", dropout.default_value) != 0.0
+    return dropout is None or bool(values.get("dropout_p", dropout.default_value) != 0.0)
 
 
 def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> None:
@@ -123,7 +123,11 @@ def _seeded(op: Any) -> Any:
     """The operator of ours that runs a random ATen operator under a seed; defined at its first use."""
     if op not in _seeded_ops:
         schema = op._schema
-        name = "seeded_" + schema.name.removeprefix("aten::") + (f"_{schema.overload_name}" if schema.overload_name else "")
+        name = (
+            "seeded_"
+            + schema.name.removeprefix("aten::")
+            + (f"_{schema.overload_name}" if schema.overload_name else "")
+        )
         signature = str(schema)[str(schema).index("(") :].replace("(", "(Tensor seed, int stream, ", 1)
         signature = re.sub(r",( \*,)? Generator\? generator(=None)?", "", signature)
 

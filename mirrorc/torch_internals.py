@@ -152,7 +152,9 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph; outputs keep the strides of the graph's values. The result takes a list, which it empties, and gives a sequence of outputs.
+    """Compiles a functional ATen graph; outputs keep the strides of the graph's values.
+
+    The result takes a list, which it empties, and gives a sequence of outputs.
 
     Args:
         graph_module: the graph; it is changed.
@@ -169,7 +171,7 @@ def compile_with_inductor(
         joint_graph_passes(graph_module)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        return compile_fx_inner(graph_module, list(example_inputs))  # type: ignore[return-value]
+        return compile_fx_inner(graph_module, list(example_inputs))
 
 
 def has_cpp_compiler() -> bool:
@@ -191,7 +193,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user hooked into ``optimizer.step``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # type: ignore[attr-defined]
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 @contextlib.contextmanager

@@ -63,13 +63,13 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[str]:
 def every_bucket_is_packed_once(program: Program) -> Iterator[str]:
     """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
     for where, graph, replicas in _scopes(program):
-        found = Counter((node.kwargs["bucket"], ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
+        found = Counter((ops.bucket_of(node), ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
         for bucket in program.buckets:
             for replica in replicas:
                 if found[(bucket.index, replica)] != 1:
                     yield f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
         for node in ops.calls(graph, ops.pack):
-            bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+            bucket = program.buckets[ops.bucket_of(node)]
             if len(node.args) != len(bucket.slots):
                 yield f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients{_at(node)}"
                 continue
@@ -89,9 +89,9 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[str]:
             for gradient in node.all_input_nodes:
                 for user in gradient.users:
                     if user is not node:
-                        yield f"{gradient.name}, a gradient of bucket {node.kwargs['bucket']}, is used by {user.name} as well"
+                        yield f"{gradient.name}, a gradient of bucket {ops.bucket_of(node)}, is used by {user.name} as well"
             if len(set(node.args)) != len(node.args):
-                yield f"bucket {node.kwargs['bucket']} packs one gradient into two slots{_at(node)}"
+                yield f"bucket {ops.bucket_of(node)} packs one gradient into two slots{_at(node)}"
 
 
 def collectives_are_waited_for_once(program: Program) -> Iterator[str]:
@@ -105,10 +105,10 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[str]:
             for user in node.users:
                 if user.target is not ops.wait:
                     yield f"{_say(node)} is in flight but used by {user.name}; wait for it first{_at(user)}"
-                elif user.kwargs["bucket"] != node.kwargs["bucket"]:
-                    yield f"{_say(node)} is waited for as bucket {user.kwargs['bucket']}{_at(user)}"
+                elif ops.bucket_of(user) != ops.bucket_of(node):
+                    yield f"{_say(node)} is waited for as bucket {ops.bucket_of(user)}{_at(user)}"
         for node in ops.calls(graph, ops.wait):
-            if node.args[0].target not in ops.COLLECTIVES:  # type: ignore[union-attr]
+            if not isinstance(node.args[0], fx.Node) or node.args[0].target not in ops.COLLECTIVES:
                 yield f"{node.name} waits for {node.args[0]}, which is not in flight{_at(node)}"
 
 
@@ -118,8 +118,8 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[str]:
         for node in ops.calls(graph, *ops.REDUCTIONS):
             for packed in node.all_input_nodes:
                 others = [user for user in packed.users if user is not node]
-                yield from (f"bucket {node.kwargs['bucket']} is in flight but used by {u.name}{_at(u)}" for u in others)
-                if packed.kwargs.get("bucket") != node.kwargs["bucket"]:
+                yield from (f"bucket {ops.bucket_of(node)} is in flight but used by {u.name}{_at(u)}" for u in others)
+                if packed.kwargs.get("bucket") != ops.bucket_of(node):
                     yield f"{_say(node)} is given {packed.name}, which is another bucket{_at(node)}"
 
 
@@ -127,7 +127,7 @@ def all_replicas_take_part(program: Program) -> Iterator[str]:
     """A collective of the mirrored graph joins every replica once, and each bucket is reduced once."""
     if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
         return
-    reduced = Counter(node.kwargs["bucket"] for node in ops.calls(program.graph, *ops.REDUCTIONS))
+    reduced = Counter(ops.bucket_of(node) for node in ops.calls(program.graph, *ops.REDUCTIONS))
     for bucket in program.buckets:
         if reduced[bucket.index] != 1:
             yield f"bucket {bucket.index} is reduced {reduced[bucket.index]} times"
@@ -143,11 +143,8 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
     for where, graph, replicas in _scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
-        for node in ops.calls(graph, ops.update, ops.store):
-            done[(node.kwargs["bucket"], ops.replica_of(node))] += 1  # type: ignore[index]
-        for node in ops.calls(graph, ops.step_optimizer):
-            for index in node.kwargs["buckets"]:  # type: ignore[union-attr]
-                done[(index, ops.replica_of(node))] += 1
+        for node in graph.nodes:
+            done.update((index, ops.replica_of(node)) for index in _written_buckets(node))
         for bucket in program.buckets:
             for replica in replicas:
                 expected = _expected_updates(program, bucket, replica, graph)
@@ -159,8 +156,8 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
         for node in ops.calls(graph, ops.update):
             source = node.args[0]
             reduced = ops.wait if program.num_replicas > 1 else ops.pack
-            if source.target is not reduced or source.kwargs["bucket"] != node.kwargs["bucket"]:  # type: ignore[union-attr]
-                yield f"bucket {node.kwargs['bucket']} is updated from {source}, which is not its sum{_at(node)}"
+            if source.target is not reduced or source.kwargs["bucket"] != ops.bucket_of(node):  # type: ignore[union-attr]
+                yield f"bucket {ops.bucket_of(node)} is updated from {source}, which is not its sum{_at(node)}"
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
@@ -178,7 +175,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[str]:
     """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
     for _, graph, _ in _scopes(program):
         for node in ops.calls(graph, *ops.REDUCTIONS):
-            bucket = program.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+            bucket = program.buckets[ops.bucket_of(node)]
             by_shares = bucket.placement is Placement.SHARED and bucket.rule.elementwise
             if (node.target is ops.reduce_scatter) != by_shares:
                 yield f"{_say(node)} does not fit its parameters, which are {bucket.placement.value}{_at(node)}"
@@ -187,22 +184,37 @@ def reductions_fit_the_placement(program: Program) -> Iterator[str]:
 def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
     """Before it writes shared parameters, a device has waited for a reduction that all devices launch after their last region."""
     shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
-    for where, graph, replicas in _scopes(program):
-        for replica in replicas if shared else []:
-            nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES or ops.replica_of(n) == replica]
-            last_region = max((i for i, node in enumerate(nodes) if _is_region_call(node)), default=-1)
-            late = {node for node in nodes[last_region + 1 :] if node.target in ops.REDUCTIONS}
-            is_safe = False
-            for node in nodes:
-                is_safe = is_safe or (node.target is ops.wait and node.args[0] in late)
-                written = {node.kwargs["bucket"]} if node.target in (ops.update, ops.store) else set()
-                written |= set(node.kwargs["buckets"]) if node.target is ops.step_optimizer else set()  # type: ignore[arg-type]
-                if written & shared and not is_safe:
-                    yield f"{node.name} on {where(replica)} may write parameters that another device still reads{_at(node)}"
+    if not shared:
+        return
+    orders = [
+        (where(replica), [n for n in graph.nodes if n.target in ops.COLLECTIVES or ops.replica_of(n) == replica])
+        for where, graph, replicas in _scopes(program)
+        for replica in replicas
+    ]
+    late = set.intersection(*(_launched_after_regions(nodes) for _, nodes in orders))
+    for where_name, nodes in orders:
+        is_safe = False
+        for node in nodes:
+            if node.target is ops.wait:
+                source = node.args[0]
+                is_safe = is_safe or (isinstance(source, fx.Node) and _tag(source) in late)
+            elif not is_safe and _written_buckets(node) & shared:
+                yield f"{node.name} on {where_name} may write parameters that another device still reads{_at(node)}"
 
 
-def _is_region_call(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is ops.call_region
+def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
+    last = max((i for i, n in enumerate(nodes) if n.op == "call_module" or n.target is ops.call_region), default=-1)
+    return {_tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}
+
+
+def _written_buckets(node: fx.Node) -> set[int]:
+    if node.target in (ops.update, ops.store):
+        return {ops.bucket_of(node)}
+    return set(node.kwargs["buckets"]) if node.target is ops.step_optimizer else set()  # type: ignore[arg-type]
+
+
+def _tag(node: fx.Node) -> tuple[str, int]:
+    return ops.name_of(node), ops.bucket_of(node)
 
 
 def collectives_have_one_order(program: Program) -> Iterator[str]:
@@ -210,7 +222,7 @@ def collectives_have_one_order(program: Program) -> Iterator[str]:
     if program.stage is not Stage.LOWERED:
         return
     orders = {
-        name: [(node.target.__name__, node.kwargs["bucket"], node.kwargs.get("link")) for node in ops.calls(m.graph, *ops.COLLECTIVES, ops.wait)]  # type: ignore[union-attr]
+        name: [(*_tag(node), node.kwargs.get("link")) for node in ops.calls(m.graph, *ops.COLLECTIVES, ops.wait)]
         for name, m in program.device_graphs.items()
     }
     first_name, first = next(iter(orders.items()))
@@ -278,7 +290,7 @@ def _scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.
 
 
 def _say(node: fx.Node) -> str:
-    return f"{node.target.__name__} of bucket {node.kwargs['bucket']}"  # type: ignore[union-attr]
+    return f"{ops.name_of(node)} of bucket {ops.bucket_of(node)}"
 
 
 def _at(node: fx.Node) -> str:

@@ -58,10 +58,10 @@ def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], repli
         lowered = graph.placeholder(str(kwargs["name"]))
     elif node.target is ops.call_region:
         args = fx.node.map_arg(node.args, values.__getitem__)
-        lowered = graph.call_module(str(kwargs["region"]), args)  # type: ignore[arg-type]
+        lowered = graph.call_module(str(kwargs["region"]), args)
     elif node.target in ops.COLLECTIVES:
         own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
-        lowered = graph.call_function(node.target, own, kwargs)  # type: ignore[arg-type]
+        lowered = graph.call_function(node.target, own, kwargs)
     elif node.target is operator.getitem:
         lowered = graph.node_copy(node, values.__getitem__)
     else:

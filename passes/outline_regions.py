@@ -96,7 +96,9 @@ def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     first_backward = min(position[user] for user in tangent.users)
     must_be_forward = [n for n in (output["loss"], *output["writes"].values()) if n in position]
-    assert all(position[_source(n)] < first_backward for n in must_be_forward), "backward starts before the loss is there"
+    assert all(position[_source(n)] < first_backward for n in must_be_forward), (
+        "backward starts before the loss is there"
+    )
     ends = [max(position[output["gradients"][slot.variable]] for slot in bucket.slots) for bucket in program.buckets]
     for i in range(1, len(ends)):  # graphs of other shard shapes may order gradients otherwise
         ends[i] = max(ends[i], ends[i - 1])

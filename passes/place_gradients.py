@@ -65,7 +65,11 @@ class PlaceGradients:
                 regions[name] = _place(program.regions[name], places)
                 for node in nodes:
                     _pass_slots(node, list(places), slots)
-        remarks = [f"{', '.join(sorted(set(left)))}: copied by pack, something else uses the gradient as well"] if left else []
+        remarks = (
+            [f"{', '.join(sorted(set(left)))}: copied by pack, something else uses the gradient as well"]
+            if left
+            else []
+        )
         return program.evolve(shard_graphs=graphs, regions=regions, remarks=(*program.remarks, *remarks))
 
 
@@ -167,7 +171,7 @@ def _pass_slots(node: fx.Node, indices: list[int], slots: Mapping[str, tuple[int
     of_index = {part.args[1]: names[part] for part in node.users if part in names}
     arguments = []
     for index in indices:
-        bucket, slot = slots[of_index[index]]  # type: ignore[index]
+        bucket, slot = slots[of_index[index]]
         with node.graph.inserting_before(node):
             argument = node.graph.call_function(ops.slot, (), {"bucket": bucket, "variable": slot.variable})
         value = node.meta["val"][index]

@@ -44,7 +44,7 @@ class RegionCompiler:
             else:
                 placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
                 examples = [node.meta["val"] for node in placeholders]
-                function = compile_with_inductor(graph_module, examples, self.num_threads)  # type: ignore[assignment]
+                function = compile_with_inductor(graph_module, examples, self.num_threads)
             self._compiled[key] = (region, function)
         return self._compiled[key][1]
 
@@ -55,8 +55,8 @@ def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModu
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, values))
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, lambda a: _moved(a, device))  # type: ignore[assignment]
-        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _moved(a, device))  # type: ignore[assignment]
+        node.args = fx.node.map_aggregate(node.args, lambda a: _moved(a, device))
+        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _moved(a, device))
         if "val" in node.meta:
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], lambda a: _moved(a, device))
     return fx.GraphModule({}, graph, class_name=type(graph_module).__name__)

@@ -239,4 +239,6 @@ class MirroredVariable:
     def __repr__(self) -> str:
         shape = "x".join(str(size) for size in self.values[0].shape)
         names = ", ".join(d.name for d in self._devices)
-        return f"MirroredVariable({self.name!r}, {self.values[0].dtype}[{shape}], {self.synchronization.value} on {names})"
+        return (
+            f"MirroredVariable({self.name!r}, {self.values[0].dtype}[{shape}], {self.synchronization.value} on {names})"
+        )

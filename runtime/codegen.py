@@ -116,9 +116,13 @@ class _Generator:
             if self.boxed(node):
                 self._emit_boxed(node, function)
             else:
-                arguments = [self._show(a) for a in node.args] + [f"{k}={self._show(v)}" for k, v in node.kwargs.items()]
+                arguments = [self._show(a) for a in node.args] + [
+                    f"{k}={self._show(v)}" for k, v in node.kwargs.items()
+                ]
                 self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
-                self._free([n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else []))
+                self._free(
+                    [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
+                )
 
     def _emit_boxed(self, node: fx.Node, function: str) -> None:
         self._emit(f"    box = [{', '.join(self._show(a) for a in node.args)}]", None)

@@ -65,7 +65,7 @@ class Executor:
     def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
         tags: dict[str, list[tuple[str, int]]] = {}
         for node in ops.calls(next(iter(self.program.device_graphs.values())).graph, *ops.COLLECTIVES):
-            tags.setdefault(str(node.kwargs["link"]), []).append((node.target.__name__, node.kwargs["bucket"]))  # type: ignore[union-attr, arg-type]
+            tags.setdefault(str(node.kwargs["link"]), []).append((ops.name_of(node), ops.bucket_of(node)))
         made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}
         for link, communicator in made.items():
             communicator.prepare(tags[link])
@@ -98,12 +98,12 @@ class Executor:
         return Constant(self._memory.store.values(name)[replica])
 
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
-        flat = self._memory.store.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        flat = self._memory.store.buckets[ops.bucket_of(node)]
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        flat = self._memory.store.buckets[node.kwargs["bucket"]]  # type: ignore[index]
+        flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
 
         def pack(*gradients: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -115,35 +115,36 @@ class Executor:
         return pack
 
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
         launch = {
             ops.all_reduce: communicator.launch_all_reduce,
             ops.reduce_scatter: communicator.launch_reduce_scatter,
         }[node.target]  # type: ignore[index]
 
         def reduction(own: torch.Tensor, **_: Any) -> Any:
-            return launch(bucket, replica, own)  # type: ignore[arg-type]
+            return launch(bucket, replica, own)
 
         return reduction
 
     def _bind_broadcast(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], node.kwargs["bucket"]
-        parameters = self._memory.store.buckets[bucket].parameters[replica]  # type: ignore[index]
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
+        parameters = self._memory.store.buckets[bucket].parameters[replica]
 
         def broadcast(*_: Any, root: int, **__: Any) -> Any:
-            return communicator.launch_broadcast(bucket, replica, root, parameters)  # type: ignore[arg-type]
+            return communicator.launch_broadcast(bucket, replica, root, parameters)
 
         return broadcast
 
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], node.kwargs["bucket"]
-        wait_for: Callable[..., torch.Tensor] = {
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], ops.bucket_of(node)
+        waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
             ops.broadcast: functools.partial(communicator.wait_broadcast, root=collective.kwargs.get("root")),  # type: ignore[arg-type]
-        }[collective.target]  # type: ignore[index]
+        }
+        wait_for = waits[collective.target]
 
         def wait(pending: Any, **_: Any) -> torch.Tensor:
             return wait_for(bucket, replica, pending=pending)
@@ -151,7 +152,7 @@ class Executor:
         return wait
 
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        apply = self._memory.optimizers.updater(node.kwargs["bucket"], replica)  # type: ignore[arg-type]
+        apply = self._memory.optimizers.updater(ops.bucket_of(node), replica)
 
         def update(gradient: torch.Tensor, **_: Any) -> None:
             self.has_updated = True
@@ -167,7 +168,7 @@ class Executor:
         return step_optimizer
 
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        parameters = self._memory.store.buckets[node.kwargs["bucket"]].parameters[replica]  # type: ignore[index]
+        parameters = self._memory.store.buckets[ops.bucket_of(node)].parameters[replica]
 
         def store(value: torch.Tensor, **_: Any) -> None:
             parameters.copy_(value)
@@ -246,7 +247,9 @@ class Executor:
             ]
         return self._weights[weights]
 
-    def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _global_loss(
+        self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         for _, event in results:
             wait_event(event)
         home = self.program.devices[0].torch_device
@@ -281,7 +284,9 @@ class Executor:
 
 def _describe(nodes: Sequence[fx.Node]) -> str:
     names = [getattr(node.target, "__name__", None) or str(node.target) for node in nodes]
-    return " > ".join(str(node.target) if "aten" in str(node.target) else n for node, n in zip(nodes, names, strict=True))
+    return " > ".join(
+        str(node.target) if "aten" in str(node.target) else n for node, n in zip(nodes, names, strict=True)
+    )
 
 
 def _is_region(node: fx.Node) -> bool:

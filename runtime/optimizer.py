@@ -22,7 +22,11 @@ class _FlatOptimizer:
         self._source = optimizer
         self._group = group
         self.optimizer = object.__new__(type(optimizer))
-        state = {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": [self._hyperparameters()]}
+        state = {
+            "defaults": dict(optimizer.defaults),
+            "state": defaultdict(dict),
+            "param_groups": [self._hyperparameters()],
+        }
         self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
 
     def _hyperparameters(self) -> dict[str, Any]:
@@ -111,7 +115,9 @@ class BucketOptimizers:
                     is_fused = own.optimizer.param_groups[0].get("fused")
                     own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
                 continue
-            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=self._store.buckets[bucket.index].parameters[0].device)
+            whole = torch.zeros(
+                bucket.num_elements, dtype=first.dtype, device=self._store.buckets[bucket.index].parameters[0].device
+            )
             for view, state in zip(slot_views(whole, bucket), states, strict=True):
                 view.copy_(state[key])
             self._hold(bucket, key, whole)
@@ -135,7 +141,8 @@ class BucketOptimizers:
     def fits(self) -> bool:
         """Whether the user's state can be held in these buckets: its scalar entries agree within each."""
         return all(
-            len({state_signature(state) for state in self._user_states(flat.bucket)}) == 1 for flat in self._elementwise()
+            len({state_signature(state) for state in self._user_states(flat.bucket)}) == 1
+            for flat in self._elementwise()
         )
 
     def sync_hyperparameters(self) -> None:

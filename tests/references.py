@@ -81,9 +81,7 @@ def train_mirrored(
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     losses = []
-    with mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend=backend, **options
-    ) as step:
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend=backend, **options) as step:
         for i, batch in enumerate(batches):
             losses.append(step(**batch).item())
             assert_mirrored(step, model, num_devices)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from mirrorc.devices import parse_devices
 
 
@@ -79,22 +80,22 @@ def test_bad_names_are_refused(given: object, message: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_an_absent_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="'cuda:0' is absent: torch sees no GPU on this machine"):
+    with pytest.raises(ValueError, match=r"'cuda:0' is absent: torch sees no GPU on this machine"):
         parse_devices(["cuda:0"])
 
 
 @pytest.mark.parametrize("given", ["cpu:0", True, 2.0, object()])
 def test_what_is_no_list_of_names_is_refused(given: object) -> None:
-    with pytest.raises(TypeError, match="give a list of device names, a number of devices, or None"):
+    with pytest.raises(TypeError, match=r"give a list of device names, a number of devices, or None"):
         parse_devices(given)  # type: ignore[arg-type]
 
 
 def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="device 0 is a int, not a name"):
+    with pytest.raises(TypeError, match=r"device 0 is a int, not a name"):
         parse_devices([0])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("given", [-1, -3])
 def test_a_negative_number_of_devices_is_refused(given: int) -> None:
-    with pytest.raises(ValueError, match="devices"):
+    with pytest.raises(ValueError, match=r"devices"):
         parse_devices(given)

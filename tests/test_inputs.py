@@ -2,11 +2,12 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-import mirrorc
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import mirrorc
 from mirrorc.inputs import Constant, PerReplica, flatten_call, identifier, rebuild_call, replicated, split_call
 
 
@@ -122,7 +123,11 @@ def test_constants_are_compared_by_value_and_type() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((torch.zeros(4), torch.zeros(6)), {}, r"disagree on dim 0.*'x' has 4 examples, 'y' has 6.*mirrorc.replicated\(y\)"),
+        (
+            (torch.zeros(4), torch.zeros(6)),
+            {},
+            r"disagree on dim 0.*'x' has 4 examples, 'y' has 6.*mirrorc.replicated\(y\)",
+        ),
         ((torch.zeros(4),), {"target": torch.zeros(3)}, "'x' has 4 examples, 'target' has 3"),
         ((3, "a"), {}, "no tensor to split"),
         ((replicated(torch.zeros(4)),), {}, "no tensor to split.*not all of them replicated"),

@@ -2,8 +2,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, state_signature, update_rules
 from torch import nn
+
+from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, state_signature, update_rules
 
 
 def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
@@ -67,13 +68,13 @@ def test_others_run_by_themselves(make: Callable[[list[nn.Parameter]], torch.opt
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="optimizer is a str: give a torch.optim.Optimizer over model.parameters"):
+    with pytest.raises(TypeError, match=r"optimizer is a str: give a torch.optim.Optimizer over model.parameters"):
         check_optimizer("sgd", {})
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model, parameters = model_and_parameters()
-    with pytest.raises(TypeError, match="LBFGS needs a closure .*such as AdamW"):
+    with pytest.raises(TypeError, match=r"LBFGS needs a closure .*such as AdamW"):
         check_optimizer(torch.optim.LBFGS(model.parameters()), parameters)
 
 

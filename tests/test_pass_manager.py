@@ -2,11 +2,12 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from tiny_programs import PASS_NAMES, core_pipeline, handmade
+
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.pass_manager import Instrument, Pass, run_passes, select_passes
 from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
 from mirrorc.program import Program, Stage
-from tiny_programs import PASS_NAMES, core_pipeline, handmade
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +67,26 @@ def test_an_error_of_an_instrument_stops_the_compilation() -> None:
         def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
             raise VerifyError(compiler_pass.name)
 
-    with pytest.raises(VerifyError, match="plan-buckets"):
+    with pytest.raises(VerifyError, match=r"plan-buckets"):
         run_passes(handmade(), default_pipeline(), [Refuses()])
 
 
 def test_a_program_too_early_for_a_pass_names_the_pass_to_run_before() -> None:
     pipeline = [PlanBuckets(), Replicate(), OutlineRegions()]
-    with pytest.raises(PassError, match="'replicate' takes .* OUTLINED to REPLICATED.* at CAPTURED; run 'outline-regions' before"):
+    with pytest.raises(
+        PassError, match=r"'replicate' takes .* OUTLINED to REPLICATED.* at CAPTURED; run 'outline-regions' before"
+    ):
         run_passes(handmade(), pipeline)
 
 
 def test_a_program_too_early_with_no_pass_to_help_asks_for_one() -> None:
-    with pytest.raises(PassError, match="add a pass that gives OUTLINED"):
+    with pytest.raises(PassError, match=r"add a pass that gives OUTLINED"):
         run_passes(handmade(), [Replicate()])
 
 
 def test_a_program_too_late_for_a_pass_asks_to_move_it() -> None:
     pipeline = [PlanBuckets(), OutlineRegions(), Replicate(), OutlineRegions()]
-    with pytest.raises(PassError, match="'outline-regions' .* at REPLICATED; move it to an earlier place"):
+    with pytest.raises(PassError, match=r"'outline-regions' .* at REPLICATED; move it to an earlier place"):
         run_passes(handmade(), pipeline)
 
 
@@ -97,7 +100,7 @@ def test_a_pass_that_fails_is_named() -> None:
     def fail(program: Program) -> Program:
         raise KeyError("gone")
 
-    with pytest.raises(PassError, match="pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
+    with pytest.raises(PassError, match=r"pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
         run_passes(handmade(), [Custom(fail)])
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -106,7 +109,7 @@ def test_a_pass_may_raise_an_error_of_mirrorc_itself() -> None:
     def fail(program: Program) -> Program:
         raise VerifyError("mine")
 
-    with pytest.raises(VerifyError, match="^mine$"):
+    with pytest.raises(VerifyError, match=r"^mine$"):
         run_passes(handmade(), [Custom(fail)])
 
 
@@ -117,13 +120,13 @@ def test_passes_are_disabled_by_name() -> None:
 
 
 def test_disabling_an_unknown_pass_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match="disable_passes names 'no-such-pass', .*plan-buckets, .*lower-devices"):
+    with pytest.raises(ValueError, match=r"disable_passes names 'no-such-pass', .*plan-buckets, .*lower-devices"):
         select_passes(default_pipeline(), ["no-such-pass"])
 
 
 @pytest.mark.parametrize("thing", [print, Replicate, "replicate", None])
 def test_what_is_no_pass_is_refused(thing: object) -> None:
-    with pytest.raises(TypeError, match="is no pass: a pass has name, input_stage, output_stage and run"):
+    with pytest.raises(TypeError, match=r"is no pass: a pass has name, input_stage, output_stage and run"):
         select_passes([thing], [])  # type: ignore[list-item]
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mirrorc.randomness import _seeded, is_random, mix, seed_random_ops
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirrorc.randomness import _seeded, is_random, mix, seed_random_ops
 
 aten = torch.ops.aten
 

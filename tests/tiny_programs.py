@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from mirrorc import ops
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
@@ -16,8 +19,6 @@ from mirrorc.pass_manager import Pass, run_passes
 from mirrorc.passes import default_pipeline
 from mirrorc.program import Aggregation, Argument, Program, Role, Stage, Synchronization, UpdateRule, Variable
 from mirrorc.specialize import capture_program
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 ADAMW = UpdateRule("AdamW group 0", 0)
 MUON = UpdateRule("Muon group 0", 0, elementwise=False)

@@ -10,7 +10,14 @@ from mirrorc.runtime.communicator.copies import CopyCommunicator
 from mirrorc.runtime.communicator.nccl import NcclCommunicator
 from mirrorc.runtime.communicator.shared_memory import SharedMemoryCommunicator
 
-__all__ = ["Aborted", "Communicator", "CopyCommunicator", "NcclCommunicator", "SharedMemoryCommunicator", "communicator_for"]
+__all__ = [
+    "Aborted",
+    "Communicator",
+    "CopyCommunicator",
+    "NcclCommunicator",
+    "SharedMemoryCommunicator",
+    "communicator_for",
+]
 
 _BY_LINK: dict[str, type[Communicator]] = {
     "shared-memory": SharedMemoryCommunicator,

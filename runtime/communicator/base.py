@@ -15,7 +15,7 @@ from mirrorc.program import Device
 Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
-class Aborted(Exception):  # noqa: N818 - no error of its own: another replica's failure is the error
+class Aborted(Exception):
     """Raised in a replica that waits for one that failed."""
 
 

@@ -52,11 +52,15 @@ class NcclCommunicator(Communicator):
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """Not offered: `mirrorc.passes.ShareParameters` leaves GPUs alone."""
-        raise NotImplementedError("reduce_scatter over nccl: the pass share-parameters is for devices that share memory")
+        raise NotImplementedError(
+            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
+        )
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """Not offered."""
-        raise NotImplementedError("reduce_scatter over nccl: the pass share-parameters is for devices that share memory")
+        raise NotImplementedError(
+            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
+        )
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""

@@ -261,7 +261,7 @@ class Bad(nn.Module):
 
 
 FAULTS = [
-    ("control flow", ('test_errors.py:', 'if self.fault == "control flow" and y.sum() > 0', "torch.where")),
+    ("control flow", ("test_errors.py:", 'if self.fault == "control flow" and y.sum() > 0', "torch.where")),
     ("item", ("test_errors.py:", "y.max().item()", "compute with tensors")),
     ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "Remedy")),
     ("parameter in place", ("writes the parameter 'layer.weight' in place", "between steps")),
@@ -333,7 +333,15 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
     bad = {"x": good["x"].clone(), "target": good["target"]}
     bad["x"][bad_example] = 9
     device = f"cpu:{bad_example // 2}"
-    words = (device, "embedding", "test_errors.py:", "self.table(x)", "IndexError", "All devices stopped", "No parameter")
+    words = (
+        device,
+        "embedding",
+        "test_errors.py:",
+        "self.table(x)",
+        "IndexError",
+        "All devices stopped",
+        "No parameter",
+    )
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         for _ in range(2):
             with unchanged(model, optimizer), refuses(ExecutionError, *words):
@@ -459,5 +467,3 @@ def test_a_parameter_that_changed_its_shape() -> None:
         model.last.bias.data = torch.ones(1, dtype=torch.float64)
         with refuses(ValueError, "'last.bias'", "[3]", "[1]", "compile the changed model anew"):
             step(**mlp_batch(4))
-
-

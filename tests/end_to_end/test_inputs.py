@@ -192,7 +192,9 @@ def test_replicated_arguments() -> None:
         return (mlp(x) * scales["rows"] * scales["all"]).square().mean()
 
     scales = {"rows": torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64), "all": torch.tensor(0.5)}
-    check_parity(body, (X, mirrorc.replicated(scales)), plain=lambda v: scales if not isinstance(v, torch.Tensor) else v)
+    check_parity(
+        body, (X, mirrorc.replicated(scales)), plain=lambda v: scales if not isinstance(v, torch.Tensor) else v
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (3, 2), (1, 1, 3)])
@@ -426,7 +428,10 @@ def test_a_constant_tensor_made_in_the_model() -> None:
 def test_devices_by_name() -> None:
     model = make_mlp()
     with mirrorc.compile(
-        model, ["cpu:5", torch.device("cpu:2")], optimizer=MOMENTUM(model.parameters()), loss_fn=F.cross_entropy,
+        model,
+        ["cpu:5", torch.device("cpu:2")],
+        optimizer=MOMENTUM(model.parameters()),
+        loss_fn=F.cross_entropy,
         backend="eager",
     ) as step:
         step(**mlp_batch(5))

@@ -132,7 +132,9 @@ def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
     model = make_mlp()
     pair = Pair(model, ADAMW)
     for seed in range(2):
-        pair.on_both(lambda model, own, seed=seed: train_step(model, own, mlp_batch(5, seed=50 + seed), F.cross_entropy))
+        pair.on_both(
+            lambda model, own, seed=seed: train_step(model, own, mlp_batch(5, seed=50 + seed), F.cross_entropy)
+        )
     pair.train(2)
     pair.check()
 
@@ -259,7 +261,9 @@ def replace_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("change", [load_other_weights, write_in_place, replace_data])
 @pytest.mark.parametrize("make_optimizer", [ADAMW, STATEFUL["adadelta"]], ids=["adamw", "adadelta"])
-def test_weights_written_between_steps_are_mirrored(change: Callable[..., None], make_optimizer: OptimizerMaker) -> None:
+def test_weights_written_between_steps_are_mirrored(
+    change: Callable[..., None], make_optimizer: OptimizerMaker
+) -> None:
     pair = Pair(make_mlp(), make_optimizer, num_devices=3)
     pair.train(2)
     pair.on_both(change)

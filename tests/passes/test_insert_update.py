@@ -1,8 +1,9 @@
 import pytest
-from mirrorc import ops
-from mirrorc.program import Stage
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
+
+from mirrorc import ops
+from mirrorc.program import Stage
 
 MIXED = [Weight("a", rule=MUON), Weight("b"), Weight("c", (2, 2), rule=MUON)]
 
@@ -37,7 +38,9 @@ def test_an_optimizer_that_is_not_elementwise_runs_once_and_its_parameters_are_b
     assert [n.kwargs["bucket"] for n in broadcasts] == list(whole) and all(n.args == (step,) for n in broadcasts)
     stores = targets(program.mirrored_graph, ops.store)
     assert [(n.kwargs["bucket"], n.kwargs["replica"]) for n in stores] == [(index, 1) for index in whole]
-    FileCheck().check_count("update(bucket=1", 2, exactly=True).check("step_optimizer(b0_sum, b2_sum)").run(program.to_text())
+    FileCheck().check_count("update(bucket=1", 2, exactly=True).check("step_optimizer(b0_sum, b2_sum)").run(
+        program.to_text()
+    )
 
 
 def test_one_replica_broadcasts_nothing() -> None:

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
+
 from mirrorc import ops
 from mirrorc.passes import LowerCollectives
 from mirrorc.program import Device, Program
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
 MIXED = [Weight("a", rule=MUON), Weight("b")]
 
@@ -59,5 +60,5 @@ def test_a_link_that_cannot_join_the_devices_is_refused(names: tuple[str, ...], 
 
 
 def test_nccl_on_one_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a GPU for each replica"):
+    with pytest.raises(ValueError, match=r"needs a GPU for each replica"):
         on_devices("cuda:0", "cuda:0/1", link="nccl")

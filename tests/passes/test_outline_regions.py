@@ -1,10 +1,11 @@
 import operator
 
 import pytest
-from mirrorc import ops
-from mirrorc.program import Program, Stage
 from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
+
+from mirrorc import ops
+from mirrorc.program import Program, Stage
 
 
 def outlined(program: Program) -> Program:

@@ -5,10 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirrorc.passes import PlanBuckets
-from mirrorc.program import Program, Stage, UpdateRule
 from tiny_programs import MUON, Weight, handmade, outputs
 from torch import fx
+
+from mirrorc.passes import PlanBuckets
+from mirrorc.program import Program, Stage, UpdateRule
 
 KIB = 1 / 1024  # in MiB
 

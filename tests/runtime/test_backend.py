@@ -1,11 +1,12 @@
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from mirrorc.program import Region
 from mirrorc.runtime import backend
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, retarget
 from mirrorc.torch_internals import has_cpp_compiler
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -25,9 +26,7 @@ def small_region() -> Region:
         x.meta["val"], w.meta["val"] = torch.empty(8, 3), torch.empty(3, 4)
         for node in graph.nodes:
             if node.op == "call_function":
-                node.meta["val"] = node.target(
-                    *fx.node.map_arg(node.args, lambda n: n.meta["val"]), **node.kwargs
-                )
+                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]), **node.kwargs)
     return Region("fwd_0", "forward", fx.GraphModule({}, graph, class_name="fwd_0"))
 
 

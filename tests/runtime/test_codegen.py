@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from mirrorc.runtime.codegen import Constant, failing_nodes, generate
 from torch import fx
+
+from mirrorc.runtime.codegen import Constant, failing_nodes, generate
 
 
 class Value:

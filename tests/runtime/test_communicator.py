@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from mirrorc.devices import parse_devices
 from mirrorc.errors import CommunicationError
-from mirrorc.program import share_bounds
 from mirrorc.runtime.communicator import (
     Aborted,
     Communicator,
@@ -17,7 +17,7 @@ from mirrorc.runtime.communicator import (
 )
 
 LINKS = ("shared-memory", "copy")
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+KINDS = ("all_reduce", "reduce_scatter", "broadcast")
 PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nobody will come
 
 
@@ -86,7 +86,8 @@ def test_steps_and_buckets_follow_each_other_without_mixing(link: str) -> None:
         return found
 
     expected = [
-        [float(3 * (step * 100 + b * 10) + 3) for b in range(num_buckets) for _ in range(2)] for step in range(num_steps)
+        [float(3 * (step * 100 + b * 10) + 3) for b in range(num_buckets) for _ in range(2)]
+        for step in range(num_steps)
     ]
     assert on_threads(num_replicas, job) == [expected] * num_replicas
 
@@ -196,18 +197,3 @@ def test_a_reduce_scatter_gives_each_replica_its_share_of_the_same_sum(link: str
         return comm.wait_reduce_scatter(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica])).clone()
 
     assert torch.equal(torch.cat(on_threads(num_replicas, job)), expected)
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_an_all_gather_gives_every_replica_all_shares(link: str) -> None:
-    num_replicas, size = 3, 1000
-    comm = communicator(link, num_replicas)
-
-    def job(replica: int) -> torch.Tensor:
-        own = torch.full((size,), -1.0)
-        own[slice(*share_bounds(size, num_replicas, replica))] = float(replica)
-        return comm.wait_all_gather(0, replica, comm.launch_all_gather(0, replica, own)).clone()
-
-    shares = [share_bounds(size, num_replicas, r) for r in range(num_replicas)]
-    expected = torch.cat([torch.full((stop - start,), float(r)) for r, (start, stop) in enumerate(shares)])
-    assert all(torch.equal(found, expected) for found in on_threads(num_replicas, job))

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+
 from mirrorc.devices import parse_devices
 from mirrorc.errors import ExecutionError
 from mirrorc.runtime.device_thread import DevicePool
@@ -113,7 +114,9 @@ def test_threads_record_no_gradients() -> None:
 def test_a_job_that_does_not_end_is_named() -> None:
     pool, release = pool_of(2, timeout_seconds=0.2), threading.Event()
     try:
-        with pytest.raises(ExecutionError, match=r"^cpu:1 did not finish the step within 0.2 s: .*raise timeout_seconds"):
+        with pytest.raises(
+            ExecutionError, match=r"^cpu:1 did not finish the step within 0.2 s: .*raise timeout_seconds"
+        ):
             pool.run([lambda: 1, lambda: release.wait(PATIENT)], lambda: None)
     finally:
         release.set()

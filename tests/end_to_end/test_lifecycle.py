@@ -1,0 +1,329 @@
+"""Threads begin and end with their step, and nothing of the process is changed on the way."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import make_mlp, mlp_batch
+
+import mirrorc
+from mirrorc import ExecutionError
+
+TIMEOUT_SECONDS = 120
+PRELUDE = """
+import os, signal, sys, threading
+sys.path.insert(0, {tests!r})
+import torch
+import torch.nn.functional as F
+import mirrorc
+
+torch.manual_seed(0)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def make(model, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options)
+
+def say(*words):
+    print(*words, flush=True)
+
+def device_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("mirrorc")]
+
+x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+"""
+HOLDING_NET = """
+release = threading.Event()
+
+@torch.library.custom_op("mirrorc_tests::hold", mutates_args=())
+def hold(x: torch.Tensor) -> torch.Tensor:
+    if x[0, 0] > 100:  # in one replica only; the other waits for it in the all-reduce
+        say("holding")
+        assert release.wait(60)
+    return x.clone()
+
+hold.register_fake(torch.empty_like)
+
+class HoldingNet(Net):
+    def forward(self, x):
+        return self.layer(torch.ops.mirrorc_tests.hold(x))
+
+def on_interrupt(number, frame):
+    release.set()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, on_interrupt)
+"""
+
+
+def script(*parts: str) -> str:
+    prelude = PRELUDE.format(tests=str(Path(__file__).parents[1]))
+    return "\n".join([prelude, *(textwrap.dedent(part) for part in parts)])
+
+
+@contextmanager
+def process(*parts: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs a script; it never outlives the test."""
+    command = [sys.executable, "-c", script(*parts)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def run(*parts: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a script."""
+    with process(*parts) as running:
+        output, errors = running.communicate(timeout=TIMEOUT_SECONDS)
+        return running.returncode, output, errors
+
+
+def device_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("mirrorc"))
+
+
+def compile_mlp(model: torch.nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    gc.collect()
+    assert device_threads() == []
+    yield
+    gc.collect()
+    assert device_threads() == []
+
+
+def test_the_interpreter_exits_without_close() -> None:
+    code, output, errors = run("""
+        step = make(Net())
+        say(step(x, target=y).item() > 0)
+        say(device_threads())
+    """)
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == ["True", "['mirrorc cpu:0', 'mirrorc cpu:1']"]
+
+
+def test_the_interpreter_exits_after_an_exception() -> None:
+    code, _, errors = run("""
+        step = make(Net())
+        step(x, target=y)
+        raise LookupError("the user's own")
+    """)
+    assert code == 1
+    assert errors.splitlines()[-1] == "LookupError: the user's own"
+    assert "mirrorc" not in errors.lower()
+
+
+def test_ctrl_c_during_a_step() -> None:
+    with process(
+        HOLDING_NET,
+        """
+        model = HoldingNet()
+        step = make(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        bad = x.clone()
+        bad[3, 0] = bad[2, 0] = 1000.0
+        try:
+            step(bad, target=y)
+        except KeyboardInterrupt:
+            say("interrupted")
+        after = list(model.parameters())
+        say("usable", bool(step(x, target=y).isfinite()))
+        say("mirrored", all(torch.equal(*v.values) for v in step.variables.values()))
+        step.close()
+        say("threads", device_threads())
+        """,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "holding\n"
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=TIMEOUT_SECONDS)
+        assert output.splitlines() == ["interrupted", "usable True", "mirrored True", "threads []"]
+        assert (running.returncode, errors) == (0, "")
+
+
+def test_ctrl_c_that_nobody_catches_ends_the_process() -> None:
+    with process("""
+        step = make(Net())
+        step(x, target=y)
+        say("stepping")
+        while True:
+            step(x, target=y)
+    """) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "stepping\n"
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=TIMEOUT_SECONDS)
+        assert errors.splitlines()[-1] == "KeyboardInterrupt"
+        assert running.returncode in (-signal.SIGINT, 130, 1)
+
+
+FORK = """
+step = make(Net())
+{before}
+child = os.fork()
+if child == 0:
+    try:
+        step(x, target=y)
+    except mirrorc.ExecutionError as error:
+        say("forked process" in str(error), "spawn" in str(error))
+        sys.exit(7)
+    sys.exit(8)
+say("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+say("parent goes on", bool(step(x, target=y).isfinite()))
+"""
+
+
+@pytest.mark.parametrize("before", ["step(x, target=y)", "pass"], ids=["after a step", "before any step"])
+def test_a_step_in_a_forked_process_is_refused(before: str) -> None:
+    code, output, errors = run(FORK.format(before=before))
+    assert output.splitlines() == ["True True", "exit code 7", "parent goes on True"]
+    assert (code, errors) == (0, "")
+
+
+def test_a_forked_data_loader_beside_a_step() -> None:
+    code, output, errors = run("""
+        step = make(Net())
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), batch_size=2, num_workers=1, multiprocessing_context="fork"
+        )
+        say([bool(step(a, target=b).isfinite()) for _ in range(2) for a, b in loader])
+        step.close()
+    """)
+    assert output.splitlines() == ["[True, True, True, True]"]
+    assert (code, errors) == (0, "")
+
+
+def test_with_ends_the_threads() -> None:
+    with compile_mlp(make_mlp(), devices=3) as step:
+        assert device_threads() == []
+        step(**mlp_batch(6))
+        assert device_threads() == ["mirrorc cpu:0", "mirrorc cpu:1", "mirrorc cpu:2"]
+    assert device_threads() == []
+
+
+def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
+    model = make_mlp()
+    step = compile_mlp(model)
+    step(**mlp_batch(6))
+    expected = model(mlp_batch(6)["x"])
+    step.close()
+    assert device_threads() == []
+    assert torch.equal(model(mlp_batch(6)["x"]), expected)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_with_ends_the_threads_when_a_step_fails() -> None:
+    with pytest.raises(ValueError, match="disagree on dim 0"), compile_mlp(make_mlp()) as step:
+        step(**mlp_batch(4))
+        step(mlp_batch(4)["x"], target=mlp_batch(3)["target"])
+    assert device_threads() == []
+
+
+def test_garbage_collection_ends_the_threads() -> None:
+    step = compile_mlp(make_mlp())
+    step(**mlp_batch(4))
+    assert len(device_threads()) == 2
+    del step
+    gc.collect()
+    assert device_threads() == []
+
+
+def test_closing_before_the_first_step() -> None:
+    step = compile_mlp(make_mlp())
+    step.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        step(**mlp_batch(4))
+
+
+def test_two_steps_have_threads_of_their_own() -> None:
+    with compile_mlp(make_mlp()) as first, compile_mlp(make_mlp()) as second:
+        losses = [step(**mlp_batch(4)).item() for step in (first, second)]
+        assert losses[0] == losses[1]
+        assert len(device_threads()) == 4
+        first.close()
+        assert len(device_threads()) == 2
+        assert second(**mlp_batch(4)).item() < losses[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> None:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.random.get_rng_state()
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+        step(**mlp_batch(5))
+        step(**mlp_batch(5))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_capturing_dropout_draws_nothing() -> None:
+    model = make_mlp(dropout=0.5)
+    before = torch.random.get_rng_state()
+    with compile_mlp(model, example_inputs=mlp_batch(4)) as step:
+        assert torch.equal(torch.random.get_rng_state(), before)
+        step(**mlp_batch(4))
+        assert not torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with compile_mlp(make_mlp()) as step:
+            step(**mlp_batch(4))
+            assert torch.get_num_threads() == num_threads
+            found: list[int] = []
+            thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert found == [num_threads]
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradient_mode_is_the_callers() -> None:
+    with compile_mlp(make_mlp()) as step:
+        with torch.no_grad():
+            first = step(**mlp_batch(4))
+            assert not torch.is_grad_enabled()
+        second = step(**mlp_batch(4))
+        assert torch.is_grad_enabled()
+    assert second < first
+
+
+def test_memory_is_given_back() -> None:
+
+    model = make_mlp()
+    step = compile_mlp(model)
+    step(**mlp_batch(4))
+    watched = [weakref.ref(step), weakref.ref(model)]
+    del step, model
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]

@@ -1,0 +1,251 @@
+"""Calls every private API of torch that mirrorc uses, and checks what it does."""
+
+import contextlib
+import inspect
+import json
+import logging
+import operator
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirrorc import torch_internals as internals
+
+aten = torch.ops.aten
+CHATTY = logging.getLogger("chatty")
+
+
+class Small(nn.Module):
+    """A frozen parameter, a buffer that forward writes, and a trained weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1.0)
+        return (x * self.weight + self.frozen).sum()
+
+
+def joint_of(module: nn.Module, *leaves: torch.Tensor) -> internals.JointGraph:
+    with contextlib.ExitStack() as stack:
+        return internals.export_joint_graph(stack, internals.trace_full_graph(module, leaves), leaves, {})
+
+
+def test_trace_full_graph_gives_one_graph_with_the_results_example() -> None:
+    traced = internals.trace_full_graph(Small(), (torch.ones(2, 3), torch.ones(1)))
+    assert isinstance(traced, fx.GraphModule)
+    (loss,) = next(n for n in traced.graph.nodes if n.op == "output").all_input_nodes
+    assert loss.meta["example_value"].shape == ()
+
+
+def test_trace_full_graph_fixes_shapes() -> None:
+    module = Small()
+    for rows in (2, 5):
+        traced = internals.trace_full_graph(module, (torch.ones(rows, 3), torch.ones(1)))
+        assert not any(isinstance(n.meta.get("example_value"), torch.SymInt) for n in traced.graph.nodes)
+
+
+def test_trace_full_graph_leaves_logging_out() -> None:
+    class Chatty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            CHATTY.warning("once %s", "more")
+            return (x * self.weight).sum()
+
+    assert internals.trace_full_graph(Chatty(), (torch.ones(3),)) is not None
+
+
+def test_logging_methods_are_those_of_a_logger() -> None:
+    assert {logging.Logger.info, logging.Logger.warning, logging.Logger.isEnabledFor} <= internals._logging_methods()
+
+
+def test_export_joint_graph_says_what_every_input_and_output_is() -> None:
+    joint = joint_of(Small(), torch.ones(2, 3), torch.ones(1))
+    assert sorted(joint.leaf_of.values()) == [0, 1]
+    assert sorted(joint.variable_of.values()) == ["count", "frozen", "weight"]
+    assert joint.tangent.op == "placeholder" and joint.tangent.meta["val"].shape == ()
+    assert joint.loss.meta["val"].shape == ()
+    trained = {name: node for name, node in joint.gradients.items() if node is not None}
+    assert list(trained) == ["weight"] and trained["weight"].meta["val"].shape == (3,)
+    assert list(joint.buffer_writes) == ["count"] and joint.written_inputs == []
+
+
+def test_export_joint_graph_computes_loss_and_gradient() -> None:
+    module, x = Small(), torch.randn(2, 3)
+    joint = joint_of(module, x, torch.ones(1))
+    values = {"weight": module.weight, "frozen": module.frozen, "count": module.count}
+    inputs = []
+    for node in joint.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            if node in joint.leaf_of:
+                inputs.append((x, torch.ones(1))[joint.leaf_of[node]])
+            else:
+                inputs.append(torch.tensor(2.0) if node is joint.tangent else values[joint.variable_of[node]].detach())
+    results = fx.Interpreter(joint.graph_module).run(*inputs, enable_io_processing=False)
+    of = dict(zip(joint.graph_module.graph.output_node().args[0], results, strict=True))
+    torch.testing.assert_close(of[joint.loss], (x * module.weight + module.frozen).sum().detach())
+    torch.testing.assert_close(of[joint.gradients["weight"]], 2.0 * x.sum(0))
+    torch.testing.assert_close(of[joint.buffer_writes["count"]], torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("writes", "found"), [("parameter", [("parameter", "weight")]), ("argument", [("argument", "0")])]
+)
+def test_export_joint_graph_notes_inputs_that_are_written(writes: str, found: list[tuple[str, str]]) -> None:
+    class Writes(Small):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                (self.weight if writes == "parameter" else x).mul_(0.5)
+            return (x * self.weight).sum()
+
+    assert joint_of(Writes(), torch.ones(3), torch.ones(1)).written_inputs == found
+
+
+def test_constants_of_a_joint_graph() -> None:
+    class Holds(Small):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    joint = joint_of(Holds(), torch.ones(3), torch.ones(1))
+    constants = [n for n in joint.graph_module.graph.nodes if n.op == "get_attr"]
+    assert [joint.constant(n).tolist() for n in constants] == [[1.0, 2.0, 3.0]]
+    assert joint.variable_of[constants[0]] == str(constants[0].target)
+
+
+def test_a_fake_seed_belongs_to_the_graphs_mode() -> None:
+    joint = joint_of(Small(), torch.ones(2, 3), torch.ones(1))
+    seed = joint.fake_seed()
+    assert seed.fake_mode is joint.fake_mode and (seed.dtype, seed.shape) == (torch.int64, ())  # type: ignore[attr-defined]
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x.sum()
+        return x.mean()
+
+
+def test_user_frames_name_the_line_that_cannot_be_traced() -> None:
+    with pytest.raises(Exception) as caught:
+        internals.trace_full_graph(Branches(), (torch.ones(3),))
+    frame = internals.user_frames(caught.value)[-1]
+    assert Path(frame.filename) == Path(__file__) and frame.line == "if x.sum() > 0:"
+
+
+def test_user_frames_looks_behind_a_wrapped_error() -> None:
+    inner = RuntimeError("inner")
+    inner.real_stack = [traceback.FrameSummary("/home/me/net.py", 3, "forward", line="y")]  # type: ignore[attr-defined]
+    outer = ValueError("outer")
+    outer.__cause__ = inner
+    assert [frame.lineno for frame in internals.user_frames(outer)] == [3]
+    assert internals.user_frames(ValueError("alone")) == []
+
+
+def test_users_files_are_those_of_nobody_else() -> None:
+    assert internals.is_users_file(__file__) and internals.is_users_file("/home/me/net.py")
+    assert internals.is_users_file(pytest.__file__)  # an installed package is a user's, too
+    assert not any(map(internals.is_users_file, (nn.__file__, json.__file__, internals.__file__, "<eval>")))
+
+
+def test_inductor_decompositions_keep_dropout() -> None:
+    table = internals.inductor_decompositions()
+    assert aten.native_dropout.default not in table
+    assert aten.native_layer_norm_backward.default in table or aten.addcmul.default in table
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert aten.native_dropout.default in select_decomp_table(), "the table that mirrorc copies was changed"
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_compile_with_inductor_computes_and_keeps_strides() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sin.default, (graph.call_function(aten.permute.default, (x, [1, 0])),))
+    graph.output((y, graph.call_function(aten.sum.default, (y,))))
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(4, 6)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    stride = y.meta["val"].stride()
+    function = internals.compile_with_inductor(fx.GraphModule({}, graph), [x.meta["val"]], num_threads=1)
+    given = torch.randn(4, 6)
+    box = [given]
+    found, total = function(box)
+    assert box == [] and found.stride() == stride
+    torch.testing.assert_close(found, given.t().sin())
+    torch.testing.assert_close(total, given.sin().sum())
+
+
+def test_has_cpp_compiler_sees_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    assert internals.has_cpp_compiler() is False
+
+
+def test_has_cpp_compiler_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    assert internals.has_cpp_compiler() is True
+
+
+def test_mark_optimizer_stepped_satisfies_schedulers() -> None:
+    def warnings_of(mark: bool) -> list[str]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        if mark:
+            internals.mark_optimizer_stepped(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step()
+        return [str(warning.message) for warning in caught if "lr_scheduler.step()" in str(warning.message)]
+
+    assert warnings_of(mark=True) == [] and len(warnings_of(mark=False)) == 1
+
+
+def test_has_step_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert not internals.has_step_hooks(optimizer)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        assert internals.has_step_hooks(optimizer)
+        handle.remove()
+    assert not internals.has_step_hooks(optimizer)
+
+
+def test_intra_op_threads_puts_back_what_was() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), internals.intra_op_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+def test_every_function_is_called_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    names = [
+        name
+        for name, found in inspect.getmembers(internals, inspect.isfunction)
+        if found.__module__ == internals.__name__
+    ]
+    public = [name for name in names if not name.startswith("_")]
+    assert len(public) >= 9
+    assert [
+        name for name in public if operator.countOf(source.split(), name) == 0 and f"internals.{name}" not in source
+    ] == []
