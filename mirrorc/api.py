@@ -19,13 +19,13 @@ from torch import fx, nn
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
 from mirrorc.dump import DumpFiles
-from mirrorc.errors import ExecutionError
+from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer
 from mirrorc.pass_manager import Pass, run_passes, select_passes
 from mirrorc.passes import default_pipeline
-from mirrorc.program import Program
+from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.device_thread import DevicePool
@@ -246,6 +246,11 @@ class Step:
         if options.dump is not None:
             instruments.append(DumpFiles(options.dump / f"program-{self._num_compiled}"))  # type: ignore[arg-type]
         program = run_passes(captured.program, options.pipeline, instruments)
+        if program.stage is not Stage.LOWERED:
+            raise PassError(
+                f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
+                "'lower-devices' gives it"
+            )
         regions = [
             {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
             for device, module in zip(options.devices, program.device_graphs.values(), strict=True)

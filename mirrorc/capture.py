@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,7 @@ def _restructure(
         graph.erase_node(seed)
         arguments.pop()
     _remove_dead_code(graph)
+    _own_gradients(graph)
     graph.lint()
     return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
 
@@ -247,16 +249,13 @@ def _outputs(
         gradient = _without_idle_views(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
-    graph = values[joint.loss].graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
-    if not ordered:
+    if not gradients:
         raise CaptureError(
             f"the loss of {what} does not depend on any parameter that the optimizer updates: check what the optimizer "
             "was given"
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
-    return {"loss": values[joint.loss], "gradients": ordered, "writes": writes}
+    return {"loss": values[joint.loss], "gradients": gradients, "writes": writes}
 
 
 _VIEWS = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
@@ -279,6 +278,30 @@ def _remove_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
+
+
+def _own_gradients(graph: fx.Graph) -> None:
+    """Gives every gradient a value that nothing else uses: buckets are summed in place.
+
+    A sum passes one gradient to several terms, a gradient may also be a step on the way to another, and that of a plain
+    term of the loss is the loss's own.
+    """
+    output: Any = graph.output_node().args[0]
+    counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
+    gradients: dict[str, fx.Node] = {}
+    for name, node in output["gradients"].items():
+        used_by_others = counts[node] > 1 or any(user.op != "output" for user in node.users)
+        if node.op == "placeholder" or node.target is ops.read or used_by_others:
+            is_early = node.op == "placeholder" or node.target is ops.read  # before backward: copy it at the end
+            with graph.inserting_before(graph.output_node()) if is_early else graph.inserting_after(node):
+                own = graph.call_function(torch.ops.aten.clone.default, (node,))
+            own.meta = dict(node.meta)
+            gradients[name] = own
+        else:
+            gradients[name] = node
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
+    graph.output_node().args = ({**output, "gradients": ordered},)
 
 
 def _read_names(graph: fx.Graph) -> set[str]:

@@ -82,7 +82,7 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
         TypeError: something that is no pass.
     """
     for compiler_pass in passes:
-        if not isinstance(compiler_pass, Pass):
+        if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
             raise TypeError(
                 f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)"
             )

@@ -47,8 +47,8 @@ def slots_are_disjoint(program: Program) -> Iterator[str]:
 
 def every_gradient_has_one_slot(program: Program) -> Iterator[str]:
     """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
-    if not program.buckets:
-        return
+    if not program.buckets and program.stage is Stage.CAPTURED:
+        return  # not planned yet
     slots = Counter(slot.variable for bucket in program.buckets for slot in bucket.slots)
     yield from (f"{name} is in {count} slots" for name, count in slots.items() if count > 1)
     graphs = program.shard_graphs if program.stage < Stage.REPLICATED else (program.graph,)
@@ -144,7 +144,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
     for where, graph, replicas in _scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
         for node in graph.nodes:
-            done.update((index, ops.replica_of(node)) for index in _written_buckets(node))
+            done.update((index, ops.replica_of(node)) for index in _named_buckets(node))
         for bucket in program.buckets:
             for replica in replicas:
                 expected = _expected_updates(program, bucket, replica, graph)
@@ -153,11 +153,12 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
                         f"bucket {bucket.index} is updated {done[(bucket.index, replica)]} times on {where(replica)}, "
                         f"not {expected}"
                     )
-        for node in ops.calls(graph, ops.update):
-            source = node.args[0]
-            reduced = ops.wait if program.num_replicas > 1 else ops.pack
-            if source.target is not reduced or source.kwargs["bucket"] != ops.bucket_of(node):  # type: ignore[union-attr]
-                yield f"bucket {ops.bucket_of(node)} is updated from {source}, which is not its sum{_at(node)}"
+        reduced = ops.wait if program.num_replicas > 1 else ops.pack
+        for node in ops.calls(graph, ops.update, ops.step_optimizer, ops.store):
+            given = ops.wait if node.target is ops.store else reduced
+            for index, source in zip(_named_buckets(node), node.all_input_nodes, strict=False):
+                if source.target is not given or ops.bucket_of(source) != index:
+                    yield f"bucket {index} is updated from {source}, which is not its sum{_at(node)}"
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
@@ -198,7 +199,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
             if node.target is ops.wait:
                 source = node.args[0]
                 is_safe = is_safe or (isinstance(source, fx.Node) and _tag(source) in late)
-            elif not is_safe and _written_buckets(node) & shared:
+            elif not is_safe and shared.intersection(_named_buckets(node)):
                 yield f"{node.name} on {where_name} may write parameters that another device still reads{_at(node)}"
 
 
@@ -207,14 +208,23 @@ def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
     return {_tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}
 
 
-def _written_buckets(node: fx.Node) -> set[int]:
+def _named_buckets(node: fx.Node) -> list[int]:
+    """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
     if node.target in (ops.update, ops.store):
-        return {ops.bucket_of(node)}
-    return set(node.kwargs["buckets"]) if node.target is ops.step_optimizer else set()  # type: ignore[arg-type]
+        return [ops.bucket_of(node)]
+    return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]
 
 
 def _tag(node: fx.Node) -> tuple[str, int]:
     return ops.name_of(node), ops.bucket_of(node)
+
+
+def every_collective_has_a_link(program: Program) -> Iterator[str]:
+    """Every collective of a lowered program names the link that carries it out."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, *ops.COLLECTIVES):
+            if not node.kwargs.get("link"):
+                yield f"{_say(node)} has no link; run 'lower-collectives' before 'lower-devices'{_at(node)}"
 
 
 def collectives_have_one_order(program: Program) -> Iterator[str]:
@@ -246,7 +256,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.REDUCED: (collectives_are_waited_for_once, buckets_in_flight_are_not_used, all_replicas_take_part),
     Stage.UPDATED: (every_bucket_is_updated_once,),
     Stage.SCHEDULED: (reductions_fit_the_placement, shared_parameters_are_written_last),
-    Stage.LOWERED: (collectives_have_one_order,),
+    Stage.LOWERED: (every_collective_has_a_link, collectives_have_one_order),
 }
 """The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc import kernels, ops
+from mirrorc.errors import PassError
 from mirrorc.program import Program, Region, Slot, Stage
 
 _VIEWS = (
@@ -51,6 +52,8 @@ class PlaceGradients:
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
 
     def run(self, program: Program) -> Program:
+        if not program.buckets:
+            raise PassError("pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: (bucket.index, slot) for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(_copied(graph) for graph in program.shard_graphs)
         calls: Calls = {}
@@ -114,8 +117,6 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for index, slot in places.items():
         gradient = results[index]
-        if results.count(gradient) > 1:
-            continue
         with graph.inserting_after(last_placeholder[0]) if last_placeholder else graph.inserting_before():
             argument = graph.placeholder(f"slot_{index}")
         last_placeholder = [argument]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import fx
 
 _serial = itertools.count()
-_programs: dict[str, GraphFunction] = {}
+_programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDictionary()
 
 
 class GraphFunction:
@@ -30,9 +31,6 @@ class GraphFunction:
         self.call: Callable[[list[Any]], Any] = namespace["run"]
         namespace["run"].graph_function = self  # so that who holds the function can find the failing node
         _programs[self.filename] = self
-
-    def __del__(self) -> None:
-        _programs.pop(self.filename, None)
 
 
 def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:

@@ -245,6 +245,8 @@ class Executor:
                 torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
                 for weight, device in zip(weights, self.program.devices, strict=True)
             ]
+            if self.program.devices[0].torch_device.type == "cuda":
+                torch.cuda.synchronize()  # once: other streams will read them
         return self._weights[weights]
 
     def _global_loss(

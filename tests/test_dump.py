@@ -89,7 +89,7 @@ def test_an_uneven_batch_prints_a_function_for_each_shape() -> None:
 
 
 def test_a_lowered_program_reads_as_in_the_design() -> None:
-    FileCheck().check("loss").check_same("fwd_0(x, fc1.weight, fc2.weight)").check("d(fc2.weight)").check_same(
+    FileCheck().check("    loss ").check_same("fwd_0(x, fc1.weight, fc2.weight)").check("d(fc2.weight)").check_same(
         "bwd_0("
     ).check("b0 ").check_same("pack(bucket=0, d(fc2.weight))").check("b0_pending").check_same(
         "all_reduce(bucket=0, b0, op=sum, link=shared-memory)"

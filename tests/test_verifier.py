@@ -197,6 +197,9 @@ BAD: dict[str, list[Mutation]] = {
         sharded(lambda graph: move_to_end(graph, first(graph, ops.wait), first(graph, ops.update))),
         sharded(lambda graph: write_before_the_wait(graph, replica=1)),
     ],
+    "every_collective_has_a_link": [
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link=None)),
+    ],
     "collectives_have_one_order": [
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,26 +36,33 @@ class Meeting:
             if other != replica:
                 inbox.put(replica)
 
-    def await_replicas(self, replica: int, count: int) -> None:
-        """Returns when ``count`` other replicas have come.
+    def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
+        """Returns when these other replicas have come; nobody else announces himself here.
 
         Raises:
             Aborted: another replica failed.
             CommunicationError: they did not come in time.
         """
-        inbox, missing = self._inboxes[replica], set(range(len(self._devices))) - {replica}
-        for _ in range(count):
-            try:
-                came = inbox.get(timeout=self._timeout_seconds)
-            except queue.Empty:
-                names = ", ".join(str(self._devices[r]) for r in sorted(missing))
-                raise CommunicationError(
-                    f"{self._devices[replica]} waited {self._timeout_seconds:g} s in {self.tag[0]} of bucket {self.tag[1]} "
-                    f"for {names}: a replica hangs or is far slower; see what it does, or raise timeout_seconds"
-                ) from None
-            if came is None:
-                raise Aborted
-            missing.discard(came)
+        missing = set(awaited) - {replica}
+        while missing:
+            missing.discard(self._receive(replica, missing))
+
+    def await_anyone(self, replica: int) -> None:
+        """Returns when one other replica has come; raises as `await_replicas`."""
+        self._receive(replica, set(range(len(self._devices))) - {replica})
+
+    def _receive(self, replica: int, missing: set[int]) -> int:
+        try:
+            came = self._inboxes[replica].get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            names = ", ".join(str(self._devices[r]) for r in sorted(missing))
+            raise CommunicationError(
+                f"{self._devices[replica]} waited {self._timeout_seconds:g} s in {self.tag[0]} of bucket {self.tag[1]} "
+                f"for {names}: a replica hangs or is far slower; see what it does, or raise timeout_seconds"
+            ) from None
+        if came is None:
+            raise Aborted
+        return came
 
     def abort(self) -> None:
         """Wakes every replica that waits here."""
@@ -126,7 +133,7 @@ class Communicator(ABC):
         if replica == root:
             return pending
         meeting = self._meetings[("broadcast", bucket)]
-        meeting.await_replicas(replica, 1)
+        meeting.await_replicas(replica, [root])
         wait_event(meeting.events[root])
         return meeting.tensors[root].to(self.devices[replica].torch_device, non_blocking=True)
 

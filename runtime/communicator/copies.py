@@ -39,7 +39,7 @@ class CopyCommunicator(Communicator):
 
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
         meeting = self._meetings[(kind, bucket)]
-        meeting.await_replicas(replica, len(self.devices) - 1)
+        meeting.await_replicas(replica, range(len(self.devices)))
         own = self.devices[replica].torch_device
         for event in meeting.events:
             wait_event(event)

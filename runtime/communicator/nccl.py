@@ -66,6 +66,6 @@ class NcclCommunicator(Communicator):
         """See `Communicator`."""
         meeting = self._meetings[("all_reduce", bucket)]
         if not pending:
-            meeting.await_replicas(replica, 1)  # the one who came last and launched
+            meeting.await_anyone(replica)  # the one who came last and launched
         wait_event(meeting.events[replica])
         return meeting.tensors[replica]

@@ -37,7 +37,7 @@ class SharedMemoryCommunicator(Communicator):
         self._sum_share(meeting, replica)
         summed = self._meetings[("summed", bucket)]
         summed.announce(replica)
-        summed.await_replicas(replica, len(self.devices) - 1)
+        summed.await_replicas(replica, range(len(self.devices)))
         return meeting.tensors[0]
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ class SharedMemoryCommunicator(Communicator):
         meeting.announce(replica)
 
     def _sum_share(self, meeting: Meeting, replica: int) -> torch.Tensor:
-        meeting.await_replicas(replica, len(self.devices) - 1)
+        meeting.await_replicas(replica, range(len(self.devices)))
         first, *rest = meeting.tensors
         start, stop = share_bounds(first.numel(), len(self.devices), replica)
         total = first[start:stop]

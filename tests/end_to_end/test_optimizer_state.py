@@ -376,9 +376,19 @@ class MixedPrecision(nn.Module):
         return self.last(hidden.double())
 
 
-@pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize(("small", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_parameters_of_several_dtypes(small: torch.dtype, tolerance: float, make_optimizer: OptimizerMaker) -> None:
+@pytest.mark.parametrize(
+    ("make_optimizer", "small", "tolerance"),
+    [
+        (MOMENTUM, torch.float32, 1e-5),
+        (MOMENTUM, torch.bfloat16, 0.02),
+        (MOMENTUM, torch.float16, 0.005),
+        (ADAMW, torch.float32, 1e-5),
+        (ADAMW, torch.bfloat16, 0.02),
+        (STATEFUL["adagrad"], torch.bfloat16, 0.02),
+    ],
+    ids=["sgd-float32", "sgd-bfloat16", "sgd-float16", "adamw-float32", "adamw-bfloat16", "adagrad-bfloat16"],
+)
+def test_parameters_of_several_dtypes(make_optimizer: OptimizerMaker, small: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     model = MixedPrecision(small)
     twin = copy.deepcopy(model)

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
+
+from mirrorc import ops
+from mirrorc.passes import ShareParameters
+from mirrorc.program import Device, Placement, Program, Stage
+from mirrorc.verifier import verify
+
+LARGE = [Weight("a", (300,)), Weight("b", (300,))]
+
+
+def scheduled(num_devices: int = 2, weights: list[Weight] = LARGE) -> Program:
+    return run_up_to("schedule-overlap", handmade(num_devices, weights), **SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_each_device_updates_its_share_of_one_copy(num_devices: int) -> None:
+    program = ShareParameters().run(scheduled(num_devices))
+    verify(program)
+    assert program.stage is Stage.SCHEDULED
+    assert {bucket.placement for bucket in program.buckets} == {Placement.SHARED}
+    assert not targets(program.mirrored_graph, ops.all_reduce)
+    assert [n.kwargs["bucket"] for n in targets(program.mirrored_graph, ops.reduce_scatter)] == [0, 1]
+    for bucket in program.buckets:
+        updates = [n for n in targets(program.mirrored_graph, ops.update) if n.kwargs["bucket"] == bucket.index]
+        sizes = {n.kwargs["replica"]: n.args[0].meta["val"].numel() for n in updates}
+        assert sum(sizes.values()) == bucket.num_elements and sorted(sizes) == list(range(num_devices))
+
+
+def test_the_bucket_that_is_launched_last_is_waited_for_first() -> None:
+    program = ShareParameters().run(scheduled(2))
+    order = [(n.kwargs["bucket"], n.kwargs["replica"]) for n in targets(program.mirrored_graph, ops.update)]
+    assert order == [(1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_a_replica_without_a_share_waits_but_updates_nothing() -> None:
+    program = ShareParameters().run(scheduled(2, [Weight("a", (4,))]))
+    verify(program)
+    assert [n.kwargs["replica"] for n in targets(program.mirrored_graph, ops.wait)] == [0, 1]
+    assert len(targets(program.mirrored_graph, ops.update)) == 1
+
+
+def test_an_optimizer_that_runs_by_itself_updates_the_one_copy() -> None:
+    program = ShareParameters().run(scheduled(2, [Weight("a", (300,), rule=MUON), Weight("b", (300,), rule=MUON)]))
+    verify(program)
+    assert len(targets(program.mirrored_graph, ops.step_optimizer)) == 1
+    assert not targets(program.mirrored_graph, ops.broadcast, ops.store, ops.reduce_scatter)
+
+
+def test_devices_without_a_common_memory_keep_their_copies_and_say_why() -> None:
+    program = scheduled(2).evolve(devices=tuple(Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)))
+    after = ShareParameters().run(program)
+    assert {bucket.placement for bucket in after.buckets} == {Placement.MIRRORED}
+    assert str(after.mirrored_graph) == str(program.mirrored_graph)
+    assert any("do not share one memory" in remark for remark in after.remarks)
+
+
+def test_one_replica_has_nothing_to_share() -> None:
+    program = scheduled(1)
+    assert str(ShareParameters().run(program).mirrored_graph) == str(program.mirrored_graph)
+
+
+def test_the_program_given_is_not_changed() -> None:
+    program = scheduled(2)
+    before = str(program.mirrored_graph)
+    ShareParameters().run(program)
+    assert str(program.mirrored_graph) == before and program.buckets[0].placement is Placement.MIRRORED

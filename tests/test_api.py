@@ -1,0 +1,105 @@
+"""Pipelines and models at the edges of what `mirrorc.compile` takes."""
+
+import pytest
+import torch
+from torch import nn
+
+import mirrorc
+
+
+def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mirrorc.compile(
+        model,
+        ["cpu:0", "cpu:1"],
+        optimizer=optimizer,
+        loss_fn=nn.functional.mse_loss,
+        backend="eager",
+        timeout_seconds=60.0,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("name", ["plan-buckets", "lower-collectives", "lower-devices"])
+def test_a_pipeline_that_cannot_run_is_refused_by_an_error_of_mirrorc(name: str) -> None:
+    with compiled(nn.Linear(3, 2), disable_passes=[name]) as step, pytest.raises(mirrorc.MirrorcError):
+        step(torch.ones(4, 3), target=torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("name", ["place-gradients", "share-parameters", "schedule-overlap"])
+def test_a_pipeline_without_a_pass_that_only_makes_it_faster_gives_the_same_bits(name: str) -> None:
+    found = []
+    for disabled in ((), (name,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
+        x, y = torch.randn(5, 3), torch.randn(5, 2)
+        with compiled(model, disable_passes=disabled, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as step:
+            losses = [step(x, target=y) for _ in range(3)]
+        found.append([*losses, *(p.detach() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+class SharedGradient(nn.Module):
+    """Two parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.other)
+
+
+class OnlyScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class UsedGradient(nn.Module):
+    """The gradient of ``b`` is what the gradient of ``w`` is made from, in another bucket's region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.tanh(self.w) + self.b)
+
+
+class OnlyLoss(nn.Module):
+    """The gradient of its parameter is the loss's own tangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() + self.loss
+
+
+@pytest.mark.parametrize("kind", [SharedGradient, UsedGradient, OnlyScale])
+@pytest.mark.parametrize("num_buckets", ["one", "many"])
+def test_models_with_unusual_gradients_train_as_on_one_device(kind: type[nn.Module], num_buckets: str) -> None:
+    x, y = torch.randn(5, 2), torch.randn(5, 2)
+    single, model = kind(), kind()
+    caps = {} if num_buckets == "one" else {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    with compiled(model, **caps) as step:
+        step(x, target=y)
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
+    nn.functional.mse_loss(single(x), y).backward()
+    optimizer.step()
+    for found, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_parameter_that_is_the_loss_trains_as_on_one_device() -> None:
+    model = OnlyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        loss = step(torch.ones(4, 1))
+    torch.testing.assert_close(loss, torch.tensor(3.0))
+    torch.testing.assert_close(model.loss.detach(), torch.tensor(1.5))
