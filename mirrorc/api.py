@@ -24,7 +24,7 @@ from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer
 from mirrorc.pass_manager import Pass, run_passes, select_passes
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import check_link, default_pipeline
 from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
@@ -88,6 +88,7 @@ def compile(
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
     parsed = parse_devices(devices)
+    check_link(all_reduce, parsed)
     check_model(model)
     options = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb, "all_reduce": all_reduce}
     pipeline = select_passes(default_pipeline(**options) if passes is None else passes, disable_passes)  # type: ignore[arg-type]
@@ -164,7 +165,8 @@ class Step:
         self._busy = threading.Lock()
         self._is_closed = False
         self._is_broken = False  # a run was stopped: replicas may differ
-        parameters = inspect.signature(options.model.forward).parameters.values()
+        self._signature = inspect.signature(options.model.forward)
+        parameters = self._signature.parameters.values()
         self._parameter_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -219,6 +221,12 @@ class Step:
             raise TypeError(
                 "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
             )
+        model_kwargs = {k: v for k, v in kwargs.items() if k != "target" or self._options.loss_fn is None}
+        try:
+            self._signature.bind(*args, **model_kwargs)
+        except TypeError as error:
+            name = type(self._options.model).__name__
+            raise TypeError(f"{name}.forward{self._signature} cannot be called with these arguments: {error}") from None
         call = flatten_call(self._parameter_names, args, kwargs)
         return call, split_call(call, len(self._options.devices))
 

@@ -61,8 +61,15 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         "automatic_dynamic_shapes": False,
         "ignore_logging_functions": config.ignore_logging_functions | _logging_methods(),
     }
-    with config.patch(options):
-        return dynamo_graph_capture_for_export(module)(*leaves)
+    names = type(module).forward.__globals__
+    before = set(names)
+    try:
+        with config.patch(options):
+            return dynamo_graph_capture_for_export(module)(*leaves)
+    finally:
+        for name in set(names) - before:  # Dynamo installs its graph there, and with it the model, for ever
+            if name.startswith("__compiled_fn"):
+                del names[name]
 
 
 def _logging_methods() -> set[Callable[..., Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.program import Program, Stage
+from mirrorc.program import Device, Program, Stage
 
 LINKS = ("shared-memory", "nccl", "copy")
 
@@ -35,7 +36,7 @@ class LowerCollectives:
 
     def __post_init__(self) -> None:
         if self.link is not None and self.link not in LINKS:
-            raise ValueError(f"all_reduce is {self.link!r}: give one of {', '.join(LINKS)}, or None for the best")
+            raise ValueError(f"link is {self.link!r}: give one of {', '.join(LINKS)}, or None for the best")
 
     def run(self, program: Program) -> Program:
         link, remark = self._choose(program)
@@ -52,17 +53,31 @@ class LowerCollectives:
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=remarks)
 
     def _choose(self, program: Program) -> tuple[str, str]:
-        held_by = [device.torch_device for device in program.devices]
-        on_cpu = held_by[0].type == "cpu"
         if self.link is not None:
-            if (self.link == "shared-memory") > on_cpu or (self.link == "nccl") > (not on_cpu):
-                names = ", ".join(device.name for device in program.devices)
-                raise ValueError(f"all_reduce={self.link!r} cannot join {names}; use 'copy', or None for the best")
-            if self.link == "nccl" and len(set(held_by)) < len(held_by):
-                raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")
+            check_link(self.link, program.devices)
             return self.link, f"link {self.link}: asked for"
-        if on_cpu:
+        held_by = [device.torch_device for device in program.devices]
+        if held_by[0].type == "cpu":
             return "shared-memory", ""
         if len(set(held_by)) < len(held_by):
             return "copy", "link copy instead of nccl: some devices share one GPU"
         return "nccl", ""
+
+
+def check_link(link: str | None, devices: Sequence[Device]) -> None:
+    """Refuses a link that does not exist or cannot join these devices; None, for the best one, always can.
+
+    Raises:
+        ValueError: names the devices and the remedy.
+    """
+    if link is None:
+        return
+    if link not in LINKS:
+        raise ValueError(f"all_reduce is {link!r}: give one of {', '.join(LINKS)}, or None for the best")
+    held_by = [device.torch_device for device in devices]
+    kind = {"shared-memory": "cpu", "nccl": "cuda"}.get(link, held_by[0].type)
+    if held_by[0].type != kind:
+        names = ", ".join(device.name for device in devices)
+        raise ValueError(f"all_reduce={link!r} cannot join {names}; use 'copy', or None for the best")
+    if link == "nccl" and len(set(held_by)) < len(held_by):
+        raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")

@@ -56,6 +56,8 @@ class ShareParameters:
                 _scatter(graph, bucket, reductions[bucket.index], program.num_replicas)
         for node in list(ops.calls(graph, ops.broadcast)):
             _erase(node)
+        for node in list(ops.calls(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
+            graph.output_node().prepend(node)
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, buckets=buckets)
 
 

@@ -30,10 +30,13 @@ class _FlatOptimizer:
         self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """The user's, as they are now; where they leave the implementation open, the fused one."""
+        """The user's, as they are now; where they leave the implementation open, the fused one.
+
+        Not for 16-bit parameters: torch's fused SGD leaves them as they are on the CPU (seen in 2.13).
+        """
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
-            group["fused"] = self.parameter.is_floating_point()
+            group["fused"] = self.parameter.dtype in (torch.float32, torch.float64)
         return group
 
     def sync(self) -> None:
@@ -65,15 +68,15 @@ class BucketOptimizers:
         self.user_optimizer = optimizer
         self._store = store
         self._flat: dict[tuple[int, int], _FlatOptimizer] = {}
-        self._published: dict[int, tuple[Any, ...]] = {}
+        self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # what the user's optimizer was given
+        self._entries: list[int] = []
+        self._versions: list[int] = []
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
 
     def lay_out(self) -> None:
         """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
         self._flat.clear()
-        self._published.clear()
-        self._scalars.clear()
         self._whole.clear()
         for flat in self._elementwise():
             for replica, parameters in enumerate(flat.parameters):
@@ -82,7 +85,7 @@ class BucketOptimizers:
                     own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
-            self._publish(flat.bucket)
+        self._publish()
 
     def _elementwise(self) -> list[FlatBucket]:
         return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
@@ -131,12 +134,17 @@ class BucketOptimizers:
         self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
-        """Whether the user's optimizer holds other state than the flat one (after ``load_state_dict``, say)."""
+        """Whether the user's optimizer holds other state than was shown in it: loaded, or written in place."""
         state = self.user_optimizer.state
-        return any(
-            state.get(self._parameter(flat.bucket.slots[0].variable)) is not self._published[flat.bucket.index][0]
-            for flat in self._elementwise()
+        return (
+            any(state.get(parameter) is not shown for parameter, shown in self._shown)
+            or self._versions != self._present_versions()
         )
+
+    def _present_versions(self) -> list[int]:
+        """Counts of in-place writes to what the user's optimizer shows."""
+        whole = [tensor._version for entries in self._whole.values() for tensor in entries.values()]
+        return whole + [shown._version for shown, _ in self._scalars]
 
     def fits(self) -> bool:
         """Whether the user's state can be held in these buckets: its scalar entries agree within each."""
@@ -156,17 +164,24 @@ class BucketOptimizers:
 
     def finish_step(self) -> None:
         """Shows the new state in the user's optimizer."""
-        for flat in self._elementwise():
-            state = self._first(flat.bucket).state
-            if self._published[flat.bucket.index][1:] != tuple(id(value) for value in state.values()):
-                self._scalars.clear()
-                for each in self._elementwise():
-                    self._publish(each.bucket)
-                break
+        if self._entries != self._present_entries():  # the first step of an optimizer makes its state
+            self._publish()
         for shown, value in self._scalars:
             shown.copy_(value)
+        self._versions = self._present_versions()
 
-    def _publish(self, bucket: Bucket) -> None:
+    def _present_entries(self) -> list[int]:
+        return [id(value) for flat in self._elementwise() for value in self._first(flat.bucket).state.values()]
+
+    def _publish(self) -> None:
+        self._scalars.clear()
+        self._shown.clear()
+        for flat in self._elementwise():
+            self._publish_bucket(flat.bucket)
+        self._entries = self._present_entries()
+        self._versions = self._present_versions()
+
+    def _publish_bucket(self, bucket: Bucket) -> None:
         """Puts views of replica 0's flat state into the user's optimizer."""
         self._hold_what_is_new(bucket)
         own = self._first(bucket).state
@@ -185,8 +200,7 @@ class BucketOptimizers:
             parameter = self._parameter(slot.variable)
             if own or parameter in state:
                 state[parameter] = {key: values[i] for key, values in entries.items()}
-        first = state.get(self._parameter(bucket.slots[0].variable))
-        self._published[bucket.index] = (first, *(id(value) for value in own.values()))
+            self._shown.append((parameter, state.get(parameter)))
 
     def _hold_what_is_new(self, bucket: Bucket) -> None:
         """Entries that the flat optimizers made in their first step become shares of one tensor."""

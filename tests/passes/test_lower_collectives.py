@@ -49,7 +49,7 @@ def test_nothing_but_the_link_changes() -> None:
 
 
 def test_an_unknown_link_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"all_reduce is 'smoke-signals': give one of shared-memory, nccl, copy"):
+    with pytest.raises(ValueError, match=r"link is 'smoke-signals': give one of shared-memory, nccl, copy"):
         LowerCollectives(link="smoke-signals")
 
 
