@@ -1,4 +1,7 @@
-"""The public API: `compile` makes a `Step`, and a call of it trains on one batch."""
+"""The public API: `compile` makes a `Step`, and a call of it trains on one batch.
+
+Long for one file, because it alone may know compiler, passes and runtime.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch import fx, nn
 
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
-from mirrorc.dump import DumpFiles
+from mirrorc.dump_files import DumpFiles
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.model_state import ModelState, check_model

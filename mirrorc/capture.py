@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -18,7 +17,8 @@ from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
-from mirrorc.torch_internals import JointGraph, export_joint_graph, is_users_file, trace_full_graph, user_frames
+from mirrorc.source_lines import last_users_line
+from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.
 def _explain(error: Exception, what: str) -> CaptureError:
     """The tracer's exception as a `CaptureError` that names the user's line."""
     frames = user_frames(error)
-    recorded = "" if frames else _last_users_line(str(error))  # after tracing, the line stands in the message
+    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
     where = f" at {recorded}" if recorded else ""
     if frames:
         where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
@@ -306,31 +306,3 @@ def _own_gradients(graph: fx.Graph) -> None:
 
 def _read_names(graph: fx.Graph) -> set[str]:
     return {str(node.kwargs["variable"]) for node in ops.calls(graph, ops.read)}
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's line that a node comes from, as ``file.py:14  code``, else its module's name; empty if unknown."""
-    while node.target is operator.getitem and not node.meta.get("stack_trace"):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    line = _last_users_line(node.meta.get("stack_trace") or "")
-    if line:
-        return line
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    if not modules:
-        return ""
-    path, kind = modules[-1]
-    name = str(path).rpartition(".model")[2].strip(".")
-    return f"{name} ({getattr(kind, '__name__', str(kind).rsplit('.', 1)[-1])})".strip()
-
-
-def _last_users_line(stack_trace: str) -> str:
-    lines = [line.strip() for line in stack_trace.splitlines()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File ") and ", line " in lines[i]:
-            path, rest = lines[i].removeprefix('File "').split('", line ', 1)
-            if is_users_file(path):
-                code = lines[i + 1] if i + 1 < len(lines) else ""
-                return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
-    return ""

@@ -1,4 +1,4 @@
-"""Prints programs, and writes one file per pass for whoever debugs one.
+"""Prints programs.
 
 The printed form::
 
@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.capture import source_line
-from mirrorc.pass_manager import Instrument, Pass
-from mirrorc.program import Bucket, Placement, Program, Stage, Variable
+from mirrorc.program import Bucket, Placement, Program, Stage
+from mirrorc.source_lines import source_line
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -300,37 +298,3 @@ def _statements(graph: fx.Graph) -> list[str]:
             target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ops.name_of(node)
             lines.append(f"    {node.name}: {type_of(node.meta.get('val'))} = {target}({', '.join(arguments)})")
     return lines
-
-
-def variable_to_text(variable: Variable) -> str:
-    """A variable in one line."""
-    return (
-        f"{variable.name}: {_DTYPES.get(variable.dtype, variable.dtype)}{list(variable.shape)}, {variable.role.value}"
-    )
-
-
-class DumpFiles(Instrument):
-    """Writes the program after every pass to a file of its own.
-
-    Args:
-        directory: where; made if it is not there. Each program of a step gets a folder of its own in it.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self._number = 0
-
-    def start(self, program: Program) -> None:
-        """Writes the captured program."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._write("capture", program, None)
-
-    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Writes the program that a pass gave."""
-        self._write(compiler_pass.name, after, seconds * 1e3)
-
-    def _write(self, name: str, program: Program, milliseconds: float | None) -> None:
-        regions = program.stage in (Stage.OUTLINED, Stage.LOWERED)
-        text = program_to_text(program, regions=regions, after=name, milliseconds=milliseconds)
-        (self.directory / f"{self._number:02d}-{name}.txt").write_text(text, encoding="utf-8")
-        self._number += 1

@@ -12,16 +12,15 @@ import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.capture import source_line
-from mirrorc.errors import ExecutionError, MirrorcError
-from mirrorc.program import Device, Program
+from mirrorc.program import Program
 from mirrorc.randomness import mix
 from mirrorc.runtime.backend import RegionFunction
 from mirrorc.runtime.buffers import VariableStore
-from mirrorc.runtime.codegen import Constant, GraphFunction, failing_nodes, generate
-from mirrorc.runtime.communicator import Aborted, Communicator, communicator_for
+from mirrorc.runtime.codegen import Constant, GraphFunction, generate
+from mirrorc.runtime.communicator import Communicator, communicator_for
 from mirrorc.runtime.communicator.base import record_event, wait_event
 from mirrorc.runtime.device_thread import DevicePool
+from mirrorc.runtime.failures import explain_failure
 from mirrorc.runtime.optimizer import BucketOptimizers
 
 
@@ -216,7 +215,7 @@ class Executor:
         failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
         if failures:
             self._begin_afresh()
-            self._raise_failure(failures)
+            raise explain_failure(self.program.devices, failures, self.has_updated)
         return self._global_loss([value for _, value in results], weight_tensors)
 
     def _run_replica(
@@ -266,29 +265,6 @@ class Executor:
     def _begin_afresh(self) -> None:
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
-
-    def _raise_failure(self, failures: Mapping[int, BaseException]) -> None:
-        replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
-        assert error is not None, "every replica was stopped by another"
-        device: Device = self.program.devices[replica]
-        nodes = list(failing_nodes(error.__traceback__))
-        where = f" in {_describe(nodes)}" if nodes else ""
-        line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
-        at = f", at {line}" if line else ""
-        state = "Parameters may have been updated in part." if self.has_updated else "No parameter was changed."
-        if isinstance(error, MirrorcError):
-            raise type(error)(f"{error} (replica {replica}, {device}{where}{at}). {state}") from error
-        raise ExecutionError(
-            f"replica {replica} on {device} failed{where}{at}: {type(error).__name__}: {error}. All devices stopped. {state} "
-            "Check this step's batch and that line; with backend='eager' the operator is named exactly."
-        ) from error
-
-
-def _describe(nodes: Sequence[fx.Node]) -> str:
-    names = [getattr(node.target, "__name__", None) or str(node.target) for node in nodes]
-    return " > ".join(
-        str(node.target) if "aten" in str(node.target) else n for node, n in zip(nodes, names, strict=True)
-    )
 
 
 def _is_region(node: fx.Node) -> bool:

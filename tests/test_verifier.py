@@ -24,7 +24,8 @@ from mirrorc.errors import VerifyError
 from mirrorc.pass_manager import run_passes
 from mirrorc.passes import ShareParameters
 from mirrorc.program import Bucket, Placement, Program, Stage, UpdateRule
-from mirrorc.verifier import RULES, Verify, every_bucket_is_updated_once, verify
+from mirrorc.rules import every_bucket_is_updated_once
+from mirrorc.verifier import RULES, Verify, verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
 Mutation = tuple[str, Callable[[Program], Program]]
