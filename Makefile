@@ -23,7 +23,8 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	cd build/wheel && unzip -q -o mirrorc-*.whl && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc
+	$(BIN)/python -m zipfile -e build/wheel/mirrorc-*.whl build/wheel
+	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/local.py

@@ -21,11 +21,11 @@ from torch import fx, nn
 
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
-from mirrorc.dump_files import DumpFiles
+from mirrorc.dump_files import DumpFiles, next_program_directory
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.model_state import ModelState, check_model
-from mirrorc.optimizers import check_optimizer
+from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.pass_manager import Pass, run_passes, select_passes
 from mirrorc.passes import check_link, default_pipeline
 from mirrorc.program import Program, Stage
@@ -34,9 +34,11 @@ from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
 from mirrorc.runtime.optimizer import BucketOptimizers
-from mirrorc.specialize import argument_kinds, capture_program
-from mirrorc.torch_internals import has_cpp_compiler, mark_optimizer_stepped
+from mirrorc.specialize import argument_kinds, capture_program, shard_types
+from mirrorc.torch_internals import has_cpp_compiler, is_dense, mark_optimizer_stepped, torch_modes
 from mirrorc.verifier import Verify
+
+_MANY_SPECIALISATIONS = 8  # so many of one step are reported, once
 
 
 def compile(
@@ -161,7 +163,6 @@ class Step:
         )
         self._regions = RegionCompiler(options.backend, self._num_threads)
         self._executors: dict[Any, Executor] = {}
-        self._num_compiled = 0
         self._last: Executor | None = None
         self._pool: DevicePool | None = None
         self._pid = os.getpid()
@@ -187,6 +188,10 @@ class Step:
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+            )
         with self._exclusive():
             call, shards = self._split(args, kwargs)
             executor = self._executor(call, shards)
@@ -235,14 +240,36 @@ class Step:
 
     def _executor(self, call: Call, shards: Shards) -> Executor:
         """The specialisation for a call; compiled if it is the first of its kind."""
-        if self._optimizers.is_stale() and not self._optimizers.fits():
-            self._executors.clear()  # loaded state that the buckets cannot hold: plan them anew
         groups = tuple(tuple(id(p) for p in group["params"]) for group in self._options.optimizer.param_groups)
-        types = tuple((t.shape, t.stride(), t.dtype) for shard in shards.tensors for t in shard)
-        key = (call.structure, types, self._state.fingerprint(), groups, _autocast_state())
-        if key not in self._executors:
-            self._executors[key] = self._compile(call, shards)
-        return self._executors[key]
+        key = (
+            call.structure,
+            tuple(shard_types(shard) for shard in shards.tensors),
+            self._state.fingerprint(),
+            (groups, is_elementwise(self._options.optimizer)),
+            torch_modes(),
+        )
+        executor = self._executors.get(key)
+        if executor is not None:
+            moves = self._store.plan != executor.program.buckets or self._optimizers.is_stale()
+            if moves and not self._optimizers.fits(executor.program.buckets):
+                executor = None  # its buckets cannot hold the optimizer's present state: plan them anew
+        if executor is None:
+            executor = self._executors[key] = self._compile(call, shards)
+            self._warn_of_many(key)
+        return executor
+
+    def _warn_of_many(self, key: tuple[Any, ...]) -> None:
+        """Says once what keeps changing, when there are many specialisations."""
+        if len(self._executors) != _MANY_SPECIALISATIONS:
+            return
+        parts = ("plain arguments", "shapes", "the model's attributes", "the optimizer's groups", "torch's modes")
+        keys = list(self._executors)
+        changing = [part for i, part in enumerate(parts) if len({k[i] for k in keys}) > 1]
+        warnings.warn(
+            f"the step was compiled {len(keys)} times, because {' and '.join(changing)} keep changing; each new value is "
+            "compiled anew: pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes",
+            stacklevel=5,
+        )
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
         options = self._options
@@ -253,9 +280,8 @@ class Step:
         captured = capture_program(
             training_call, call, shards, options.devices, self._state, options.optimizer, decompositions
         )
-        instruments = [Verify()]
-        if options.dump is not None:
-            instruments.append(DumpFiles(options.dump / f"program-{self._num_compiled}"))  # type: ignore[arg-type]
+        dumps = [DumpFiles(next_program_directory(options.dump))] if options.dump is not None else []
+        instruments = [*dumps, Verify()]  # in this order: a program that breaks a rule is worth a look
         program = run_passes(captured.program, options.pipeline, instruments)
         if program.stage is not Stage.LOWERED:
             raise PassError(
@@ -266,16 +292,17 @@ class Step:
             {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
             for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
         ]
-        self._num_compiled += 1
         memory = Memory(self._store, self._optimizers)
         return Executor(program, regions, memory, captured.constants, options.timeout_seconds)
 
     def _move_to_home(self) -> None:
-        """The model's parameters are replica 0's, so they live on its device."""
+        """The model's parameters are replica 0's, so they live on its device; and they lie densely, to be laid into buckets."""
         home = self._options.devices[0].torch_device
         for tensor in self._state.tensors.values():
             if tensor.device != home:
                 tensor.data = tensor.data.to(home)
+            if not is_dense(tensor) or not (tensor.is_contiguous() or isinstance(tensor, nn.Parameter)):
+                tensor.data = tensor.data.contiguous()
 
     def _synchronize(self, executor: Executor) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step."""
@@ -299,14 +326,12 @@ class Step:
         draws = "seed" in argument_kinds(executor.program.arguments)
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if draws else None
         self._last = executor
-        try:
-            loss = executor.run(self._pool, shards.tensors, weights, seed)
-        except BaseException:
-            self._is_broken = True
-            raise
+        self._is_broken = True  # until all is done
+        loss = executor.run(self._pool, shards.tensors, weights, seed)
         self._optimizers.finish_step()
         self._store.aggregate()
         mark_optimizer_stepped(options.optimizer)
+        self._is_broken = False
         return loss
 
     @property
@@ -325,8 +350,9 @@ class Step:
     def variables(self) -> Mapping[str, MirroredVariable]:
         """The variables of the last call's program, by name; tied weights by each of their names."""
         program = self.program
-        if self._last is not None and self._store.layout == 0:
-            self._synchronize(self._last)
+        if self._last is not None and not self._store.holds(program):
+            with self._exclusive():
+                self._synchronize(self._last)
         found = {
             name: MirroredVariable(variable, self._options.devices, self._store)
             for name, variable in program.variables.items()
@@ -354,7 +380,3 @@ class Step:
 
 def _called(module: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

@@ -18,7 +18,7 @@ from mirrorc.inputs import Structure, rebuild_call
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
 from mirrorc.source_lines import last_users_line
-from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames
+from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames, written_modules
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def capture(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         traced = _trace(call, leaves, what)
+        _check_writes(traced, what)
         _check_loss(traced, what)
         try:
             joint = export_joint_graph(stack, traced, leaves, decompositions)
@@ -137,6 +138,16 @@ def _reason(text: str) -> str:
     if "exception" in found[0].lower():  # the user's own exception: its text is in the context
         found.append(parts["Developer debug context:"])
     return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
+
+
+def _check_writes(traced: fx.GraphModule, what: str) -> None:
+    for name in written_modules(traced):
+        where = f"its module {name.removeprefix('model.')!r}" if name != "model" else "itself"
+        raise CaptureError(
+            f"forward of {what} assigns an attribute of {where} (self.x = ...), which a captured graph does not do again in "
+            "every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
+            "use local variables for what need not last"
+        )
 
 
 def _check_loss(traced: fx.GraphModule, what: str) -> None:

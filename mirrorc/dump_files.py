@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from mirrorc.dump import program_to_text
 from mirrorc.pass_manager import Instrument, Pass
 from mirrorc.program import Program, Stage
+
+_numbers: defaultdict[Path, Iterator[int]] = defaultdict(itertools.count)
+
+
+def next_program_directory(directory: Path) -> Path:
+    """A folder for the next program of this process: ``program-0``, ``program-1`` and so on, over all steps."""
+    return directory / f"program-{next(_numbers[directory.absolute()])}"
 
 
 class DumpFiles(Instrument):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword as keywords
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
@@ -101,6 +103,8 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str) -> Structure:
     if isinstance(value, torch.Tensor):
         leaves.append(Leaf(path, value, split=mode == "split"))
         return ("leaf", len(leaves) - 1)
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
     container = _children(value, path)
     if container is None:
         return ("constant", Constant(value))
@@ -222,9 +226,10 @@ def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
         if wanted is None:
             wanted, first = found, leaf.path
         elif found != wanted:
+            say = _per_replica if sum(wanted) == sum(found) else _in_all
             raise ValueError(
-                f"arguments disagree on dim 0, the batch: {first!r} has {_say(wanted)} examples, {leaf.path!r} has "
-                f"{_say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
+                f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
+                f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
             )
     if wanted is None:
         raise ValueError(
@@ -261,11 +266,17 @@ def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
     return tuple(total // num_replicas + (i < total % num_replicas) for i in range(num_replicas))
 
 
-def _say(sizes: tuple[int, ...]) -> str:
+def _in_all(sizes: tuple[int, ...]) -> str:
     return str(sum(sizes))
+
+
+def _per_replica(sizes: tuple[int, ...]) -> str:
+    return " + ".join(str(size) for size in sizes)
 
 
 def identifier(path: str) -> str:
     """A Python identifier for an argument's path: ``batch.x[0]`` becomes ``batch_x_0``."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
+    if keywords.iskeyword(name):
+        return f"{name}_"
     return f"_{name}" if name[0].isdigit() else name

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.torch_internals import has_gradient_hooks, hook_tables
+
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -36,17 +38,14 @@ class ModelState:
                         self.tensors[variable] = tensor
                     self.names[f"{prefix}.{name}"] = first[id(tensor)]
         self._modules = [module for root in roots.values() for module in root.modules()]
-        self._watched = [
-            (module.__dict__, key)
-            for module in self._modules
-            for key, value in module.__dict__.items()
-            if isinstance(value, _SCALARS) and not key.startswith("_")
-        ]
+        self._plain = [_plain_attributes(module) for module in self._modules]
         self._members = [
-            (module._parameters, key, parameter)
+            (kind, members, key, member)
             for module in self._modules
-            for key, parameter in module._parameters.items()
+            for kind, members in _members_of(module)
+            for key, member in members.items()
         ]
+        self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)]
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -54,19 +53,44 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal as long as the captured graph stays true: training modes, plain attributes, and what is trainable.
+        """Equal as long as the captured graph stays true: modes, plain attributes, hooks, what is trainable, and dtypes.
 
         Raises:
-            ValueError: a parameter was replaced by another object.
+            ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
         """
-        for parameters, key, parameter in self._members:
-            if parameters.get(key) is not parameter:
+        for kind, members, key, member in self._members:
+            if members.get(key) is not member:
                 raise ValueError(
-                    f"the model's parameter {key!r} was replaced since mirrorc.compile(): make a new optimizer over "
-                    "model.parameters() and compile the model anew, or write into the parameter instead"
+                    f"the model's {kind} {key!r} was replaced since mirrorc.compile(): write into it instead, or make a new "
+                    "optimizer over model.parameters() and compile the model anew"
                 )
-        plain = tuple(attributes.get(key) for attributes, key in self._watched)
-        return plain, tuple(p is not None and p.requires_grad for _, _, p in self._members)
+        for name, tensor in self.tensors.items():
+            if has_gradient_hooks(tensor):
+                raise ValueError(
+                    f"parameter {name!r} has a hook on its gradient, which a captured step does not call: remove it, and "
+                    "change the gradient in the loss, in forward, or in an optimizer of your own"
+                )
+        for i, (module, (size, _)) in enumerate(zip(self._modules, self._plain, strict=True)):
+            if len(module.__dict__) != size:
+                self._plain[i] = _plain_attributes(module)
+        plain = tuple(
+            (type(attributes[key]), attributes[key])
+            for _, watched in self._plain
+            for attributes, key in watched
+            if key in attributes
+        )
+        tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
+        return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks)
+
+
+def _plain_attributes(module: nn.Module) -> tuple[int, list[tuple[dict[str, Any], str]]]:
+    """How many attributes a module has, and which of them are plain values, as (dict, key)."""
+    attributes = module.__dict__
+    return len(attributes), [(attributes, key) for key, value in attributes.items() if isinstance(value, _SCALARS)]
+
+
+def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)]
 
 
 def check_model(model: Any) -> None:

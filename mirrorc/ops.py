@@ -57,8 +57,8 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 
 @_symbol
-def call_region(*args: Any, region: str, replica: int | None = None) -> Any:
-    """Runs a region; yields the tuple of its outputs."""
+def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
+    """Runs a region; yields the tuple of its outputs, of which ``gradients`` names those of variables: name to place."""
 
 
 @_symbol
@@ -118,6 +118,16 @@ def replica_of(node: fx.Node) -> int | None:
         node = source
     replica = node.kwargs.get("replica")
     return replica if isinstance(replica, int) else None
+
+
+def is_region_call(node: fx.Node) -> bool:
+    """Whether a node calls a region, lowered or not."""
+    return node.op == "call_module" or node.target is call_region
+
+
+def region_of(node: fx.Node) -> str:
+    """The name of the region that a node calls."""
+    return str(node.target if node.op == "call_module" else node.kwargs["region"])
 
 
 def bucket_of(node: fx.Node) -> int:

@@ -93,6 +93,7 @@ class Variable:
     Attributes:
         name: its name in the user's model.
         shape: its shape, the same on every replica.
+        strides: how it lies in memory, dense; a parameter in channels-last format stays so.
         dtype: its dtype.
         role: parameter or buffer.
         synchronization: mirrored, or per-replica for buffers that the forward writes.
@@ -102,6 +103,7 @@ class Variable:
 
     name: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     role: Role
     synchronization: Synchronization = Synchronization.MIRRORED
@@ -126,12 +128,14 @@ class Slot:
     Attributes:
         variable: name of the parameter whose gradient lies here.
         shape: its shape.
+        strides: its strides, those of the parameter.
         offset: first element, counted in elements from the start of the bucket.
         num_elements: how many elements.
     """
 
     variable: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     offset: int
     num_elements: int
 
@@ -202,10 +206,10 @@ class Argument:
 class Program:
     """A model's training step at one stage of compilation.
 
-    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, or two when the
-    batch does not divide evenly) and ``shard_of_replica`` says which one each replica runs. From REPLICATED to
-    SCHEDULED, ``graph`` is the mirrored graph: the nodes of every device side by side. In LOWERED, ``device_graphs``
-    holds one graph module per device.
+    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two when the
+    batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs.
+    From REPLICATED to SCHEDULED, ``graph`` is the mirrored graph: the nodes of every device side by side. In LOWERED,
+    ``device_graphs`` holds one graph module per device.
 
     Attributes:
         stage: how far it has been compiled.

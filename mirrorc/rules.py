@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
+import networkx as nx
+import torch
 from torch import fx
 
 from mirrorc import ops
@@ -90,6 +94,44 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[str]:
                 yield f"bucket {ops.bucket_of(node)} packs one gradient into two slots{_at(node)}"
 
 
+def gradients_are_in_their_own_slots(program: Program) -> Iterator[str]:
+    """A gradient is packed as that of its own variable and replica."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
+                call = gradient.args[0] if gradient.target is operator.getitem else None
+                if not isinstance(call, fx.Node) or not ops.is_region_call(call):
+                    yield f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives{_at(node)}"
+                elif call.kwargs["gradients"].get(slot.variable) != gradient.args[1]:  # type: ignore[union-attr]
+                    yield f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed{_at(gradient)}"
+                elif ops.replica_of(call) != ops.replica_of(node):
+                    yield f"{node.name} packs {gradient.name} of another replica{_at(node)}"
+
+
+def slots_are_given_for_their_gradients(program: Program) -> Iterator[str]:
+    """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
+    for graph in program.graphs():
+        for call in graph.nodes:
+            if ops.is_region_call(call):
+                yield from _wrong_slots(program, call)
+
+
+def _wrong_slots(program: Program, call: fx.Node) -> Iterator[str]:
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    results: Any = body.output_node().args[0]
+    written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    gradients: Any = call.kwargs["gradients"]
+    for placeholder, given in zip(placeholders, call.args, strict=False):
+        if isinstance(given, fx.Node) and given.target is ops.slot:
+            place = gradients.get(given.kwargs["variable"])
+            if place is None or written[place] is not placeholder:
+                name = given.kwargs["variable"]
+                yield f"the slot of {name} is given for another output of {call.name}{_at(call)}"
+            elif ops.replica_of(given) != ops.replica_of(call):
+                yield f"{given.name} is a slot of another replica than {call.name}{_at(call)}"
+
+
 def collectives_are_waited_for_once(program: Program) -> Iterator[str]:
     """Every pending value is waited for exactly once by each replica, under its own tag, and used by nothing else."""
     for where, graph, replicas in _scopes(program):
@@ -117,6 +159,19 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[str]:
                 yield from (f"bucket {ops.bucket_of(node)} is in flight but used by {u.name}{_at(u)}" for u in others)
                 if packed.kwargs.get("bucket") != ops.bucket_of(node):
                     yield f"{_say(node)} is given {packed.name}, which is another bucket{_at(node)}"
+
+
+def collectives_mean_what_runs(program: Program) -> Iterator[str]:
+    """Reductions add up, and a broadcast's root is the replica whose optimizer made the values."""
+    for _, graph, _ in _scopes(program):
+        for node in ops.calls(graph, *ops.REDUCTIONS):
+            if node.kwargs["op"] != "sum":
+                yield f"{_say(node)} has op={node.kwargs['op']}, but gradients are weighted to be summed{_at(node)}"
+        for node in ops.calls(graph, ops.broadcast):
+            for source in node.all_input_nodes:
+                replica = ops.replica_of(source)
+                if source.target is not ops.step_optimizer or (replica is not None and replica != node.kwargs["root"]):
+                    yield f"{_say(node)} has root={node.kwargs['root']}, which did not make the values{_at(node)}"
 
 
 def all_replicas_take_part(program: Program) -> Iterator[str]:
@@ -178,6 +233,49 @@ def reductions_fit_the_placement(program: Program) -> Iterator[str]:
                 yield f"{_say(node)} does not fit its parameters, which are {bucket.placement.value}{_at(node)}"
 
 
+def variables_are_written_after_reads(program: Program) -> Iterator[str]:
+    """A replica writes a variable after every region of its own that reads it, or a view of it."""
+    for where, graph, replicas in _scopes(program):
+        for replica in replicas:
+            written: set[str] = set()
+            for node in graph.nodes:
+                if ops.replica_of(node) != replica:
+                    continue
+                if node.target is ops.write:
+                    written.add(str(node.kwargs["variable"]))
+                for index in _named_buckets(node):
+                    written.update(slot.variable for slot in program.buckets[index].slots)
+                if written and ops.is_region_call(node):
+                    early = sorted(written & {_variable_of(program, source) for source in node.all_input_nodes})
+                    if early:
+                        yield f"{early[0]} is written on {where(replica)} before {node.name} reads it{_at(node)}"
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _variable_of(program: Program, node: fx.Node) -> str:
+    """The variable that a value is, or is a view of; empty if it is a value of its own."""
+    while node.target is operator.getitem:
+        call = node.args[0]
+        assert isinstance(call, fx.Node)
+        if not ops.is_region_call(call):
+            return ""
+        body = program.regions[ops.region_of(call)].graph_module.graph
+        value: Any = body.output_node().args[0][node.args[1]]  # type: ignore[index]
+        while _is_view(value.target):
+            value = value.args[0]
+        if value.op != "placeholder":
+            return ""
+        given = call.args[[n for n in body.nodes if n.op == "placeholder"].index(value)]
+        assert isinstance(given, fx.Node)
+        node = given
+    return str(node.kwargs["variable"]) if node.target is ops.read else ""
+
+
 def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
     """Before it writes shared parameters, a device has waited for a reduction that all devices launch after their last region."""
     shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
@@ -200,7 +298,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
 
 
 def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
-    last = max((i for i, n in enumerate(nodes) if n.op == "call_module" or n.target is ops.call_region), default=-1)
+    last = max((i for i, n in enumerate(nodes) if ops.is_region_call(n)), default=-1)
     return {_tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}
 
 
@@ -221,6 +319,28 @@ def every_collective_has_a_link(program: Program) -> Iterator[str]:
         for node in ops.calls(graph, *ops.COLLECTIVES):
             if not node.kwargs.get("link"):
                 yield f"{_say(node)} has no link; run 'lower-collectives' before 'lower-devices'{_at(node)}"
+
+
+def no_device_waits_for_ever(program: Program) -> Iterator[str]:
+    """No circle of waits: a wait follows what its own device does before it, and every device's launch of its collective."""
+    if program.stage is not Stage.LOWERED:
+        return
+    order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
+    launches: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    waits: list[tuple[tuple[str, int], tuple[str, str]]] = []
+    for device, module in program.device_graphs.items():
+        steps = [(device, node) for node in ops.calls(module.graph, *ops.COLLECTIVES, ops.wait)]
+        order.add_nodes_from((device, node.name) for _, node in steps)
+        order.add_edges_from(((device, a.name), (device, b.name)) for (_, a), (_, b) in pairwise(steps))
+        for _, node in steps:
+            if node.target is ops.wait:
+                waits.append((_tag(node.args[0]), (device, node.name)))  # type: ignore[arg-type]
+            else:
+                launches.setdefault(_tag(node), []).append((device, node.name))
+    order.add_edges_from((launch, wait) for tag, wait in waits for launch in launches.get(tag, []))
+    if not nx.is_directed_acyclic_graph(order):
+        circle = " -> ".join(f"{device}: {name}" for (device, name), _ in nx.find_cycle(order))
+        yield f"devices would wait for each other for ever: {circle}"
 
 
 def collectives_have_one_order(program: Program) -> Iterator[str]:

@@ -115,7 +115,10 @@ def _variables(
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
         shape = tuple(tensor.shape)
-        variables[name] = Variable(name, shape, tensor.dtype, role, synchronization, aggregation, rules.get(name))
+        strides = tuple(tensor.stride())
+        variables[name] = Variable(
+            name, shape, strides, tensor.dtype, role, synchronization, aggregation, rules.get(name)
+        )
     return variables
 
 

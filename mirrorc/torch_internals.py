@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +66,40 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
     names = type(module).forward.__globals__
     before = set(names)
     try:
-        with config.patch(options):
-            return dynamo_graph_capture_for_export(module)(*leaves)
+        with config.patch(options), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            traced = dynamo_graph_capture_for_export(module)(*leaves)
+        traced.meta["mirrorc_written_modules"] = _written_modules(caught)
+        return traced
     finally:
         for name in set(names) - before:  # Dynamo installs its graph there, and with it the model, for ever
             if name.startswith("__compiled_fn"):
                 del names[name]
+
+
+_MODULE_SOURCE = r"""L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?["',\]]"""
+
+
+def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """The modules whose attributes the traced forward assigns, as Dynamo reports them; other warnings are passed on.
+
+    What forward writes to other objects (a configuration, a module of Python) is reported by a warning of torch.
+    """
+    written: list[str] = []
+    for warning in caught:
+        if "side effects" in str(warning.message):
+            for source in re.findall(
+                r"L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?[\"',\]]", str(warning.message)
+            ):
+                written.append(".".join(re.findall(r"'([^']+)'", source)))
+        if not written:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return written
+
+
+def written_modules(traced: fx.GraphModule) -> list[str]:
+    """The modules whose attributes the forward of `trace_full_graph`'s result assigns."""
+    return list(traced.meta["mirrorc_written_modules"])
 
 
 def _logging_methods() -> set[Callable[..., Any]]:
@@ -203,12 +233,30 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-@contextlib.contextmanager
-def intra_op_threads(num_threads: int) -> Iterator[None]:
-    """Runs a block with this many threads for torch's operators, as far as the calling thread goes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
+    """The tables that a module's forward and backward hooks are in, live."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(module, name) for name in names]
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether the user hooked into a tensor's gradient."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def torch_modes() -> tuple[Any, ...]:
+    """Settings of torch that shape a captured graph or its compiled code."""
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
+    return (
+        autocast,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -13,17 +13,26 @@ Rule = Callable[[Program], Iterator[str]]
 
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.CAPTURED: (rules.graphs_are_well_formed, rules.slots_are_disjoint, rules.every_gradient_has_one_slot),
-    Stage.OUTLINED: (),
+    Stage.OUTLINED: (rules.slots_are_given_for_their_gradients,),
     Stage.REPLICATED: (),
-    Stage.PACKED: (rules.every_bucket_is_packed_once, rules.every_gradient_is_packed_once),
+    Stage.PACKED: (
+        rules.every_bucket_is_packed_once,
+        rules.every_gradient_is_packed_once,
+        rules.gradients_are_in_their_own_slots,
+    ),
     Stage.REDUCED: (
         rules.collectives_are_waited_for_once,
         rules.buckets_in_flight_are_not_used,
         rules.all_replicas_take_part,
+        rules.collectives_mean_what_runs,
     ),
-    Stage.UPDATED: (rules.every_bucket_is_updated_once,),
+    Stage.UPDATED: (rules.every_bucket_is_updated_once, rules.variables_are_written_after_reads),
     Stage.SCHEDULED: (rules.reductions_fit_the_placement, rules.shared_parameters_are_written_last),
-    Stage.LOWERED: (rules.every_collective_has_a_link, rules.collectives_have_one_order),
+    Stage.LOWERED: (
+        rules.every_collective_has_a_link,
+        rules.collectives_have_one_order,
+        rules.no_device_waits_for_ever,
+    ),
 }
 """The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""
 

@@ -58,7 +58,7 @@ def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], repli
         lowered = graph.placeholder(str(kwargs["name"]))
     elif node.target is ops.call_region:
         args = fx.node.map_arg(node.args, values.__getitem__)
-        lowered = graph.call_module(str(kwargs["region"]), args)
+        lowered = graph.call_module(str(kwargs["region"]), args, {"gradients": kwargs["gradients"]})
     elif node.target in ops.COLLECTIVES:
         own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
         lowered = graph.call_function(node.target, own, kwargs)

@@ -79,9 +79,14 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
             values[node] = outer.node_copy(node)
     pieces = _pieces(graph, program)
     used_outside = _used_outside(graph, pieces)
+    captured: Any = graph.output_node().args[0]
+    gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
         if nodes:
-            _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
+            call = _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
+            results = [node for node in nodes if node in used_outside]
+            found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
+            call.kwargs = {**call.kwargs, "gradients": found}
     output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
     outer.output(output)
     return outer
@@ -136,7 +141,7 @@ def _call(
     values: dict[fx.Node, fx.Node],
     pool: _RegionPool,
     phase: str,
-) -> None:
+) -> fx.Node:
     """Moves nodes into a region and puts a call of it into the outer graph."""
     body = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
@@ -156,6 +161,7 @@ def _call(
     for i, node in enumerate(results):
         values[node] = outer.call_function(operator.getitem, (call, i))
         values[node].meta = dict(node.meta)
+    return call
 
 
 def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
         last_placeholder = [argument]
         value = gradient.meta["val"]
         with value.fake_mode:
-            argument.meta["val"] = torch.empty(slot.shape, dtype=value.dtype, device=value.device)
+            argument.meta["val"] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=value.device)
         results[index] = _write(graph, gradient, argument)
     graph.output_node().args = (tuple(results),)
     _remove_unused(graph)
@@ -132,7 +132,7 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
 
 def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
     product = _matrix_product(gradient)
-    if product is not None:
+    if product is not None and slot.meta["val"].is_contiguous():
         with graph.inserting_before(product):
             into = graph.call_function(kernels.mm_into, (slot, *product.args))
         into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
@@ -177,6 +177,6 @@ def _pass_slots(node: fx.Node, indices: list[int], slots: Mapping[str, tuple[int
             argument = node.graph.call_function(ops.slot, (), {"bucket": bucket, "variable": slot.variable})
         value = node.meta["val"][index]
         with value.fake_mode:
-            argument.meta["val"] = torch.empty(slot.shape, dtype=value.dtype, device=value.device)
+            argument.meta["val"] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=value.device)
         arguments.append(argument)
     node.args = (*node.args, *arguments)

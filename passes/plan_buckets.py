@@ -81,7 +81,7 @@ def _bucket(index: int, members: list[Variable]) -> Bucket:
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
-        slots.append(Slot(variable.name, variable.shape, offset, num_elements))
+        slots.append(Slot(variable.name, variable.shape, variable.strides, offset, num_elements))
         offset += _aligned(num_elements, variable.dtype)
     assert members[0].update is not None
     return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update)
@@ -93,4 +93,4 @@ def _num_bytes(members: list[Variable]) -> int:
 
 def _aligned(num_elements: int, dtype: torch.dtype) -> int:
     unit = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
-    return -(-num_elements // unit) * unit
+    return max(1, -(-num_elements // unit)) * unit  # one unit for an empty parameter, so that no bucket is empty

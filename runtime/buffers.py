@@ -29,7 +29,9 @@ class FlatBucket:
 
 def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     """Views of a bucket-shaped tensor in order of the slots."""
-    return [flat[slot.offset : slot.offset + slot.num_elements].view(slot.shape) for slot in bucket.slots]
+    return [
+        torch.as_strided(flat, slot.shape, slot.strides, flat.storage_offset() + slot.offset) for slot in bucket.slots
+    ]
 
 
 @dataclass
@@ -152,6 +154,11 @@ class VariableStore:
     def _watch(self, name: str, home: torch.Tensor | None) -> None:
         tensor = self.tensors[name]
         self._watched[name] = _Watched(tensor, tensor._version, tensor.data_ptr(), home)
+
+    def holds(self, program: Program) -> bool:
+        """Whether memory is laid out for a program."""
+        names = [name for name in program.variables if name in self.tensors]
+        return self.plan == program.buckets and all(name in self._values for name in names)
 
     def mirror_changes(self) -> None:
         """Mirrors what the user wrote to parameters and buffers since the last step (``load_state_dict``, say)."""

@@ -16,6 +16,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.program import Device
 
 Job = Callable[[], Any]
+Order = tuple[Job, int, list[Any]] | None  # a job, and where its result goes: index and list; None ends the thread
 _STOP = None
 
 
@@ -31,12 +32,13 @@ class DevicePool:
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
         self.devices = devices
         self.timeout_seconds = timeout_seconds
-        self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
-        self._outbox: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
+        self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
+        self._outbox: queue.SimpleQueue[None] = queue.SimpleQueue()
         before = torch.get_num_threads()
         self._threads = []
+        self.is_stuck = False  # whether a device never answered
         for replica, device in enumerate(devices):
-            arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
+            arguments = (device.torch_device, num_threads, self._inboxes[replica], self._outbox)
             thread = threading.Thread(target=_serve, args=arguments, name=f"mirrorc {device.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -59,33 +61,47 @@ class DevicePool:
             ExecutionError: a job did not end in time.
             KeyboardInterrupt: after all jobs have ended.
         """
-        for inbox, job in zip(self._inboxes, jobs, strict=True):
-            inbox.put(job)
-        results: list[Any] = [None] * len(jobs)
-        interrupted: BaseException | None = None
-        failed = False
+        if self.is_stuck:
+            raise ExecutionError(
+                "a device is still busy with an earlier step that was given up: close() the step and compile anew"
+            )
+        results: list[tuple[bool, Any] | None] = [None] * len(jobs)
+        try:
+            for replica, job in enumerate(jobs):
+                self._inboxes[replica].put((job, replica, results))
+        except KeyboardInterrupt:  # some devices have begun and will wait for the others
+            self.is_stuck = True
+            on_failure()
+            raise
+        interrupted: KeyboardInterrupt | None = None
+        is_stopping = False
         deadline = time.monotonic() + self.timeout_seconds
-        for _ in jobs:
-            while True:
-                try:
-                    replica, succeeded, value = self._next_result(deadline, results)
-                    break
-                except KeyboardInterrupt as error:
-                    if interrupted is not None:
-                        raise
-                    interrupted = error
-                    on_failure()
-            results[replica] = (succeeded, value)
-            if not succeeded and not failed:
-                failed = True
+        while None in results:
+            try:
+                self._await_a_result(deadline, results)
+            except ExecutionError:
+                self.is_stuck = True
+                on_failure()
+                raise
+            except KeyboardInterrupt as error:
+                if interrupted is not None:
+                    self.is_stuck = True
+                    raise
+                interrupted = error
+            if not is_stopping and (interrupted or any(result and not result[0] for result in results)):
+                is_stopping = True
                 on_failure()
         if interrupted is not None:
             raise interrupted
-        return results
+        return [result for result in results if result is not None]
 
-    def _next_result(self, deadline: float, results: Sequence[Any]) -> tuple[int, bool, Any]:
+    def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
+        """Returns when a device has finished, or one of an earlier run had: results are in ``results``, not in the queue.
+
+        An interrupt may take a message from the queue with it; it cannot take a result.
+        """
         try:
-            return self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
             raise ExecutionError(
@@ -98,7 +114,7 @@ class DevicePool:
         self._finalizer()
 
 
-def _stop(inboxes: Sequence[queue.SimpleQueue[Job | None]], threads: Sequence[threading.Thread]) -> None:
+def _stop(inboxes: Sequence[queue.SimpleQueue[Order]], threads: Sequence[threading.Thread]) -> None:
     for inbox in inboxes:
         inbox.put(_STOP)
     for thread in threads:
@@ -107,11 +123,10 @@ def _stop(inboxes: Sequence[queue.SimpleQueue[Job | None]], threads: Sequence[th
 
 
 def _serve(
-    replica: int,
     device: torch.device,
     num_threads: int,
-    inbox: queue.SimpleQueue[Job | None],
-    outbox: queue.SimpleQueue[tuple[int, bool, Any]],
+    inbox: queue.SimpleQueue[Order],
+    outbox: queue.SimpleQueue[None],
 ) -> None:
     """A device thread's life."""
     with contextlib.ExitStack() as stack:
@@ -122,14 +137,15 @@ def _serve(
             torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
             torch.set_num_threads(num_threads)
         stack.enter_context(torch.no_grad())
-        outbox.put((replica, True, None))
+        outbox.put(None)
         while True:
-            job = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit
-            if job is _STOP:
+            order = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit
+            if order is _STOP:
                 return
+            job, replica, results = order
             try:
-                result = (replica, True, job())
+                results[replica] = (True, job())
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
-                result = (replica, False, error)
-            outbox.put(result)
-            del job, result
+                results[replica] = (False, error)
+            outbox.put(None)
+            del order, job, results

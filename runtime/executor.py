@@ -202,7 +202,8 @@ class Executor:
         self.bind()
         self.has_updated = False
         weight_tensors = self._weight_tensors(tuple(weights))
-        start = record_event(self.program.devices[0].torch_device)
+        held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
+        start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
         jobs = [
             functools.partial(self._run_replica, replica, start, shards[replica], weight_tensors[replica], seed)
             for replica in range(self.program.num_replicas)
@@ -210,20 +211,22 @@ class Executor:
         try:
             results = pool.run(jobs, self._abort)
         except BaseException:
-            self._begin_afresh()
+            if not pool.is_stuck:  # who is stuck shall find the meetings it was to come to, called off
+                self._begin_afresh()
             raise
         failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
         if failures:
             self._begin_afresh()
             raise explain_failure(self.program.devices, failures, self.has_updated)
-        return self._global_loss([value for _, value in results], weight_tensors)
+        return self._global_loss([value for _, value in results], weights)
 
     def _run_replica(
-        self, replica: int, start: Any, shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
+        self, replica: int, start: Sequence[Any], shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
     ) -> tuple[torch.Tensor, Any]:
         """A replica's step, in its thread; gives its loss, and an event for when a GPU has done it."""
         device = self.program.devices[replica].torch_device
-        wait_event(start)
+        for event in start:
+            wait_event(event)
         values: list[Any] = []
         for argument in self.program.arguments:
             if argument.kind == "batch":
@@ -248,15 +251,16 @@ class Executor:
                 torch.cuda.synchronize()  # once: other streams will read them
         return self._weights[weights]
 
-    def _global_loss(
-        self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        for _, event in results:
-            wait_event(event)
+    def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
         home = self.program.devices[0].torch_device
+        for (_, event), device in zip(results, self.program.devices, strict=True):
+            wait_event(event, home)
+            wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
+        dtype = results[0][0].dtype
+        exact = torch.float32 if dtype.itemsize < 4 else dtype
         with torch.no_grad():
-            parts = [(loss * weight).to(home) for (loss, _), weight in zip(results, weights, strict=True)]
-            return functools.reduce(torch.add, parts).reshape(())
+            parts = [loss.to(home, exact) * weight for (loss, _), weight in zip(results, weights, strict=True)]
+            return functools.reduce(torch.add, parts).to(dtype).reshape(())
 
     def _abort(self) -> None:
         for communicator in self._communicators.values():

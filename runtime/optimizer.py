@@ -146,11 +146,12 @@ class BucketOptimizers:
         whole = [tensor._version for entries in self._whole.values() for tensor in entries.values()]
         return whole + [shown._version for shown, _ in self._scalars]
 
-    def fits(self) -> bool:
-        """Whether the user's state can be held in these buckets: its scalar entries agree within each."""
+    def fits(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the user's state can be held in these buckets: its entries and its scalar values agree within each."""
         return all(
-            len({state_signature(state) for state in self._user_states(flat.bucket)}) == 1
-            for flat in self._elementwise()
+            len({state_signature(state) for state in self._user_states(bucket)}) == 1
+            for bucket in buckets
+            if bucket.rule.elementwise
         )
 
     def sync_hyperparameters(self) -> None:

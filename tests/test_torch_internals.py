@@ -229,12 +229,64 @@ def test_has_step_hooks() -> None:
     assert not internals.has_step_hooks(optimizer)
 
 
-def test_intra_op_threads_puts_back_what_was() -> None:
-    before = torch.get_num_threads()
-    with pytest.raises(KeyError), internals.intra_op_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise KeyError
-    assert torch.get_num_threads() == before
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layer(x)
+
+
+class Around(torch.nn.Module):
+    """As `mirrorc.capture.TrainingCall` holds a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def test_written_modules_are_found() -> None:
+    written = internals.trace_full_graph(Around(Counting()), [torch.zeros(1, 2)])
+    clean = internals.trace_full_graph(Around(torch.nn.Linear(2, 2)), [torch.zeros(1, 2)])
+    assert internals.written_modules(written) == ["model"]
+    assert internals.written_modules(clean) == []
+
+
+def test_hook_tables_are_live() -> None:
+    layer = torch.nn.Linear(2, 2)
+    tables = internals.hook_tables(layer)
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_forward_pre_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    assert sum(len(table) for table in tables) == 3
+
+
+def test_has_gradient_hooks() -> None:
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    assert not internals.has_gradient_hooks(first)
+    first.register_hook(lambda gradient: gradient)
+    second.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert internals.has_gradient_hooks(first) and internals.has_gradient_hooks(second)
+
+
+def test_torch_modes_follow_the_user() -> None:
+    before = internals.torch_modes()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert internals.torch_modes() != before
+    assert internals.torch_modes() == before
+
+
+def test_is_dense() -> None:
+    assert internals.is_dense(torch.zeros(3, 4).t())
+    assert internals.is_dense(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    assert not internals.is_dense(torch.zeros(3, 1).expand(3, 4))
+    assert not internals.is_dense(torch.zeros(4, 4)[:, ::2])
 
 
 def test_every_function_is_called_here() -> None:

@@ -22,9 +22,9 @@ from torch import fx
 from mirrorc import ops
 from mirrorc.errors import VerifyError
 from mirrorc.pass_manager import run_passes
-from mirrorc.passes import ShareParameters
+from mirrorc.passes import PlaceGradients, ShareParameters
 from mirrorc.program import Bucket, Placement, Program, Stage, UpdateRule
-from mirrorc.rules import every_bucket_is_updated_once
+from mirrorc.rules import every_bucket_is_updated_once, no_device_waits_for_ever
 from mirrorc.verifier import RULES, Verify, verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
@@ -132,6 +132,92 @@ def drop_a_gradient(graph: fx.Graph) -> None:
     output_with(graph, "gradients", lambda gradients: {name: g for name, g in gradients.items() if name != "a"})
 
 
+def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of a graph whose regions write their gradients into slots; before `Replicate`, the rest is run after it."""
+
+    def mutate(_: Program) -> Program:
+        program = PlaceGradients().run(run_up_to("outline-regions", two_buckets(), **CAPS))
+        first_pass, last_pass = (PASS_NAMES.index(name) for name in ("replicate", "pack-gradients"))
+        if pass_name == "outline-regions":
+            change(program.shard_graphs[0])
+        else:
+            last_pass = PASS_NAMES.index(pass_name)
+        program = run_passes(program, core_pipeline(**CAPS)[first_pass : last_pass + 1])
+        if pass_name != "outline-regions":
+            verify(program)
+            change(program.graphs()[0])
+        return program
+
+    return ("pack-gradients" if pass_name == "outline-regions" else pass_name), mutate
+
+
+def exchange_slots(graph: fx.Graph) -> None:
+    one, other, *_ = targets(graph, ops.slot)
+    assert one.kwargs["variable"] != other.kwargs["variable"]
+    one.kwargs, other.kwargs = other.kwargs, one.kwargs
+
+
+def exchange_gradients(graph: fx.Graph, replicas: tuple[int | None, ...] = (None,)) -> None:
+    """The two gradients of bucket 0, which have one shape."""
+    for replica in replicas:
+        pack = next(n for n in targets(graph, ops.pack) if n.kwargs.get("replica") == replica)
+        set_args(pack, pack.args[::-1])
+
+
+def exchange_between_buckets(graph: fx.Graph) -> None:
+    for replica in (0, 1):
+        one, other = (node for node in targets(graph, ops.pack) if node.kwargs["replica"] == replica)
+        theirs, (mine, *rest) = other.args, one.args
+        set_args(one, (theirs[0], *rest))
+        set_args(other, (mine, *theirs[1:]))
+        other.prepend(one)  # what it packs is there only now
+
+
+def whole(pass_name: str, change: Callable[[Program], None]) -> Mutation:
+    """A change of a program of an optimizer that steps by itself."""
+
+    def mutate(_: Program) -> Program:
+        program = whole_optimizer(pass_name)
+        change(program)
+        return program
+
+    return pass_name, mutate
+
+
+def broadcast_from_replica_1(program: Program) -> None:
+    for graph in program.graphs():
+        for node in targets(graph, ops.broadcast):
+            with_kwargs(node, root=1)
+
+
+def broadcast_twice(program: Program) -> None:
+    """Every device does, in the same order: the first wait waits for both."""
+    for graph in program.graphs():
+        broadcast = first(graph, ops.broadcast)
+        wait = next(user for user in broadcast.users if user.target is ops.wait)
+        with graph.inserting_after(wait):
+            again = graph.node_copy(broadcast, lambda node: node)
+        with graph.inserting_after(again):
+            graph.node_copy(wait, lambda node: again if node is broadcast else node)
+
+
+def update_before_a_region(graph: fx.Graph) -> None:
+    """As soon as bucket 0 is summed, while backward goes on."""
+    launched = first(graph, ops.all_reduce)
+    for node in reversed(targets(graph, ops.wait, ops.update)):
+        if node.kwargs["bucket"] == 0:
+            launched.append(node)
+
+
+def on_every_device(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    def mutate(program: Program) -> Program:
+        for graph in program.graphs():
+            change(graph)
+        return program
+
+    return pass_name, mutate
+
+
 ONE_BUCKET = "plan-buckets"
 BAD: dict[str, list[Mutation]] = {
     "graphs_are_well_formed": [
@@ -162,6 +248,17 @@ BAD: dict[str, list[Mutation]] = {
         at("insert-update", use_a_gradient_twice),
         at("pack-gradients", lambda g: set_args(first(g, ops.pack), (first(g, ops.pack).args[0],) * 2)),
     ],
+    "gradients_are_in_their_own_slots": [
+        placed("outline-regions", exchange_slots),
+        placed("pack-gradients", lambda graph: exchange_gradients(graph, (0,))),
+        placed("pack-gradients", lambda graph: exchange_gradients(graph, (0, 1))),
+        placed("pack-gradients", exchange_between_buckets),
+        placed("pack-gradients", exchange_slots),
+        placed("pack-gradients", lambda graph: with_kwargs(first(graph, ops.slot), replica=1)),
+        placed("schedule-overlap", lambda graph: exchange_gradients(graph, (1,))),
+        placed("lower-devices", exchange_gradients),
+        placed("lower-devices", exchange_slots),
+    ],
     "collectives_are_waited_for_once": [
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), replica=1)),
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), bucket=1)),
@@ -181,6 +278,18 @@ BAD: dict[str, list[Mutation]] = {
     "all_replicas_take_part": [
         at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[:1])),
         at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[::-1])),
+    ],
+    "collectives_mean_what_runs": [
+        at("insert-all-reduce", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
+        at("schedule-overlap", lambda graph: with_kwargs(targets(graph, ops.all_reduce)[1], op="max")),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
+        sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), op="avg")),
+        whole("insert-update", broadcast_from_replica_1),
+        whole("lower-devices", broadcast_from_replica_1),
+    ],
+    "parameters_are_written_after_regions": [
+        at("schedule-overlap", update_before_a_region),
+        on_every_device("lower-devices", update_before_a_region),
     ],
     "every_bucket_is_updated_once": [
         at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
@@ -205,6 +314,7 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
     ],
+    "no_device_waits_for_ever": [whole("lower-devices", broadcast_twice)],
 }
 CASES = [
     pytest.param(rule, *mutation, id=f"{rule}-{i}") for rule, found in BAD.items() for i, mutation in enumerate(found)
@@ -327,3 +437,19 @@ def test_getitems_belong_to_the_replica_of_their_source() -> None:
     for node in graph.nodes:
         if node.target is operator.getitem:
             assert ops.replica_of(node) == node.args[0].kwargs["replica"]
+
+
+def test_devices_that_wait_for_each_other_are_found() -> None:
+    """One waits for bucket 0 before it launches bucket 1, the other the other way round."""
+    program = run_up_to("lower-devices", two_buckets(), **CAPS)
+    assert list(no_device_waits_for_ever(program)) == []
+    for graph, bucket in zip(program.graphs(), (0, 1), strict=True):
+        launches = {ops.bucket_of(node): node for node in targets(graph, ops.all_reduce)}
+        waits = {ops.bucket_of(node): node for node in targets(graph, ops.wait)}
+        one, other = launches[bucket], launches[1 - bucket]
+        graph.output_node().prepend(one)
+        one.append(waits[bucket])
+        waits[bucket].append(other)
+        other.append(waits[1 - bucket])
+    (found,) = no_device_waits_for_ever(program)
+    assert "cpu:0: all_reduce" in found and "cpu:1: wait" in found

@@ -88,15 +88,22 @@ def handmade_graph(weights: Sequence[Weight], rows: int, *, buffer: bool, fake_m
     return build.graph
 
 
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def handmade(
     num_devices: int = 2, weights: Sequence[Weight] = TWO_WEIGHTS, *, buffer: bool = False, uneven: bool = False
 ) -> Program:
     """A CAPTURED program, made without the tracer. ``uneven``: the last replica's shard has fewer rows."""
     fake_mode = FakeTensorMode()
-    variables = {w.name: Variable(w.name, w.shape, w.dtype, Role.PARAMETER, update=w.rule) for w in weights}
+    variables = {
+        w.name: Variable(w.name, w.shape, strides_of(w.shape), w.dtype, Role.PARAMETER, update=w.rule) for w in weights
+    }
     if buffer:
         variables["stat"] = Variable(
-            "stat", (2,), torch.float32, Role.BUFFER, Synchronization.PER_REPLICA, Aggregation.MEAN
+            "stat", (2,), (1,), torch.float32, Role.BUFFER, Synchronization.PER_REPLICA, Aggregation.MEAN
         )
     rows = (2, 1) if uneven else (2,)
     return Program(
@@ -163,7 +170,12 @@ class TwoLayers(nn.Module):
 def captured_two_layers(num_devices: int = 2, rows: int = 8) -> Program:
     """A CAPTURED program of `TwoLayers` with cross-entropy and SGD, as `mirrorc.compile` captures it."""
     torch.manual_seed(0)
-    model, loss_fn = TwoLayers(), nn.functional.cross_entropy
+    return captured_model(TwoLayers(), num_devices, rows)
+
+
+def captured_model(model: nn.Module, num_devices: int = 2, rows: int = 8) -> Program:
+    """The same of any classifier of four features."""
+    loss_fn = nn.functional.cross_entropy
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = flatten_call(["x"], (torch.randn(rows, 4),), {"target": torch.arange(rows) % 3})
     shards = split_call(call, num_devices)

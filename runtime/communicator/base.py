@@ -147,7 +147,7 @@ def record_event(device: torch.device) -> Any:
     return event
 
 
-def wait_event(event: Any) -> None:
-    """Lets the current stream wait for an event of `record_event`."""
+def wait_event(event: Any, device: torch.device | None = None) -> None:
+    """Lets the current stream of a GPU, of the current one by default, wait for an event of `record_event`."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)

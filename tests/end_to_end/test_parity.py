@@ -135,6 +135,15 @@ def test_every_optimizer_agrees_with_itself(name: str) -> None:
         ("conv", torch.float64, "sgd-nesterov", 2, 4),
         ("gpt2", torch.float64, "sgd-momentum", 2, 4),
         ("mlp", torch.float32, "sgd", 4, 7),
+        ("gpt2", torch.float64, "adamw", 1, 3),
+        ("gpt2", torch.float64, "sgd-momentum", 3, 6),
+        ("bert", torch.float64, "sgd-momentum", 2, 4),
+        ("vit", torch.float64, "sgd-momentum", 2, 4),
+        ("mlp", torch.float64, "rmsprop", 2, 4),
+        ("mlp", torch.float64, "adagrad", 2, 4),
+        ("mlp", torch.float64, "adamax", 2, 4),
+        ("mlp", torch.float64, "nadam", 2, 4),
+        ("mlp", torch.float64, "radam", 2, 4),
     ],
 )
 def test_compiled_regions_agree_with_one_device(

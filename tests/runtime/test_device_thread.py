@@ -139,14 +139,14 @@ def test_jobs_and_results_are_not_kept() -> None:
 
 def test_an_interrupt_wakes_the_jobs_and_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, stopped = pool_of(2), threading.Event()
-    take, interrupts = pool._next_result, [KeyboardInterrupt()]
+    take, interrupts = pool._await_a_result, [KeyboardInterrupt()]
 
     def interrupted_once(*args: object) -> object:
         if interrupts:
             raise interrupts.pop()
         return take(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pool, "_next_result", interrupted_once)
+    monkeypatch.setattr(pool, "_await_a_result", interrupted_once)
     ended = []
 
     def job() -> None:

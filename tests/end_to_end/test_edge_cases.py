@@ -1,0 +1,381 @@
+"""Models, arguments and surroundings that are unusual: they train as on one device, or are refused in plain words."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from references import (
+    assert_same_model,
+    assert_same_training,
+    train_mirrored,
+    train_on_one_device,
+    train_step,
+    unchanged,
+)
+from tiny_models import MODELS, make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+from mirrorc import CaptureError, ExecutionError, MirrorcError
+
+TOLERANCE = 1e-10
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+def compile_eager(model: nn.Module, devices: int = 2, make_optimizer: Any = SGD, **options: Any) -> mirrorc.Step:
+    return mirrorc.compile(model, devices, optimizer=make_optimizer(model.parameters()), backend="eager", **options)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# A step that timed out
+
+RELEASE = threading.Event()
+HELD = 100.0
+
+
+@torch.library.custom_op("mirrorc_tests::hold_until_released", mutates_args=())
+def hold_until_released(x: torch.Tensor) -> torch.Tensor:
+    """Waits if the first entry is large."""
+    if x[0, 0] >= HELD:
+        assert RELEASE.wait(30)
+    return x.clone()
+
+
+hold_until_released.register_fake(torch.empty_like)
+
+
+class Holds(nn.Module):
+    """A linear layer after an operator that may wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(hold_until_released(x)).mean()
+
+
+@pytest.mark.parametrize("held_rows", [[0, 2], [2]], ids=["every-replica", "one-replica"])
+@pytest.mark.parametrize("release_first", [True, False])
+def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release_first: bool) -> None:
+    RELEASE.clear()
+    model = Holds()
+    good = torch.ones(4, 2)
+    bad = good.clone()
+    bad[held_rows] = HELD
+    with compile_eager(model, make_optimizer=partial(SGD, lr=0.0), timeout_seconds=0.3) as step:
+        try:
+            step(good)
+            with pytest.raises(MirrorcError):
+                step(bad)
+            if release_first:
+                RELEASE.set()
+            for scale in (2.0, 3.0, 4.0):
+                expected = model.layer(good * scale).mean().item()
+                try:
+                    assert step(good * scale).item() == pytest.approx(expected)
+                except ExecutionError as error:
+                    assert re.search("compile.*anew|mirrorc.compile", str(error)), error
+        finally:
+            RELEASE.set()
+
+
+# A forward that assigns state
+
+
+class Assigns(nn.Module):
+    """Assigns an attribute in forward."""
+
+    def __init__(self, assign: Callable[[Assigns], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("average", torch.tensor(1.0))
+        self.count = 0
+        self._assign = assign
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._assign(self)
+        return self.layer(x).mean()
+
+
+def count(model: Assigns) -> None:
+    model.count += 1
+
+
+def replace_the_buffer(model: Assigns) -> None:
+    model.average = model.average + 1
+
+
+def write_into_the_buffer(model: Assigns) -> None:
+    model.average.add_(1)
+
+
+@pytest.mark.parametrize(("assign", "name"), [(count, "count"), (replace_the_buffer, "average")])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_forward_that_assigns_state_is_refused(assign: Callable[[Assigns], None], name: str, devices: int) -> None:
+    model = Assigns(assign)
+    with compile_eager(model, devices) as step:
+        for _ in range(2):
+            with unchanged(model), pytest.raises(CaptureError) as caught:
+                step(torch.ones(4, 2))
+            assert re.search(f"'{name}'|assigns an attribute", str(caught.value)), name
+            assert re.search(r"in.place.*add_|in.place.*copy_", str(caught.value))
+    assert model.count == 0 and model.average == 1.0
+
+
+class AssignsInline(nn.Module):
+    """The same in forward itself, and the loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x).mean() * self.calls
+
+
+def test_a_forward_that_counts_its_calls_is_refused() -> None:
+    model = AssignsInline()
+    with (
+        compile_eager(model) as step,
+        unchanged(model),
+        pytest.raises(CaptureError, match=r"'calls'|assigns an attribute"),
+    ):
+        step(torch.ones(4, 2))
+    assert model.calls == 0
+
+
+def test_a_forward_that_writes_into_a_buffer_trains() -> None:
+    model = Assigns(write_into_the_buffer)
+    with compile_eager(model) as step:
+        for _ in range(3):
+            step(torch.ones(4, 2))
+    assert model.average == 4.0
+
+
+@pytest.mark.parametrize("name", ["gpt2-own-loss", "bert", "vit"])
+def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
+    tiny = MODELS[name]
+    model, batches = tiny.make(torch.float32), tiny.batches(4, torch.float32, steps=1)
+    mirrored = train_mirrored(model, SGD, batches, 2)
+    assert_same_training(mirrored, train_on_one_device(model, SGD, batches), 1e-5)
+
+
+# Layouts of parameters
+
+
+class TransposedParameter(nn.Module):
+    """Multiplies by a parameter that is a transposed view of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(5, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def channels_last_net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
+        return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) -> None:
+    model = channels_last_net()
+    assert not model[0].weight.is_contiguous()
+    batches = [
+        {
+            "input": normal(7, 3, 8, 8, seed=i).contiguous(memory_format=torch.channels_last),
+            "target": torch.arange(7) % 2,
+        }
+        for i in range(3)
+    ]
+    options = {"backend": backend, "disable_passes": disable_passes}
+    mirrored = train_mirrored(model, ADAM, batches, 2, F.cross_entropy, **options)  # type: ignore[arg-type]
+    assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.cross_entropy), 1e-9)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -> None:
+    model = TransposedParameter()
+    assert not model.weight.is_contiguous()
+    batches = [{"x": normal(8, 3, seed=i), "target": normal(8, 5, seed=10 + i)} for i in range(3)]
+    options = {"backend": backend, "disable_passes": disable_passes}
+    mirrored = train_mirrored(model, ADAM, batches, 2, F.mse_loss, **options)  # type: ignore[arg-type]
+    assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.mse_loss), TOLERANCE)
+
+
+class HasEmptyParameter(nn.Module):
+    """A parameter without elements, with parameters of one element beside it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+        self.after = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.before).mean() ** 2 * 0 + (x * self.before * self.after).mean() + self.empty.sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["beside", "in-its-own-bucket"])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_parameter_without_elements(devices: int, dtype: torch.dtype, backend: str) -> None:
+    model = HasEmptyParameter(dtype)
+    batches = [{"x": normal(7, 2, seed=i)} for i in range(3)]
+    mirrored = train_mirrored(model, ADAM, batches, devices, backend=backend)
+    single = train_on_one_device(model, ADAM, batches)
+    assert mirrored.losses == pytest.approx(single.losses, rel=TOLERANCE)
+    for name, parameter in mirrored.model.named_parameters():
+        assert torch.allclose(parameter, single.model.get_parameter(name), rtol=TOLERANCE, atol=0), name
+
+
+# Names and values of arguments
+
+
+class TakesAnything(nn.Module):
+    """A linear layer of whichever keyword it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+
+    def forward(self, **values: torch.Tensor) -> torch.Tensor:
+        return self.layer(sum(values.values())).mean()
+
+
+@pytest.mark.parametrize("names", [("from",), ("class", "class_"), ("lambda", "None"), ("seed", "args")])
+def test_keywords_of_python_are_names_of_arguments(names: tuple[str, ...]) -> None:
+    model = TakesAnything()
+    batches = [{name: normal(5, 2, seed=i) for i, name in enumerate(names)}]
+    assert_same_training(train_mirrored(model, SGD, batches, 2), train_on_one_device(model, SGD, batches), TOLERANCE)
+
+
+class Chooses(nn.Module):
+    """Of two layers, the one that is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 1)
+        self.b = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, layer: str) -> torch.Tensor:
+        return (self.a if layer == "a" else self.b)(x).mean()
+
+
+@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+def test_variables_of_a_second_program_that_has_not_run(disable_passes: tuple[str, ...]) -> None:
+    model = Chooses()
+    x = torch.ones(4, 2)
+    with compile_eager(model, disable_passes=disable_passes) as step:
+        step(x, "a")
+        step.prepare(x, "b")
+        assert set(step.variables) == {"b.weight", "b.bias"}
+        for name, variable in step.variables.items():
+            assert len(variable.values) == 2
+            for value in (variable.value, *variable.values):
+                assert torch.equal(value, model.get_parameter(name))
+        step(x, "b")
+        for value in step.variables["b.weight"].values:
+            assert torch.equal(value, model.b.weight)
+        step(x, "a")
+        assert set(step.variables) == {"a.weight", "a.bias"}
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    return tensor.numpy()
+
+
+@pytest.mark.parametrize("name", ["x", "target"])
+def test_an_array_of_numpy_is_refused(name: str) -> None:
+    model = make_mlp()
+    batch = mlp_batch(5)
+    with compile_eager(model, loss_fn=F.cross_entropy) as step:
+        for _ in range(2):
+            with unchanged(model), pytest.raises(TypeError, match=rf"(?s){name}.*torch\.from_numpy"):
+                step(**{**batch, name: as_array(batch[name])})
+        step(**batch)
+
+
+def test_an_array_of_numpy_inside_of_an_argument_is_refused() -> None:
+    class TakesADict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, features: dict[str, Any]) -> torch.Tensor:
+            return self.layer(features["x"]).mean()
+
+    with compile_eager(TakesADict()) as step, pytest.raises(TypeError, match=r"(?s)features.*torch\.from_numpy"):
+        step({"x": torch.ones(4, 2), "mask": [np.ones(4)]})
+
+
+def test_sizes_per_replica_are_told_beside_a_whole_tensor() -> None:
+    model = nn.Linear(2, 1)
+    x = mirrorc.PerReplica([torch.ones(3, 2), torch.ones(5, 2)])
+    with (
+        compile_eager(model, loss_fn=F.mse_loss) as step,
+        unchanged(model),
+        pytest.raises(ValueError) as caught,
+    ):
+        step(x, target=torch.ones(8, 1))
+    text = str(caught.value)
+    assert "target" in text
+    assert re.search(r"\b3\b\D{1,5}\b5\b", text), text
+    assert re.search(r"\b4\b\D{1,5}\b4\b", text), text
+
+
+# Modes of autograd around a call
+
+
+def test_a_call_without_gradients_enabled_trains_all_the_same() -> None:
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    twin_optimizer = SGD(twin.parameters())
+    with compile_eager(model, loss_fn=F.cross_entropy) as step:
+        for seed in range(3):
+            with torch.set_grad_enabled(seed == 1):
+                loss = step(**mlp_batch(5, seed=seed)).item()
+            assert loss == pytest.approx(train_step(twin, twin_optimizer, mlp_batch(5, seed=seed), F.cross_entropy))
+    assert_same_model(model, twin, TOLERANCE)
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_a_call_in_inference_mode(first_call: bool) -> None:
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    twin_optimizer = SGD(twin.parameters())
+    with compile_eager(model, loss_fn=F.cross_entropy) as step:
+        for seed in range(3):
+            batch = mlp_batch(5, seed=seed)
+            with torch.inference_mode(seed == (0 if first_call else 1)):
+                try:
+                    step(**batch)
+                except (RuntimeError, ExecutionError) as error:
+                    assert torch.is_inference_mode_enabled() and "inference_mode" in str(error)
+                    continue
+            train_step(twin, twin_optimizer, batch, F.cross_entropy)
+    assert_same_model(model, twin, TOLERANCE)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(mlp_batch(5)["x"]).sum().backward()

@@ -1,0 +1,353 @@
+"""One step holds several programs over the same variables, and notices what would make one of them untrue."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import assert_same_model, assert_same_state, train_on_one_device, train_step, unchanged
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+from mirrorc import MirrorcError
+
+TOLERANCE = 1e-10
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+class TwoHeads(nn.Module):
+    """A shared trunk with two heads; the call says which one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.a = nn.Linear(4, 1)
+        self.b = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return (self.a if head == "a" else self.b)(torch.tanh(self.trunk(x)))
+
+
+class Scaled(nn.Module):
+    """A linear layer whose output takes part in what tests change: a buffer, an attribute, a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.attribute: Any = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = getattr(self, "later", 1)
+        factor = 2 if isinstance(self.attribute, float) else 1
+        return (self.layer(x) * self.scale).mean() * factor * later
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def regression_batch(seed: int, **more: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 1))
+    return {"x": x, "target": target, **more}
+
+
+@contextmanager
+def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Iterator[mirrorc.Step]:
+    optimizer = make_optimizer(model.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", **options) as step:
+        yield step
+
+
+# Programs that train different parameters
+
+
+@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("make_optimizer", [ADAM, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
+def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ...]) -> None:
+    model = seeded(TwoHeads).double()
+    batches = [regression_batch(i, head=head) for i, head in enumerate("abababbba")]
+    single = train_on_one_device(model, make_optimizer, batches, F.mse_loss)
+    optimizer = make_optimizer(model.parameters())
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", disable_passes=disable_passes
+    ) as step:
+        losses = [step(**batch).item() for batch in batches]
+    assert losses == pytest.approx(single.losses, rel=TOLERANCE)
+    assert_same_model(model, single.model, TOLERANCE)
+    assert_same_state(optimizer, single.optimizer, TOLERANCE)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "aab"])
+def test_a_head_without_a_step_has_no_state(order: str) -> None:
+    """Until its own program has run, as on one device."""
+    model = seeded(TwoHeads).double()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        for i, head in enumerate(order):
+            batch = regression_batch(i, head=head)
+            step(**batch)
+            train_step(twin, twin_optimizer, batch, F.mse_loss)
+            assert_same_state(optimizer, twin_optimizer, TOLERANCE)
+    assert_same_model(model, twin, TOLERANCE)
+
+
+def test_a_layer_that_is_frozen_for_a_while() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))).double()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        for i in range(6):
+            batch = regression_batch(i)
+            for own in (model, twin):
+                own[0].requires_grad_(i not in (2, 3))
+            loss = step(batch["x"], target=batch["target"]).item()
+            batch["input"] = batch.pop("x")
+            assert loss == pytest.approx(train_step(twin, twin_optimizer, batch, F.mse_loss), rel=TOLERANCE)
+    assert_same_model(model, twin, TOLERANCE)
+    assert_same_state(optimizer, twin_optimizer, TOLERANCE)
+    assert [optimizer.state[p]["step"].item() for p in model.parameters()] == [4, 4, 6, 6]
+
+
+# What was replaced
+
+
+def replace_the_buffer(model: Scaled) -> None:
+    model.scale = torch.tensor(100.0)
+
+
+def replace_the_layer(model: Scaled) -> None:
+    model.layer = nn.Linear(2, 1)
+
+
+def replace_the_parameter(model: Scaled) -> None:
+    model.layer.weight = nn.Parameter(torch.ones(1, 2))
+
+
+def replace_the_layers_class(model: Scaled) -> None:
+    model.layer = nn.Sequential(nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [
+        (replace_the_buffer, "scale"),
+        (replace_the_layer, "layer"),
+        (replace_the_parameter, "weight"),
+        (replace_the_layers_class, "layer"),
+    ],
+    ids=["buffer", "module", "parameter", "module-of-another-class"],
+)
+@pytest.mark.parametrize("after_a_call", [True, False])
+def test_what_is_replaced_is_refused(replace: Callable[[Scaled], None], name: str, after_a_call: bool) -> None:
+    model = seeded(Scaled)
+    x = torch.ones(4, 2)
+    with compiled(model) as step:
+        if after_a_call:
+            step(x)
+        replace(model)
+        for _ in range(2):
+            with unchanged(model), pytest.raises(ValueError, match=f"{name}.*was replaced"):
+                step(x)
+
+
+# Hooks
+
+
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    model = make_mlp()
+    model.second.weight.register_hook(lambda gradient: gradient * 0)
+    with (
+        pytest.raises(ValueError, match=r"second\.weight.*hook|hook.*second\.weight"),
+        compiled(model, loss_fn=F.cross_entropy) as step,
+    ):
+        step(**mlp_batch(4))
+
+
+def test_a_hook_after_a_gradients_accumulation_is_refused() -> None:
+    model = make_mlp()
+    model.last.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with (
+        pytest.raises(ValueError, match=r"last\.bias.*hook|hook.*last\.bias"),
+        compiled(model, loss_fn=F.cross_entropy) as step,
+    ):
+        step(**mlp_batch(4))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: str) -> None:
+    model = make_mlp()
+    with compiled(model, loss_fn=F.cross_entropy) as step:
+        step(**mlp_batch(4))
+        handle = getattr(model.second.weight, register)(lambda value: None)
+        with unchanged(model), pytest.raises(ValueError, match=r"second\.weight.*hook|hook.*second\.weight"):
+            step(**mlp_batch(4))
+        handle.remove()
+        step(**mlp_batch(4))
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
+    model = make_mlp()
+    optimizer = SGD(model.parameters())
+    called = []
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        step(**mlp_batch(4))
+        getattr(optimizer, register)(lambda *arguments: called.append(1))
+        try:
+            step(**mlp_batch(4))
+        except (TypeError, ValueError, MirrorcError) as error:
+            assert "hook" in str(error)
+        else:
+            assert len(called) == 1
+
+
+def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
+    model = seeded(Scaled)
+    x = torch.ones(4, 2)
+    with compiled(model, partial(SGD, lr=0.0)) as step:
+        plain = step(x).item()
+        handle = model.layer.register_forward_hook(lambda module, arguments, output: output * 100)
+        assert step(x).item() == pytest.approx(100 * plain)
+        handle.remove()
+        assert step(x).item() == plain
+
+
+# Plain state that a graph is specialised on
+
+
+def test_an_attribute_of_another_type_respecialises() -> None:
+    model = seeded(Scaled)
+    x = torch.ones(4, 2)
+    with compiled(model, partial(SGD, lr=0.0)) as step:
+        for value in (1, 1.0, True, 1):
+            model.attribute = value
+            assert step(x).item() == pytest.approx(model(x).item()), repr(value)
+
+
+def test_an_attribute_that_is_first_set_after_compile() -> None:
+    model = seeded(Scaled)
+    x = torch.ones(4, 2)
+    with compiled(model, partial(SGD, lr=0.0)) as step:
+        assert step(x).item() == pytest.approx(model(x).item())
+        for value in (3, 4):
+            model.later = value
+            assert step(x).item() == pytest.approx(model(x).item())
+        del model.later
+        assert step(x).item() == pytest.approx(model(x).item())
+
+
+class AsksForTheDefaultDtype(nn.Module):
+    """A loss of two if the default dtype is float64, else of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).mean() * (2 if torch.get_default_dtype() is torch.float64 else 1)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_another_default_dtype_respecialises() -> None:
+    with compiled(AsksForTheDefaultDtype(), partial(SGD, lr=0.0)) as step:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            with default_dtype(dtype):
+                assert step(torch.ones(4)).item() == (2.0 if dtype is torch.float64 else 1.0)
+
+
+def test_deterministic_algorithms_respecialise() -> None:
+    class AsksForDeterminism(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = 2 if torch.are_deterministic_algorithms_enabled() else 1
+            return (self.weight * x).mean() * factor
+
+    before = torch.are_deterministic_algorithms_enabled()
+    with compiled(AsksForDeterminism(), partial(SGD, lr=0.0)) as step:
+        try:
+            for enabled in (False, True, False):
+                torch.use_deterministic_algorithms(enabled)
+                assert step(torch.ones(4)).item() == (2.0 if enabled else 1.0)
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+# Dtypes of variables
+
+
+def test_another_dtype_of_the_model_is_not_taken_back() -> None:
+    model = seeded(lambda: nn.Linear(2, 1))
+
+    def call(step: mirrorc.Step, dtype: torch.dtype) -> None:
+        step(torch.ones(4, 2, dtype=dtype), target=torch.zeros(4, 1, dtype=dtype))
+
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        call(step, torch.float32)
+        model.double()
+        try:
+            call(step, torch.float64)
+        except ValueError as error:
+            assert "weight" in str(error)
+            return
+        assert model.weight.dtype is torch.float64
+        with unchanged(model), pytest.raises((ValueError, MirrorcError), match=r"weight|bias|dtype"):
+            call(step, torch.float32)
+        call(step, torch.float64)
+        assert model.weight.dtype is torch.float64
+
+
+# Many programs
+
+
+class TakesANumber(nn.Module):
+    """A linear layer whose loss is scaled by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, temperature: float) -> torch.Tensor:
+        return self.layer(x).mean() * temperature
+
+
+def test_many_programs_warn_once() -> None:
+    with compiled(TakesANumber()) as step, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(20):
+            step(torch.ones(4, 2), temperature=1.0 + i)
+    (message,) = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
+    assert re.search("(temperature|argument).*chang", message) and "shapes keep" not in message
+
+
+def test_a_few_programs_do_not_warn() -> None:
+    with compiled(TakesANumber()) as step, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for i in range(20):
+            step(torch.ones(4, 2), temperature=float(i % 2))
