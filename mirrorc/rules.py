@@ -169,9 +169,19 @@ def collectives_mean_what_runs(program: Program) -> Iterator[str]:
                 yield f"{_say(node)} has op={node.kwargs['op']}, but gradients are weighted to be summed{_at(node)}"
         for node in ops.calls(graph, ops.broadcast):
             for source in node.all_input_nodes:
-                replica = ops.replica_of(source)
-                if source.target is not ops.step_optimizer or (replica is not None and replica != node.kwargs["root"]):
+                replica = _replica(program, source)
+                if source.target is not ops.step_optimizer or replica != node.kwargs["root"]:
                     yield f"{_say(node)} has root={node.kwargs['root']}, which did not make the values{_at(node)}"
+
+
+def _replica(program: Program, node: fx.Node) -> int:
+    replica = ops.replica_of(node)
+    return _place(program, node.graph) if replica is None else replica
+
+
+def _place(program: Program, graph: fx.Graph) -> int:
+    """The replica that a lowered graph is for: its place among the devices."""
+    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
 
 
 def all_replicas_take_part(program: Program) -> Iterator[str]:
@@ -215,8 +225,8 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
     if bucket.placement is Placement.MIRRORED:
         return 1
-    if replica is None:  # a lowered graph: its replica is its place among the devices
-        replica = next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+    if replica is None:
+        replica = _place(program, graph)
     if not bucket.rule.elementwise:
         return int(replica == 0)
     start, stop = bucket.share(replica, program.num_replicas)
