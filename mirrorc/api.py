@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +25,7 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer, is_elementwise
+from mirrorc.options import StepOptions, check_choices, dump_directory, example_call
 from mirrorc.pass_manager import Pass, run_passes, select_passes
 from mirrorc.passes import check_link, default_pipeline
 from mirrorc.program import Program, Stage
@@ -80,18 +80,7 @@ def compile(
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    if optimizer is None:
-        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
-        )
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds)
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
     check_model(model)
@@ -101,48 +90,15 @@ def compile(
         warnings.warn("no C++ compiler was found: backend='eager' is used instead of 'inductor'", stacklevel=2)
         backend = "eager"
     state = ModelState(model, loss_fn)
-    check_optimizer(optimizer, state.parameters)
-    step = Step(
-        _Options(
-            model, optimizer, loss_fn, loss_reduction, backend, parsed, pipeline, _dump_directory(dump), timeout_seconds
-        ),
-        state,
+    trainer = check_optimizer(optimizer, state.parameters)
+    chosen = StepOptions(
+        model, trainer, loss_fn, loss_reduction, backend, parsed, pipeline, dump_directory(dump), timeout_seconds
     )
+    step = Step(chosen, state)
     if example_inputs is not None:
-        args, kwargs = _example_call(example_inputs)
+        args, kwargs = example_call(example_inputs)
         step.prepare(*args, **kwargs)
     return step
-
-
-def _dump_directory(dump: str | Path | None) -> Path | None:
-    chosen = dump if dump is not None else os.environ.get("MIRRORC_DUMP")
-    return Path(chosen) if chosen else None
-
-
-def _example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    if isinstance(example_inputs, tuple):
-        if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
-            return example_inputs
-        return example_inputs, {}
-    raise TypeError(
-        f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional arguments, a dict of keyword "
-        "arguments, or a pair of both"
-    )
-
-
-@dataclass(frozen=True)
-class _Options:
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    loss_reduction: str
-    backend: str
-    devices: tuple[Any, ...]
-    pipeline: Sequence[Pass]
-    dump: Path | None
-    timeout_seconds: float
 
 
 class Step:
@@ -152,7 +108,7 @@ class Step:
     Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
     """
 
-    def __init__(self, options: _Options, state: ModelState) -> None:
+    def __init__(self, options: StepOptions, state: ModelState) -> None:
         self._options = options
         self._state = state
         self._store = VariableStore(state.tensors, options.devices)

@@ -13,12 +13,12 @@ import torch
 from torch import fx, nn
 
 from mirrorc import ops
+from mirrorc.capture_errors import check_loss, check_writes, explain, refuse_written_inputs
 from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
-from mirrorc.source_lines import last_users_line
-from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph, user_frames, written_modules
+from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def capture(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         traced = _trace(call, leaves, what)
-        _check_writes(traced, what)
-        _check_loss(traced, what)
+        check_writes(traced, what)
+        check_loss(traced, what)
         try:
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         except Exception as error:
-            raise _explain(error, what) from error
+            raise explain(error, what) from error
     return _restructure(joint, leaf_names, variable_names, trained, what)
 
 
@@ -101,81 +101,14 @@ def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.
     try:
         return trace_full_graph(call, leaves)
     except Exception as error:
-        raise _explain(error, what) from error
-
-
-def _explain(error: Exception, what: str) -> CaptureError:
-    """The tracer's exception as a `CaptureError` that names the user's line."""
-    frames = user_frames(error)
-    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
-    where = f" at {recorded}" if recorded else ""
-    if frames:
-        where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
-    reason = _reason(str(error)) or type(error).__name__
-    text = str(error).lower()
-    if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
-        remedy = (
-            "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
-            "instead of Python numbers, or decide before the step"
-        )
-    elif "fake tensor call" in text:
-        remedy = "this line fails on the batch's shapes and dtypes: call model(...) on one shard of the batch to see it"
-    elif "requires_grad_" in text:
-        remedy = "set requires_grad before the step, not inside forward"
-    else:
-        remedy = "make this line traceable, or move it out of forward"
-    return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
-
-
-def _reason(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
-    for line in lines:
-        for key in parts:
-            if line.startswith(key):
-                parts[key] = line.removeprefix(key).strip()
-    found = [lines[0] if lines else "", parts["Explanation:"]]
-    if "exception" in found[0].lower():  # the user's own exception: its text is in the context
-        found.append(parts["Developer debug context:"])
-    return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
-
-
-def _check_writes(traced: fx.GraphModule, what: str) -> None:
-    for name in written_modules(traced):
-        where = f"its module {name.removeprefix('model.')!r}" if name != "model" else "itself"
-        raise CaptureError(
-            f"forward of {what} assigns an attribute of {where} (self.x = ...), which a captured graph does not do again in "
-            "every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
-            "use local variables for what need not last"
-        )
-
-
-def _check_loss(traced: fx.GraphModule, what: str) -> None:
-    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
-    results = output.all_input_nodes
-    loss = results[0].meta.get("example_value") if len(results) == 1 else None
-    if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
-        raise CaptureError(
-            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, or an object with "
-            "'.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns a tensor"
-        )
-    if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss of {what} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
-            "tell compile() which by loss_reduction"
-        )
-    if not loss.requires_grad:
-        raise CaptureError(
-            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
-            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
-        )
+        raise explain(error, what) from error
 
 
 def _restructure(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
 ) -> CapturedGraph:
     """The joint graph with variables as reads, named arguments, and outputs by name."""
-    _refuse_written_inputs(joint, leaf_names, variable_names, what)
+    refuse_written_inputs(joint, leaf_names, variable_names, what)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     arguments: list[Argument] = []
@@ -227,22 +160,6 @@ def _kept_meta(node: fx.Node) -> dict[str, Any]:
     if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
         meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
     return meta
-
-
-def _refuse_written_inputs(
-    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], what: str
-) -> None:
-    if joint.written_inputs:
-        kind, name = joint.written_inputs[0]
-        if kind == "parameter":
-            raise CaptureError(
-                f"forward of {what} writes the parameter {variable_names[name]!r} in place: parameters change in "
-                "the optimizer only; make it a buffer, or write it between steps"
-            )
-        raise CaptureError(
-            f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
-            "first, as in x = x.clone()"
-        )
 
 
 def _outputs(

@@ -34,13 +34,15 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuses what cannot train these parameters.
+def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer, if it can train these parameters.
 
     Raises:
         TypeError: no optimizer, or one whose step needs a closure.
-        ValueError: it updates parameters that are not among these.
+        ValueError: it is missing, or updates parameters that are not among these.
     """
+    if optimizer is None:
+        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = type(optimizer).__name__
         raise TypeError(f"optimizer is a {given}: give a torch.optim.Optimizer over model.parameters()")
@@ -58,6 +60,7 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]
                     f"the optimizer's parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
                     "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
                 )
+    return optimizer
 
 
 def update_rules(

@@ -1,0 +1,74 @@
+"""The options of a step, and the checks of what needs no knowledge of model or devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.pass_manager import Pass
+from mirrorc.program import Device
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What `mirrorc.compile` was asked for, checked; the fields are its arguments."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loss_reduction: str
+    backend: str
+    devices: tuple[Device, ...]
+    pipeline: Sequence[Pass]
+    dump: Path | None
+    timeout_seconds: float
+
+
+def check_choices(
+    loss_fn: Any, loss_reduction: str, backend: str, backends: Sequence[str], timeout_seconds: float
+) -> None:
+    """Refuses values that no step can have.
+
+    Raises:
+        TypeError, ValueError: names the argument and the remedy.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
+        )
+    if backend not in backends:
+        raise ValueError(f"backend is {backend!r}: choose one of {', '.join(backends)}")
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+
+
+def dump_directory(dump: str | Path | None) -> Path | None:
+    """Where to write dumps: as asked for, else as MIRRORC_DUMP says, else nowhere."""
+    chosen = dump if dump is not None else os.environ.get("MIRRORC_DUMP")
+    return Path(chosen) if chosen else None
+
+
+def example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments out of ``example_inputs``.
+
+    Raises:
+        TypeError: neither a tuple, nor a dict, nor a pair of both.
+    """
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    if isinstance(example_inputs, tuple):
+        if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
+            return example_inputs
+        return example_inputs, {}
+    raise TypeError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional arguments, a dict of keyword "
+        "arguments, or a pair of both"
+    )
