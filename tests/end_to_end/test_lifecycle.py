@@ -25,6 +25,7 @@ from mirrorc import ExecutionError
 TIMEOUT_SECONDS = 120
 PRELUDE = """
 import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background may have it ignored
 sys.path.insert(0, {tests!r})
 import torch
 import torch.nn.functional as F
