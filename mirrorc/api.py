@@ -211,10 +211,10 @@ class Step:
                 executor = None  # its buckets cannot hold the optimizer's present state: plan them anew
         if executor is None:
             executor = self._executors[key] = self._compile(call, shards)
-            self._warn_of_many(key)
+            self._warn_of_many()
         return executor
 
-    def _warn_of_many(self, key: tuple[Any, ...]) -> None:
+    def _warn_of_many(self) -> None:
         """Says once what keeps changing, when there are many specialisations."""
         if len(self._executors) != _MANY_SPECIALISATIONS:
             return
