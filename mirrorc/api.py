@@ -228,9 +228,18 @@ class Step:
         )
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
+        """Compiles for a call; if that fails, the model's tensors are where they were."""
+        moved = self._move_to_home()
+        try:
+            return self._compile_at_home(call, shards)
+        except BaseException:
+            for tensor, data in moved:
+                tensor.data = data
+            raise
+
+    def _compile_at_home(self, call: Call, shards: Shards) -> Executor:
         options = self._options
         check_optimizer(options.optimizer, self._state.parameters)
-        self._move_to_home()
         training_call = TrainingCall(options.model, options.loss_fn, call.structure)
         decompositions = decompositions_for(options.backend)
         captured = capture_program(
@@ -251,14 +260,18 @@ class Step:
         memory = Memory(self._store, self._optimizers)
         return Executor(program, regions, memory, captured.constants, options.timeout_seconds)
 
-    def _move_to_home(self) -> None:
-        """The model's parameters are replica 0's, so they live on its device; and they lie densely, to be laid into buckets."""
+    def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Moves parameters, which are replica 0's, to its device, and lays them densely; gives what moved and its old data."""
         home = self._options.devices[0].torch_device
+        moved = []
         for tensor in self._state.tensors.values():
-            if tensor.device != home:
-                tensor.data = tensor.data.to(home)
-            if not is_dense(tensor) or not (tensor.is_contiguous() or isinstance(tensor, nn.Parameter)):
-                tensor.data = tensor.data.contiguous()
+            data = tensor.data.to(home)
+            if not is_dense(data) or not (data.is_contiguous() or isinstance(tensor, nn.Parameter)):
+                data = data.contiguous()
+            if data.data_ptr() != tensor.data_ptr() or data.device != tensor.device:
+                moved.append((tensor, tensor.data))
+                tensor.data = data
+        return moved
 
     def _synchronize(self, executor: Executor) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step."""

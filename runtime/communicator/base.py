@@ -94,10 +94,6 @@ class Communicator(ABC):
     def _make_meeting(self, tag: Tag) -> Meeting:
         return Meeting(tag, self.devices, self.timeout_seconds)
 
-    def meeting(self, tag: Tag) -> Meeting:
-        """The place of a collective."""
-        return self._meetings[tag]
-
     def abort(self) -> None:
         """Wakes every replica that waits; they raise `Aborted`."""
         for meeting in self._meetings.values():

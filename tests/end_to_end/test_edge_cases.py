@@ -379,3 +379,23 @@ def test_a_call_in_inference_mode(first_call: bool) -> None:
     assert_same_model(model, twin, TOLERANCE)
     assert not any(parameter.is_inference() for parameter in model.parameters())
     model(mlp_batch(5)["x"]).sum().backward()
+
+
+class NoScalarLoss(torch.nn.Module):
+    """Its parameter does not lie densely, and its loss is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(8)[::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_refused_model_keeps_its_memory() -> None:
+    model = NoScalarLoss()
+    address, strides = model.scale.data_ptr(), model.scale.stride()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(mirrorc.CaptureError, match="no scalar"):
+        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", example_inputs=(torch.ones(4, 4),))
+    assert (model.scale.data_ptr(), model.scale.stride()) == (address, strides)
