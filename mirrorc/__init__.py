@@ -3,6 +3,7 @@
 from mirrorc.api import Step, compile
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
 from mirrorc.inputs import PerReplica, replicated
+from mirrorc.pass_manager import Placed, after, before
 from mirrorc.program import Program
 
 __all__ = [
@@ -12,9 +13,12 @@ __all__ = [
     "MirrorcError",
     "PassError",
     "PerReplica",
+    "Placed",
     "Program",
     "Step",
     "VerifyError",
+    "after",
+    "before",
     "compile",
     "replicated",
 ]

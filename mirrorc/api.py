@@ -20,23 +20,26 @@ from torch import fx, nn
 
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
-from mirrorc.dump_files import DumpFiles, next_program_directory
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
+from mirrorc.instruments import instruments_for
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions, check_choices, dump_directory, example_call
-from mirrorc.pass_manager import Pass, run_passes, select_passes
+from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
+from mirrorc.pass_manager import add_passes as put_in
 from mirrorc.passes import check_link, default_pipeline
 from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
+from mirrorc.runtime.explanation import Explanation, explain_steps
 from mirrorc.runtime.optimizer import BucketOptimizers
+from mirrorc.runtime.recording import RecordedStep, Recorder, clock_for, recorded_steps
+from mirrorc.runtime.timeline import write_timeline
 from mirrorc.specialize import argument_kinds, capture_program, shard_types
 from mirrorc.torch_internals import has_cpp_compiler, is_dense, mark_optimizer_stepped, torch_modes
-from mirrorc.verifier import Verify
 
 _MANY_SPECIALISATIONS = 8  # so many of one step are reported, once
 
@@ -50,12 +53,16 @@ def compile(
     loss_reduction: str = "mean",
     backend: str = "inductor",
     dump: str | Path | None = None,
+    print_after: Sequence[str] = (),
+    print_after_all: bool = False,
     passes: Sequence[Pass] | None = None,
+    add_passes: Sequence[Placed] = (),
     disable_passes: Sequence[str] = (),
     bucket_cap_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
     all_reduce: str | None = None,
     timeout_seconds: float = 1800.0,
+    record: bool = True,
     example_inputs: Any = None,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
@@ -69,30 +76,47 @@ def compile(
             ``.loss``.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
         backend: "inductor" compiles regions; "eager" runs them as they are.
-        dump: a directory for one file per pass; also the environment variable MIRRORC_DUMP.
+        dump: a directory for one file per pass, its diff and an index; also the environment variable MIRRORC_DUMP.
+        print_after: names of passes after which the program is printed, on standard error.
+        print_after_all: print it after each pass.
         passes: a pipeline of one's own, instead of `mirrorc.passes.default_pipeline`.
+        add_passes: passes of one's own, each placed by `mirrorc.before` or `mirrorc.after` one of the pipeline.
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, all_reduce: see `mirrorc.passes.default_pipeline`.
         timeout_seconds: bound of every wait among devices.
+        record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds)
+    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record)
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
     check_model(model)
     options = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb, "all_reduce": all_reduce}
-    pipeline = select_passes(default_pipeline(**options) if passes is None else passes, disable_passes)  # type: ignore[arg-type]
+    base = default_pipeline(**options) if passes is None else passes  # type: ignore[arg-type]
+    pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
+    check_pass_names("print_after", print_after, pipeline)
     if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
         warnings.warn("no C++ compiler was found: backend='eager' is used instead of 'inductor'", stacklevel=2)
         backend = "eager"
     state = ModelState(model, loss_fn)
     trainer = check_optimizer(optimizer, state.parameters)
     chosen = StepOptions(
-        model, trainer, loss_fn, loss_reduction, backend, parsed, pipeline, dump_directory(dump), timeout_seconds
+        model=model,
+        optimizer=trainer,
+        loss_fn=loss_fn,
+        loss_reduction=loss_reduction,
+        backend=backend,
+        devices=parsed,
+        pipeline=pipeline,
+        dump=dump_directory(dump),
+        print_after=tuple(print_after),
+        print_after_all=print_after_all,
+        timeout_seconds=timeout_seconds,
+        record=record,
     )
     step = Step(chosen, state)
     if example_inputs is not None:
@@ -245,8 +269,7 @@ class Step:
         captured = capture_program(
             training_call, call, shards, options.devices, self._state, options.optimizer, decompositions
         )
-        dumps = [DumpFiles(next_program_directory(options.dump))] if options.dump is not None else []
-        instruments = [*dumps, Verify()]  # in this order: a program that breaks a rule is worth a look
+        instruments = instruments_for(options.pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(captured.program, options.pipeline, instruments)
         if program.stage is not Stage.LOWERED:
             raise PassError(
@@ -258,7 +281,8 @@ class Step:
             for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
         ]
         memory = Memory(self._store, self._optimizers)
-        return Executor(program, regions, memory, captured.constants, options.timeout_seconds)
+        recorder = Recorder([clock_for(device) for device in options.devices]) if options.record else None
+        return Executor(program, regions, memory, captured.constants, options.timeout_seconds, recorder)
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Moves parameters, which are replica 0's, to its device, and lays them densely; gives what moved and its old data."""
@@ -331,6 +355,31 @@ class Step:
             if variable in found:
                 found.setdefault(name.removeprefix("model."), found[variable])
         return found
+
+    def explain(self) -> Explanation:
+        """Where the time of the last steps went, bucket by bucket: `mirrorc.runtime.explanation.Explanation`; print it.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        return explain_steps(*self._recorded())
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.
+
+        Args:
+            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        return write_timeline(path, *self._recorded())
+
+    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
+        last = self._last  # another thread may run the step meanwhile
+        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
+        assert last is not None, "what has no program has no steps"
+        return last.program, steps
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -18,7 +19,9 @@ from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
+from mirrorc.source_lines import module_of
 from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph
+from mirrorc.value_names import with_stable_names
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ def _restructure(
             continue
         if node.op == "placeholder" or node.op == "get_attr":
             name = variable_names.get(joint.variable_of[node], joint.variable_of[node])
+            if node.op == "get_attr":
+                name = _constant_name(node, {*variable_names.values(), *constants})
             if name not in reads:
                 reads[name] = graph.call_function(ops.read, (), {"variable": name})
                 reads[name].meta["val"] = node.meta["val"]
@@ -149,8 +154,17 @@ def _restructure(
         arguments.pop()
     _remove_dead_code(graph)
     _own_gradients(graph)
+    graph = with_stable_names(graph)
     graph.lint()
     return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
+
+
+def _constant_name(node: fx.Node, taken: Set[str]) -> str:
+    """A name for a tensor that is neither parameter nor buffer: after the module that uses it first."""
+    module = next((module_of(user) for user in node.users if module_of(user)), "")
+    base = f"{module}.constant".removeprefix(".")
+    names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def _kept_meta(node: fx.Node) -> dict[str, Any]:

@@ -3,78 +3,128 @@
 The printed form::
 
     text      = heading bucket* remark* function+ region*
-    heading   = "# mirrorc · after PASS · stage STAGE · N devices · N buckets · MS ms"
-    bucket    = "# bucket INDEX  DTYPE  SIZE  VARIABLE[SHAPE] ...  RULE"
+    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices · N buckets" [ "· MS ms" ]
+    bucket    = "# bucket INDEX" DTYPE SIZE VARIABLE[SHAPE] ... RULE [ "· shared" ] [ "· ready after REGION" ]
+              | "# bucket INDEX" DTYPE SIZE "N gradients" RULE ... ( "#     VARIABLE[SHAPE]" )+
     remark    = "# note: TEXT"
-    function  = "def DEVICE(NAME: TYPE, ...):" [ "# DEVICE runs the same as replica N" ] line+
-    line      = [ DEVICE "|" ] [ NAME, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# FILE:LINE  CODE" ]
-    region    = "region NAME(NAME: TYPE, ...):" statement+
+    function  = "def DEVICE(NAME: TYPE, ...):" [ "# DEVICE runs the same as replica N; ..." ] line+ "return NAME, ..."
+    line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# FILE:LINE  CODE" ]
+    region    = "region NAME(NAME: TYPE, ...):" statement+ "return [NAME, ...]"
+    statement = "# FILE:LINE  CODE" | [ NAME ":" TYPE "=" ] OPERATOR "(" ARGUMENT, ... ")"
+    VALUE     = NAME ":" TYPE | NAME | N KIND
+    TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE
+    DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-Devices that run the same program are printed once. Values have the same names in every run: ``loss``; ``b0``, a packed
-bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced; variables by their own names. Long lists are counted:
-``93 saved`` are activations kept for backward, ``75 variables`` are parameters and buffers read. Bodies of regions are left
-out unless asked for.
+``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the device of every line up to
+SCHEDULED, and a function for each device in LOWERED, where devices that run the same program are printed once.
+
+Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
+slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
+device's share of it; ``b0_parameters``, received); ``new(bn.running_mean)``; variables by their own names. Inside regions a
+value is called by the module and the operator that it comes from (`mirrorc.value_names`), with ``d_`` before it in backward.
+Many values of a kind are counted: ``93 saved`` are activations kept for backward, ``75 variables`` are parameters and
+buffers read. Bodies of regions are left out unless asked for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.program import Bucket, Placement, Program, Stage
+from mirrorc.printed_values import PrintedValues, dtype_name, type_of
+from mirrorc.program import Bucket, Placement, Program, Region, Stage
 from mirrorc.source_lines import source_line
 
-_DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
-_LISTED = 4  # so many values of one kind are listed by name, more are counted
-_LISTED_WIDTH = 48  # and no more than fit in so many columns
-_LISTING_ORDER = (
-    "argument",
-    "loss",
-    "gradient",
-    "variable",
-    "bucket",
-    "pending",
-    "reduced",
-    "token",
-    "write",
-    "saved",
-    "slot",
-)
-_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "token")
-_WRITTEN = {"gradient": "d({})", "write": "new({})"}
-_COUNTED = {"saved": "saved", "write": "new buffers"}
-_COMMENT_COLUMN = 84
-_LINE_WIDTH = 150
+_LISTED_SLOTS = 4  # so many gradients are listed in a bucket's line
+_RESULT_WIDTH = 32
+_COMMENT_COLUMN = 92
+_LINE_WIDTH = 158
+_AROUND = 5  # lines shown before and after one that an error is about
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a graph.
+
+    Attributes:
+        text: what it says.
+        node: the node that it prints.
+        note: said at its end.
+        source: the user's line that it comes from: at its end as well, or above it, where an operator is a line.
+    """
+
+    text: str
+    node: fx.Node
+    note: str = ""
+    source: str = ""
 
 
 def program_to_text(
-    program: Program, *, regions: bool = False, after: str = "", milliseconds: float | None = None
+    program: Program,
+    *,
+    regions: bool = False,
+    slots: bool = False,
+    sources: bool = True,
+    after: str = "",
+    milliseconds: float | None = None,
 ) -> str:
-    """A program as text, in the form above. ``regions=True`` adds the bodies of the regions."""
+    """A program as text, in the form above.
+
+    Args:
+        program: at any stage.
+        regions: print the bodies of the regions, too.
+        slots: print every gradient of a bucket, each on a line of its own.
+        sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
+        after: the pass that the heading names.
+        milliseconds: the time that the heading gives.
+    """
     lines = [_heading(program, after, milliseconds)]
-    lines += [_bucket_line(bucket, regions) for bucket in program.buckets]
+    ready = _ready_after(program)
+    for bucket in program.buckets:
+        lines += _bucket_lines(bucket, slots, ready.get(bucket.index, ""))
     lines += [f"# note: {remark}" for remark in program.remarks]
     for shard, graph in enumerate(program.shard_graphs):
         users = [str(d) for d, s in zip(program.devices, program.shard_of_replica, strict=True) if s == shard]
         lines += ["", f"def one_device({_signature(graph)}):  # will run on {', '.join(users)}"]
-        lines += _body(program, graph) if program.stage is Stage.OUTLINED else _statements(graph)
+        lines += _rendered(graph_lines(program, graph), sources)
     if program.graph is not None:
-        lines += ["", "def all_devices():", *_body(program, program.graph)]
-    lines += _device_functions(program)
-    if regions:
-        for region in program.regions.values():
-            graph = region.graph_module.graph
-            lines += ["", f"region {region.name}({_signature(graph)}):", *_statements(graph)]
+        lines += ["", "def all_devices():", *_rendered(graph_lines(program, program.graph), sources)]
+    lines += _device_functions(program, sources)
+    for region in program.regions.values() if regions else ():
+        lines += ["", *_region_lines(region, sources)]
     return "\n".join(lines) + "\n"
+
+
+def region_to_text(region: Region, *, sources: bool = True) -> str:
+    """A region's body as text."""
+    return "\n".join(_region_lines(region, sources)) + "\n"
+
+
+def _region_lines(region: Region, sources: bool) -> list[str]:
+    body = region.graph_module.graph
+    return [f"region {region.name}({_signature(body)}):", *_rendered(_statements(body), sources)]
+
+
+def surroundings(program: Program, node: fx.Node | None) -> str:
+    """The lines of the program around a node, its own marked, as a paragraph of a message; empty if it is not printed."""
+    graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
+    if node is None or not any(node.graph is graph for graph in graphs):
+        return ""
+    lines = graph_lines(program, node.graph)
+    place_of = {line.node: i for i, line in enumerate(lines)}
+    while node not in place_of and (node.all_input_nodes or node.users):  # a part of a result; a read; a slot
+        node = node.all_input_nodes[0] if node.all_input_nodes else next(iter(node.users))
+    if node not in place_of:
+        return ""
+    place = place_of[node]
+    shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
+    return "\n\n" + "\n".join(("  > " if i == place else "    ") + _rendered_line(lines[i], True) for i in shown)
 
 
 def _heading(program: Program, after: str, milliseconds: float | None) -> str:
@@ -88,12 +138,16 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _bucket_line(bucket: Bucket, full: bool) -> str:
+def _bucket_lines(bucket: Bucket, full: bool, ready_after: str) -> list[str]:
     slots = [f"{slot.variable}{list(slot.shape)}" for slot in bucket.slots]
-    if len(slots) > _LISTED and not full:
+    rule = bucket.rule.label + (" · shared" if bucket.placement is Placement.SHARED else "")
+    rule += f" · ready after {ready_after}" if ready_after else ""
+    head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {_size(bucket.num_bytes):>9}"
+    if full:
+        return [f"{head}  {_count(len(slots), 'gradient')}  {rule}", *(f"#     {slot}" for slot in slots)]
+    if len(slots) > _LISTED_SLOTS:
         slots = [slots[0], slots[1], f"… {len(slots) - 3} more …", slots[-1]]
-    dtype, size = _DTYPES.get(bucket.dtype, bucket.dtype), _size(bucket.num_bytes)
-    return f"# bucket {bucket.index}  {dtype}  {size:>9}  {' '.join(slots)}  {bucket.rule.label}"
+    return [f"{head}  {' '.join(slots)}  {rule}"]
 
 
 def _size(num_bytes: int) -> str:
@@ -102,15 +156,15 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def type_of(value: Any) -> str:
-    """A value's type: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
-    if isinstance(value, ops.Pending):
-        return f"pending {type_of(value.value)}"
-    if isinstance(value, torch.Tensor):
-        return f"{_DTYPES.get(value.dtype, value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(type_of(v) for v in value)})"
-    return type(value).__name__ if value is not None else ""
+def _ready_after(program: Program) -> dict[int, str]:
+    """The region that gives the last gradient of each bucket, once buckets are packed."""
+    found = {}
+    graphs = program.graphs() if program.stage >= Stage.PACKED else []
+    for node in ops.calls(graphs[0], ops.pack) if graphs else ():
+        calls = [gradient.args[0] for gradient in node.all_input_nodes if gradient.args]
+        regions = [call for call in calls if isinstance(call, fx.Node) and ops.is_region_call(call)]
+        found[ops.bucket_of(node)] = ops.region_of(max(regions)) if regions else ""
+    return found
 
 
 def _signature(graph: fx.Graph) -> str:
@@ -118,11 +172,11 @@ def _signature(graph: fx.Graph) -> str:
     return ", ".join(f"{node.target}: {type_of(node.meta.get('val'))}" for node in placeholders)
 
 
-def _device_functions(program: Program) -> list[str]:
+def _device_functions(program: Program, sources: bool) -> list[str]:
     """The devices' programs; those that run the same are printed once."""
     printed: dict[str, list[int]] = {}
     for replica, module in enumerate(program.device_graphs.values()):
-        text = "\n".join([_signature(module.graph), *_body(program, module.graph)])
+        text = "\n".join([_signature(module.graph), *_rendered(graph_lines(program, module.graph), sources)])
         printed.setdefault(text, []).append(replica)
     lines = []
     for text, replicas in printed.items():
@@ -134,167 +188,134 @@ def _device_functions(program: Program) -> list[str]:
     return lines
 
 
-_PRINTED = (ops.pack, *ops.COLLECTIVES, ops.wait, ops.update, ops.step_optimizer, ops.store)
+def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
+    """The lines of one of a program's graphs: of operators, in regions and before there are regions, else of calls."""
+    is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
+    return _calls(program, graph) if is_call_graph else _statements(graph)
 
 
-class _Names:
-    """What the values of a graph of calls are, and how they are printed."""
-
-    def __init__(self, program: Program, graph: fx.Graph) -> None:
-        self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
-        self._arguments = {argument.name: argument for argument in program.arguments}
-        for node in graph.nodes:
-            self.kinds[node] = self._classify(node)
-        for kind, name, node in _results(program, graph):
-            self.kinds[node] = (kind, name)
-
-    def _classify(self, node: fx.Node) -> tuple[str, str]:
-        bucket = node.kwargs.get("bucket")
-        if node.op == "placeholder" or node.target is ops.argument:
-            return "argument", str(node.kwargs.get("name", node.target))
-        if node.target is ops.read:
-            return "variable", str(node.kwargs["variable"])
-        if node.target is ops.slot:
-            return "slot", f"slot({node.kwargs['variable']})"
-        if node.target is ops.pack:
-            return "bucket", f"b{bucket}"
-        if node.target in ops.COLLECTIVES:
-            return "pending", f"b{bucket}_pending"
-        if node.target is ops.wait:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(source.target, "parameters")  # type: ignore[arg-type]
-            return "reduced", f"b{bucket}_{given}"
-        return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
-
-    def listing(self, nodes: Iterable[fx.Node]) -> str:
-        """Values by name; saved ones, and many of a kind, by number."""
-        groups: dict[str, list[str]] = {}
-        for node in nodes:
-            kind, name = self.kinds[node]
-            groups.setdefault(kind, []).append(name)
-        parts: list[str] = []
-        for kind, names in sorted(groups.items(), key=lambda group: _LISTING_ORDER.index(group[0])):
-            listed = ", ".join(_WRITTEN.get(kind, "{}").format(name) for name in names)
-            is_short = len(names) <= _LISTED and len(listed) <= _LISTED_WIDTH
-            if kind != "saved" and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
-                parts.append(listed)
-            else:
-                parts.append(f"{len(names)} {_COUNTED.get(kind, kind + 's')}")
-        return ", ".join(parts)
+def _rendered(lines: Iterable[Line], sources: bool) -> list[str]:
+    rendered, last_source = [], ""
+    for line in lines:
+        if sources and ops.is_compute(line.node) and line.source and line.source != last_source:
+            rendered.append(f"    # {line.source}")
+            last_source = line.source
+        rendered.append("    " + _rendered_line(line, sources))
+    return rendered
 
 
-def _results(program: Program, graph: fx.Graph) -> Iterable[tuple[str, str, fx.Node]]:
-    """The gradients, losses and new values of per-replica variables, found from what uses them."""
-    slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
-    for node in graph.nodes:
-        if node.target is ops.pack:
-            for name, gradient in zip(slots[ops.bucket_of(node)], node.args, strict=True):
-                yield "gradient", name, gradient
-        elif node.target is ops.write:
-            yield "write", str(node.kwargs["variable"]), node.args[0]
-    output = graph.output_node().args[0]
-    if isinstance(output, fx.Node):
-        yield "loss", "loss", output
-        return
-    assert isinstance(output, dict)
-
-    def as_nodes(value: Any) -> Sequence[fx.Node]:
-        return [value] if isinstance(value, fx.Node) else value
-
-    for key, kind in (("gradients", "gradient"), ("writes", "write")):
-        for name, value in output.get(key, {}).items():
-            yield from ((kind, name, node) for node in as_nodes(value))
-    yield from (("loss", "loss", node) for node in as_nodes(output.get("losses", output.get("loss"))))
+def _rendered_line(line: Line, sources: bool) -> str:
+    source = line.source if sources and not ops.is_compute(line.node) else ""
+    comment = line.note or source
+    width = _COMMENT_COLUMN - 4
+    return f"{line.text:<{width}}  # {comment}"[: _LINE_WIDTH - 4].rstrip() if comment else line.text
 
 
-def _body(program: Program, graph: fx.Graph) -> list[str]:
+_PRINTED = (ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
+
+
+def _calls(program: Program, graph: fx.Graph) -> list[Line]:
     """The lines of a graph of region calls and operations of the IR."""
-    names = _Names(program, graph)
+    values = PrintedValues(program, graph)
     width = max(len(device.name) for device in program.devices)
+    writes = _write_texts(values, graph)
     lines = []
-    writes = _write_texts(names, graph)
     for node in graph.nodes:
-        text = writes.get(node) if node.target is ops.write else _call_text(names, node)
+        text = writes.get(node) if node.target is ops.write else _call_text(values, node)
         if text is None:
             continue
         if graph is program.graph:
             replica = ops.replica_of(node)
-            owner = program.devices[replica].name if replica is not None else "all"
+            owner = program.devices[replica].name if replica is not None and replica < program.num_replicas else "all"
             text = f"{owner:<{width}} | {text}"
-        comment = _comment(program, node)
-        text = f"    {text}"
-        lines.append(f"{text:<{_COMMENT_COLUMN}}  # {comment}"[:_LINE_WIDTH].rstrip() if comment else text)
-    output = graph.output_node().args[0]
-    lines.append("    return loss" if isinstance(output, fx.Node) else "    return " + ", ".join(output))  # type: ignore[arg-type]
+        is_call = ops.is_region_call(node)
+        lines.append(Line(text, node, _note(program, node), source_line(node) if is_call else ""))
+    output = graph.output_node()
+    given: Any = output.args[0]
+    lines.append(Line("return loss" if isinstance(given, fx.Node) else f"return {', '.join(given)}", output))
     return lines
 
 
-def _write_texts(names: _Names, graph: fx.Graph) -> dict[fx.Node, str]:
+def _write_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
     """One line for all the writes of a replica, at the first of them."""
     by_replica: dict[int | None, list[fx.Node]] = {}
     for node in ops.calls(graph, ops.write):
         by_replica.setdefault(ops.replica_of(node), []).append(node)
     return {
-        nodes[0]: f"write({names.listing(source for node in nodes for source in node.all_input_nodes)})"
+        nodes[0]: f"write({values.listing(source for node in nodes for source in node.all_input_nodes)})"
         for nodes in by_replica.values()
     }
 
 
-def _call_text(names: _Names, node: fx.Node) -> str | None:
-    if node.op == "call_module" or node.target is ops.call_region:
-        target = str(node.target) if node.op == "call_module" else str(node.kwargs["region"])
-        results = names.listing(sorted(node.users, key=lambda user: user.args[1]))  # type: ignore[arg-type, return-value]
-        return f"{results or '_':<26} = {target}({names.listing(node.all_input_nodes)})"
+def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
+    if ops.is_region_call(node):
+        parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
+        results = values.listing(parts, typed=True)
+        return f"{results or '_':<{_RESULT_WIDTH}} = {ops.region_of(node)}({values.listing(node.all_input_nodes)})"
+    if ops.is_compute(node):
+        return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
     if node.op != "call_function" or node.target not in _PRINTED:
         return None
-    arguments = names.listing(node.all_input_nodes)
+    arguments = values.listing(node.all_input_nodes)
     if node.target in ops.COLLECTIVES:
-        arguments = _collective(names, node)
-    bucket = f"bucket={node.kwargs['bucket']}, " if "bucket" in node.kwargs else ""
-    text = f"{ops.name_of(node)}({bucket}{arguments})"
-    return f"{names.kinds[node][1]:<26} = {text}" if node.users else text
+        arguments = _distinct(values, node)
+    details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
+    details += [arguments] if arguments else []
+    shown = ("op", "root", "source", "destination", "link")
+    details += [f"{key}={node.kwargs[key]}" for key in shown if node.kwargs.get(key) is not None]
+    text = f"{ops.name_of(node)}({', '.join(details)})"
+    return f"{values.typed(node):<{_RESULT_WIDTH}} = {text}" if node.users else text
 
 
-def _collective(names: _Names, node: fx.Node) -> str:
-    details = [f"{key}={node.kwargs[key]}" for key in ("op", "root", "link") if node.kwargs.get(key) is not None]
-    inputs = list(dict.fromkeys(names.kinds[n][1] for n in node.all_input_nodes))
+def _distinct(values: PrintedValues, node: fx.Node) -> str:
+    """What a collective takes: the name that the value has on every replica."""
+    inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
-    return ", ".join([name + of_all for name in inputs] + details)
+    return ", ".join(name + of_all for name in inputs)
 
 
-def _comment(program: Program, node: fx.Node) -> str:
-    if node.target is ops.update:
+def _note(program: Program, node: fx.Node) -> str:
+    if node.target is ops.update and 0 <= ops.bucket_of(node) < len(program.buckets):
         bucket = program.buckets[ops.bucket_of(node)]
         is_shared = bucket.placement is Placement.SHARED
         return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
     if node.target is ops.step_optimizer:
         return "the optimizer's own step, once for all replicas"
-    return source_line(node) if node.op == "call_module" or node.target is ops.call_region else ""
+    return ""
 
 
-def _statements(graph: fx.Graph) -> list[str]:
-    """The lines of a graph of ATen operators."""
+def _statements(graph: fx.Graph) -> list[Line]:
+    """The lines of a graph of operators of torch."""
 
-    def show(argument: Any) -> str:
-        if isinstance(argument, fx.Node):
-            return str(argument.kwargs["variable"]) if argument.target is ops.read else argument.name
-        if isinstance(argument, list | tuple):
-            return f"[{', '.join(show(item) for item in argument)}]"
-        if isinstance(argument, dict):
-            return f"{{{', '.join(f'{key}: {show(item)}' for key, item in argument.items())}}}"
-        return str(argument) if isinstance(argument, torch.dtype | torch.device) else repr(argument)
+    def name(node: fx.Node) -> str:
+        return str(node.kwargs["variable"]) if node.target is ops.read else node.name
 
-    lines, last_source = [], ""
+    lines = []
     for node in graph.nodes:
         if node.op == "output":
-            lines.append(f"    return {show(node.args[0])}")
+            lines.append(Line(f"return {_shown(node.args[0], name)}", node))
         elif node.op == "call_function" and node.target is not ops.read:
-            source = source_line(node)
-            if source and source != last_source:
-                lines.append(f"    # {source}")
-                last_source = source
-            arguments = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
-            target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ops.name_of(node)
-            lines.append(f"    {node.name}: {type_of(node.meta.get('val'))} = {target}({', '.join(arguments)})")
+            target = str(node.target) if ops.is_compute(node) else ops.name_of(node)
+            kind = type_of(node.meta.get("val"))
+            result = f"{node.name}: {kind} = " if kind else ""
+            source = source_line(node) if ops.is_compute(node) else ""
+            lines.append(Line(f"{result}{target}({_shown_arguments(node, name)})", node, source=source))
     return lines
+
+
+def _shown_arguments(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    return ", ".join(
+        [*(_shown(a, name) for a in node.args), *(f"{k}={_shown(v, name)}" for k, v in node.kwargs.items())]
+    )
+
+
+def _shown(argument: Any, name: Callable[[fx.Node], str]) -> str:
+    if isinstance(argument, fx.Node):
+        return name(argument)
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(_shown(item, name) for item in argument)}]"
+    if isinstance(argument, dict):
+        return f"{{{', '.join(f'{key}: {_shown(item, name)}' for key, item in argument.items())}}}"
+    if isinstance(argument, torch.dtype):
+        return dtype_name(argument)
+    return str(argument) if isinstance(argument, torch.device) else repr(argument)

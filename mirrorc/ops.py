@@ -3,6 +3,9 @@
 They are symbols: a graph names them as the target of ``call_function`` nodes, the runtime carries them out. Every
 operation of a mirrored graph carries the keyword ``replica``; only collectives join replicas, and those carry the bucket
 they move as a tag, so that two buckets of equal shape can never be exchanged for one another.
+
+A pass may also put functional ATen operators between them (`is_compute`), such as a cast of a packed bucket: they belong to
+the replica of what they are given.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 
@@ -35,10 +39,26 @@ def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
     symbol.__name__ = symbol.__qualname__ = name
     symbol.__doc__ = function.__doc__
     symbol.__module__ = function.__module__
+    OPERATIONS[name] = symbol
     return fx.has_side_effect(symbol) if name in _IMPURE else symbol
 
 
-_IMPURE = {"all_reduce", "reduce_scatter", "broadcast", "wait", "update", "step_optimizer", "write", "store"}
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""Every operation, by name."""
+
+
+_IMPURE = {
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "send",
+    "recv",
+    "wait",
+    "update",
+    "step_optimizer",
+    "write",
+    "store",
+}
 
 
 @_symbol
@@ -82,6 +102,16 @@ def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> 
 
 
 @_symbol
+def send(value: Any, *, bucket: int, destination: int, replica: int, link: str) -> None:
+    """Offers a bucket's parameters, once ``value`` is there, to replica ``destination``, and goes on."""
+
+
+@_symbol
+def recv(*, bucket: int, source: int, replica: int, link: str) -> Any:
+    """Launches the receipt of a bucket's parameters from replica ``source``."""
+
+
+@_symbol
 def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
 
@@ -108,16 +138,39 @@ def write(value: Any, *, variable: str, replica: int) -> None:
 
 REDUCTIONS = (all_reduce, reduce_scatter)
 COLLECTIVES = (*REDUCTIONS, broadcast)
+LAUNCHES = (*COLLECTIVES, recv)
+"""What gives a pending value."""
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node is an operator of torch."""
+    return node.op == "call_function" and is_operator(node.target)
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a target is an operator of torch."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether a node calls an operation of the IR, takes a part of a result, or is an operator of torch."""
+    return is_compute(node) or node.target is operator.getitem or OPERATIONS.get(name_of(node)) is node.target
 
 
 def replica_of(node: fx.Node) -> int | None:
     """The replica whose node this is; None for collectives and for graphs of a single device."""
-    while node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    replica = node.kwargs.get("replica")
-    return replica if isinstance(replica, int) else None
+    while True:
+        target = node.target
+        if target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+        elif is_operator(target):
+            sources = node.all_input_nodes
+            if not sources:
+                return None
+            node = sources[0]
+        else:
+            replica = node.kwargs.get("replica")
+            return replica if isinstance(replica, int) else None
 
 
 def is_region_call(node: fx.Node) -> bool:
@@ -135,6 +188,13 @@ def bucket_of(node: fx.Node) -> int:
     index = node.kwargs["bucket"]
     assert isinstance(index, int)
     return index
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The node whose value operators of torch have made this of, each by its first argument: a cast's is what is cast."""
+    while is_compute(node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def name_of(node: fx.Node) -> str:

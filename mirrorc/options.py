@@ -27,11 +27,14 @@ class StepOptions:
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
     dump: Path | None
+    print_after: Sequence[str]
+    print_after_all: bool
     timeout_seconds: float
+    record: bool
 
 
 def check_choices(
-    loss_fn: Any, loss_reduction: str, backend: str, backends: Sequence[str], timeout_seconds: float
+    loss_fn: Any, loss_reduction: str, backend: str, backends: Sequence[str], timeout_seconds: float, record: bool
 ) -> None:
     """Refuses values that no step can have.
 
@@ -48,6 +51,8 @@ def check_choices(
         raise ValueError(f"backend is {backend!r}: choose one of {', '.join(backends)}")
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+    if not isinstance(record, bool):
+        raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
 
 
 def dump_directory(dump: str | Path | None) -> Path | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from mirrorc.errors import MirrorcError, PassError
@@ -18,6 +21,10 @@ class Pass(Protocol):
         name: kebab-case, the name of its file.
         input_stage: the earliest stage that it takes; later ones, up to its output stage, will do as well.
         output_stage: the stage of the program that it gives.
+
+    A pass that means to change what is computed up to the packed gradients (how a gradient is made, say) says so by an
+    attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every gradient and every written
+    buffer stay the same expressions.
     """
 
     @property
@@ -41,6 +48,12 @@ class Instrument:
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """After each pass; an exception from here stops the compilation."""
 
+    def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+        """A pass, or an instrument after it, has raised an error, which follows."""
+
+    def finish(self, program: Program) -> None:
+        """After the last pass."""
+
 
 def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> Program:
     """Applies passes in order.
@@ -49,29 +62,60 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
         PassError: a pass is given a program of a stage that it does not take, gives one of another stage than it
             promises, or fails.
     """
+    with _collector_paused():
+        return _run_all(program, passes, instruments)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Graphs are many small objects that stay: looking for garbage among them took a third of the passes' time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Instrument]) -> Program:
     for instrument in instruments:
         instrument.start(program)
     for compiler_pass in passes:
         _check_input(compiler_pass, program, passes)
-        started = time.perf_counter()
         try:
-            after = compiler_pass.run(program)
-        except MirrorcError:
-            raise
+            started = time.perf_counter()
+            after = _run(compiler_pass, program)
+            seconds = time.perf_counter() - started
+            for instrument in instruments:
+                instrument.after_pass(compiler_pass, program, after, seconds)
         except Exception as error:
-            raise PassError(
-                f"pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}"
-            ) from error
-        seconds = time.perf_counter() - started
-        if after.stage is not compiler_pass.output_stage:
-            raise PassError(
-                f"pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
-                f"{compiler_pass.output_stage.name}; set the stage with program.evolve(stage=...)"
-            )
-        for instrument in instruments:
-            instrument.after_pass(compiler_pass, program, after, seconds)
+            for instrument in instruments:
+                instrument.failed(compiler_pass, program, error)
+            raise
         program = after
+    for instrument in instruments:
+        instrument.finish(program)
     return program
+
+
+def _run(compiler_pass: Pass, program: Program) -> Program:
+    try:
+        after = compiler_pass.run(program)
+    except MirrorcError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(after, Program):
+        raise PassError(f"pass {compiler_pass.name!r} gave a {type(after).__name__}: run() must return a Program")
+    if after.stage is not compiler_pass.output_stage:
+        raise PassError(
+            f"pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
+            f"{compiler_pass.output_stage.name}; set the stage with program.evolve(stage=...)"
+        )
+    return after
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
@@ -82,15 +126,78 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
         TypeError: something that is no pass.
     """
     for compiler_pass in passes:
-        if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
-            raise TypeError(
-                f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)"
-            )
-    names = [compiler_pass.name for compiler_pass in passes]
-    unknown = [name for name in disabled if name not in names]
-    if unknown:
-        raise ValueError(f"disable_passes names {unknown[0]!r}, which is no pass of the pipeline: {', '.join(names)}")
+        _check_pass(compiler_pass)
+    check_pass_names("disable_passes", disabled, passes)
     return [compiler_pass for compiler_pass in passes if compiler_pass.name not in disabled]
+
+
+def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
+    """Refuses names that no pass of a pipeline has.
+
+    Raises:
+        TypeError: one name is given instead of a sequence of names.
+        ValueError: no pass has such a name; says which there are.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"{option} is {names!r}: give a sequence of names, such as ({names!r},)")
+    known = [compiler_pass.name for compiler_pass in passes]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} names {name!r}, which is no pass of the pipeline: {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A pass that is to be added to a pipeline; made by `before` and `after`.
+
+    Attributes:
+        compiler_pass: the pass.
+        anchor: name of the pass next to which it goes.
+        is_after: whether it goes after it.
+    """
+
+    compiler_pass: Pass
+    anchor: str
+    is_after: bool
+
+
+def before(anchor: str, compiler_pass: Pass) -> Placed:
+    """Places a pass before the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
+    return Placed(compiler_pass, anchor, is_after=False)
+
+
+def after(anchor: str, compiler_pass: Pass) -> Placed:
+    """Places a pass after the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
+    return Placed(compiler_pass, anchor, is_after=True)
+
+
+def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
+    """The passes with others put in, in the order given; one may be placed next to another that was put in before.
+
+    Raises:
+        TypeError: something is not placed, or is no pass.
+        ValueError: no pass has the name of an anchor.
+    """
+    result = list(passes)
+    for placed in additions:
+        if not isinstance(placed, Placed):
+            raise TypeError(
+                f"add_passes holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
+            )
+        _check_pass(placed.compiler_pass)
+        names = [compiler_pass.name for compiler_pass in result]
+        if placed.anchor not in names:
+            raise ValueError(
+                f"add_passes places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
+                f"{', '.join(names)}"
+            )
+        result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)
+    return result
+
+
+def _check_pass(compiler_pass: object) -> None:
+    if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
+        raise TypeError(f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)")
 
 
 def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -164,6 +166,11 @@ class Bucket:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    @functools.cached_property
+    def slot_of(self) -> Mapping[str, Slot]:
+        """The slots, by name of the variable."""
+        return {slot.variable: slot for slot in self.slots}
+
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
         """The elements that a replica updates: the first, and one past the last. None of a small shared bucket, maybe."""
         if self.placement is Placement.MIRRORED:
@@ -256,11 +263,44 @@ class Program:
         mirrored = [self.graph] if self.graph is not None else []
         return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
 
-    def to_text(self, *, regions: bool = False) -> str:
-        """The program as text; the grammar is in `mirrorc.dump`. ``regions=True`` adds the bodies of the regions."""
+    def to_text(self, *, regions: bool = False, slots: bool = False, sources: bool = True) -> str:
+        """The program as text; the grammar is in `mirrorc.dump`.
+
+        Args:
+            regions: print the bodies of the regions, too.
+            slots: print every gradient of a bucket, each on a line of its own.
+            sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
+        """
         from mirrorc.dump import program_to_text
 
-        return program_to_text(self, regions=regions)
+        return program_to_text(self, regions=regions, slots=slots, sources=sources)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program, whatever its stage, to a file, compressed if its name ends in ``.gz``; see `mirrorc.serialization`.
+
+        Raises:
+            ValueError: a node calls or holds what cannot be looked up by a name; says which. What was at ``path`` stays.
+        """
+        from mirrorc.serialization import save_program
+
+        save_program(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Program:
+        """The program in a file that `save` has written, here or elsewhere. Runs nothing in it, and needs none of its devices.
+
+        Raises:
+            ValueError: the file is no program, is damaged, of a later version, or calls operators that are unknown here.
+        """
+        from mirrorc.serialization import load_program
+
+        return load_program(path)
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def __rich__(self) -> Any:
+        """The text in colours, for ``rich.print(program)``."""
+        from mirrorc.colours import coloured
+
+        return coloured(self.to_text())

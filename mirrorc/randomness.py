@@ -82,7 +82,7 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
 
 def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> None:
     kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
-    new = _insert(graph, node, _seeded(node.target), (seed, stream, *node.args), kwargs)
+    new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
     new.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -119,7 +119,7 @@ torch.library.register_fake("mirrorc::seeded_mask", _fake_mask, lib=_LIBRARY)
 _seeded_ops: dict[Any, Any] = {}
 
 
-def _seeded(op: Any) -> Any:
+def seeded(op: Any) -> Any:
     """The operator of ours that runs a random ATen operator under a seed; defined at its first use."""
     if op not in _seeded_ops:
         schema = op._schema
@@ -142,6 +142,11 @@ def _seeded(op: Any) -> Any:
         torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
         _seeded_ops[op] = getattr(torch.ops.mirrorc, name).default
     return _seeded_ops[op]
+
+
+def unseeded(op: Any) -> Any:
+    """The random operator that an operator of `seeded` runs; None if it is none of those."""
+    return next((drawn for drawn, own in _seeded_ops.items() if own is op), None)
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 
 from torch import fx
 
@@ -21,18 +22,28 @@ def source_line(node: fx.Node) -> str:
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     if not modules:
         return ""
-    path, kind = modules[-1]
-    name = str(path).rpartition(".model")[2].strip(".")
-    return f"{name} ({getattr(kind, '__name__', str(kind).rsplit('.', 1)[-1])})".strip()
+    kind = modules[-1][1]
+    return f"{module_of(node)} ({getattr(kind, '__name__', str(kind).rsplit('.', 1)[-1])})".strip()
+
+
+def module_of(node: fx.Node) -> str:
+    """The name of the user's module that a node comes from, as in ``model.named_modules()``; empty if unknown."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(modules[-1][0]) if modules else ""
+    return path.removeprefix("L['self']").removeprefix(".").removeprefix("model").removeprefix(".")
+
+
+_FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 
 def last_users_line(stack_trace: str) -> str:
     """The innermost line of a printed stack trace that is the user's own, as ``file.py:14  code``; empty if there is none."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File ") and ", line " in lines[i]:
-            path, rest = lines[i].removeprefix('File "').split('", line ', 1)
+        frame = _FRAME.match(lines[i])
+        if frame is not None:
+            path, rest = frame[1], frame[2]
             if is_users_file(path):
-                code = lines[i + 1] if i + 1 < len(lines) else ""
+                code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
                 return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
     return ""

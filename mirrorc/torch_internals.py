@@ -172,7 +172,10 @@ def is_users_file(path: str) -> bool:
     """Whether a source file is neither torch's nor Python's nor mirrorc's."""
     if path.startswith((torch.__path__[0], os.path.dirname(__file__), "<")):
         return False
-    return not path.startswith(sysconfig.get_path("stdlib")) or "site-packages" in path
+    return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -209,6 +212,28 @@ def compile_with_inductor(
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         return compile_fx_inner(graph_module, list(example_inputs))
+
+
+def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A graph module that writes its Python code when somebody asks for it or calls it: mirrorc seldom does."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name=class_name)
+
+
+def is_structured_trace_on() -> bool:
+    """Whether torch writes a structured trace (the environment variable TORCH_TRACE, or a handler of one's own)."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Adds a text to torch's structured trace, where tlparse shows it as a file."""
+    from torch._logging._internal import trace_structured
+
+    metadata = {"name": name, "encoding": "string"}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)
 
 
 def has_cpp_compiler() -> bool:

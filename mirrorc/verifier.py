@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
 
 from mirrorc import rules
+from mirrorc.dump import surroundings
 from mirrorc.errors import VerifyError
 from mirrorc.pass_manager import Instrument, Pass
 from mirrorc.program import Program, Stage
+from mirrorc.rules import Violation
+from mirrorc.rules.dataflow import KnownFlows
+from mirrorc.source_lines import source_line
 
-Rule = Callable[[Program], Iterator[str]]
+Rule = Callable[[Program], Iterator[Violation]]
+GraphRule = Callable[[Program, fx.Graph], Iterator[Violation]]
 
 RULES: dict[Stage, tuple[Rule, ...]] = {
-    Stage.CAPTURED: (rules.graphs_are_well_formed, rules.slots_are_disjoint, rules.every_gradient_has_one_slot),
+    Stage.CAPTURED: (
+        rules.slots_are_disjoint,
+        rules.every_gradient_has_one_slot,
+        rules.every_operation_is_known,
+    ),
     Stage.OUTLINED: (rules.slots_are_given_for_their_gradients,),
     Stage.REPLICATED: (),
     Stage.PACKED: (
@@ -23,8 +35,10 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.REDUCED: (
         rules.collectives_are_waited_for_once,
         rules.buckets_in_flight_are_not_used,
+        rules.nothing_is_written_in_flight,
         rules.all_replicas_take_part,
         rules.collectives_mean_what_runs,
+        rules.every_send_is_received,
     ),
     Stage.UPDATED: (rules.every_bucket_is_updated_once, rules.variables_are_written_after_reads),
     Stage.SCHEDULED: (rules.reductions_fit_the_placement, rules.shared_parameters_are_written_last),
@@ -36,32 +50,106 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
 }
 """The rules that begin to hold at each stage; a program keeps the rules of all stages before its own."""
 
+LAST: tuple[Rule, ...] = (rules.replicas_meet_only_in_collectives,)
+GRAPHS_FIRST: tuple[GraphRule, ...] = (rules.graphs_are_well_formed,)
+GRAPHS_LAST: tuple[GraphRule, ...] = (rules.values_have_their_types,)
+"""The rules of every stage, on the program and on each of its graphs, regions' bodies included: the one that the others need,
+and those that are checked last, because what breaks them often breaks another, which says better what is wrong."""
 
-def verify(program: Program, *, after: str = "") -> None:
+RELATIONS: tuple[Callable[[Program, Program, KnownFlows], Iterator[Violation]], ...] = (rules.dataflow_is_kept,)
+"""The rules on the programs before and after a pass."""
+
+
+class Checked:
+    """Remembers what was verified after earlier passes: most leave most regions alone, and all go on from the last program."""
+
+    def __init__(self) -> None:
+        self.flows = KnownFlows()
+        self._checked: dict[int, tuple[fx.Graph, list[Any]]] = {}
+
+    def has(self, graph: fx.Graph) -> bool:
+        """Whether this body was checked, and none of its nodes has been changed since."""
+        known = self._checked.get(id(graph))
+        if known is None or known[0] is not graph:
+            return False
+        now = _parts(graph)
+        return len(now) == len(known[1]) and all(a is b for a, b in zip(now, known[1], strict=True))
+
+    def add(self, program: Program) -> None:
+        """Notes that a program's regions are right."""
+        graphs = [region.graph_module.graph for region in program.regions.values()]
+        self._checked = {id(graph): (graph, _parts(graph)) for graph in graphs}
+
+
+def _parts(graph: fx.Graph) -> list[Any]:
+    """What a graph consists of. Nodes' arguments are immutable, so a changed one is another object."""
+    return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
+
+
+def verify(
+    program: Program, *, after: str = "", before: Program | None = None, checked: Checked | None = None
+) -> None:
     """Checks every rule of a program's stage.
 
     Args:
+        program: at any stage.
         after: name of the pass that made the program, for the message.
+        before: the program that the pass was given, to check that what is computed has stayed the same.
+        checked: what need not be checked again; what is in this program is added.
 
     Raises:
-        VerifyError: names the rule, the place and the pass.
+        VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
     """
+    bodies = [region.graph_module.graph for region in program.regions.values()]
+    graphs = [*program.graphs(), *(body for body in bodies if checked is None or not checked.has(body))]
+    for graph_rule in GRAPHS_FIRST:
+        for graph in graphs:
+            _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)
     for stage in Stage:
-        if stage > program.stage:
-            return
-        for rule in RULES[stage]:
-            broken = next(rule(program), None)
-            if broken is not None:
-                by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"
-                raise VerifyError(
-                    f"{by} the rule {rule.__name__} of stage {stage.name}: {broken}. The rule: {rule.__doc__} The program "
-                    "will not run; mend the pass (dump= shows the program after every pass)."
-                )
+        for rule in RULES[stage] if stage <= program.stage else ():
+            _refuse_first(program, rule(program), rule, f"of stage {stage.name}", after)
+    for rule in LAST:
+        _refuse_first(program, rule(program), rule, "of every stage", after)
+    for graph_rule in GRAPHS_LAST:
+        for graph in graphs:
+            _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)
+    flows = checked.flows if checked is not None else KnownFlows()
+    for relation in RELATIONS if before is not None else ():
+        _refuse_first(program, relation(before, program, flows), relation, "on passes", after)  # type: ignore[arg-type]
+    if checked is not None:
+        checked.add(program)
+
+
+def _refuse_first(
+    program: Program, violations: Iterator[Violation], rule: Callable[..., object], kind: str, after: str
+) -> None:
+    violation = next(violations, None)
+    if violation is None:
+        return
+    by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"
+    line = source_line(violation.node) if violation.node is not None else ""
+    at = f" (at {line})" if line else ""
+    raise VerifyError(
+        f"{by} the rule {rule.__name__} {kind}: {violation}{at}. The rule: {_statement(rule)} The program "
+        f"will not run; mend the pass (dump= shows the program after every pass).{surroundings(program, violation.node)}"
+    )
+
+
+def _statement(rule: Callable[..., object]) -> str:
+    return (rule.__doc__ or "").partition("\n\n")[0]
 
 
 class Verify(Instrument):
-    """Verifies the program after every pass."""
+    """Verifies the captured program, and the program after every pass."""
+
+    def __init__(self) -> None:
+        self._checked = Checked()
+
+    def start(self, program: Program) -> None:
+        """Raises `VerifyError` if the program given to the first pass breaks a rule."""
+        verify(program, checked=self._checked)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Raises `VerifyError` if a rule is broken."""
-        verify(after, after=compiler_pass.name)
+        changes_dataflow = getattr(compiler_pass, "changes_dataflow", False)
+        verify(after, after=compiler_pass.name, before=None if changes_dataflow else before, checked=self._checked)

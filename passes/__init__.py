@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mirrorc.pass_manager import Pass
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
 from mirrorc.passes.insert_update import InsertUpdate
@@ -16,6 +18,7 @@ from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
 
 __all__ = [
+    "PASSES",
     "InsertAllReduce",
     "InsertUpdate",
     "LowerCollectives",
@@ -30,6 +33,21 @@ __all__ = [
     "check_link",
     "default_pipeline",
 ]
+
+PASSES: dict[str, Callable[..., Pass]] = {
+    "plan-buckets": PlanBuckets,
+    "outline-regions": OutlineRegions,
+    "place-gradients": PlaceGradients,
+    "replicate": Replicate,
+    "pack-gradients": PackGradients,
+    "insert-all-reduce": InsertAllReduce,
+    "insert-update": InsertUpdate,
+    "schedule-overlap": ScheduleOverlap,
+    "share-parameters": ShareParameters,
+    "lower-collectives": LowerCollectives,
+    "lower-devices": LowerDevices,
+}
+"""Every pass of mirrorc, by name."""
 
 
 def default_pipeline(

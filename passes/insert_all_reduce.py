@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import call
 from mirrorc.program import Program, Stage
 
 
@@ -50,12 +51,12 @@ class InsertAllReduce:
 
 def _reduce(graph: fx.Graph, index: int, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
     with graph.inserting_after(max(packs, key=order.__getitem__)):
-        pending = graph.call_function(ops.all_reduce, packs, {"bucket": index, "op": "sum"})
+        pending = call(graph, ops.all_reduce, packs, {"bucket": index, "op": "sum"})
     pending.meta["val"] = ops.Pending(packs[0].meta["val"])
     last, waits = pending, []
     for replica, pack in enumerate(packs):
         with graph.inserting_after(last):
-            last = graph.call_function(ops.wait, (pending,), {"bucket": index, "replica": replica})
+            last = call(graph, ops.wait, (pending,), {"bucket": index, "replica": replica})
         last.meta["val"] = pack.meta["val"]
         waits.append(last)
     return tuple(waits)

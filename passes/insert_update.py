@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import call
 from mirrorc.program import Bucket, Program, Stage
 
 
@@ -44,13 +45,13 @@ class InsertUpdate:
         for bucket in program.buckets:
             if bucket.rule.elementwise:
                 for replica, gradient in enumerate(output["reduced"][bucket.index]):
-                    graph.call_function(ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
+                    call(graph, ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
         others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
         if others:
             _step_and_broadcast(graph, others, output["reduced"], program.num_replicas)
         for variable, replicas in output["writes"].items():
             for replica, value in enumerate(replicas):
-                graph.call_function(ops.write, (value,), {"variable": variable, "replica": replica})
+                call(graph, ops.write, (value,), {"variable": variable, "replica": replica})
         graph.output({"losses": output["losses"]})
         return program.evolve(stage=Stage.UPDATED, graph=graph)
 
@@ -58,14 +59,14 @@ class InsertUpdate:
 def _step_and_broadcast(graph: fx.Graph, buckets: list[Bucket], reduced: Any, num_replicas: int) -> None:
     gradients = tuple(reduced[bucket.index][0] for bucket in buckets)
     indices = tuple(bucket.index for bucket in buckets)
-    token = graph.call_function(ops.step_optimizer, gradients, {"buckets": indices, "replica": 0})
+    token = call(graph, ops.step_optimizer, gradients, {"buckets": indices, "replica": 0})
     if num_replicas == 1:
         return
     for bucket in buckets:
-        pending = graph.call_function(ops.broadcast, (token,), {"bucket": bucket.index, "root": 0})
+        pending = call(graph, ops.broadcast, (token,), {"bucket": bucket.index, "root": 0})
         pending.meta["val"] = ops.Pending(reduced[bucket.index][0].meta["val"])
         for replica in range(num_replicas):
-            value = graph.call_function(ops.wait, (pending,), {"bucket": bucket.index, "replica": replica})
+            value = call(graph, ops.wait, (pending,), {"bucket": bucket.index, "replica": replica})
             value.meta["val"] = pending.meta["val"].value
             if replica != 0:
-                graph.call_function(ops.store, (value,), {"bucket": bucket.index, "replica": replica})
+                call(graph, ops.store, (value,), {"bucket": bucket.index, "replica": replica})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import copied, insert
 from mirrorc.program import Device, Program, Stage
 
 LINKS = ("shared-memory", "nccl", "copy")
@@ -19,8 +20,12 @@ class LowerCollectives:
 
         all_reduce(pack, pack_1, bucket=0, op=sum)    ->    all_reduce(pack, pack_1, bucket=0, op=sum, link=shared-memory)
 
+        b = broadcast(token, bucket=0, root=0)              send(token, bucket=0, destination=1, replica=0, link=copy)
+        wait(b, bucket=0, replica=0)                  ->    r = recv(bucket=0, source=0, replica=1, link=copy)
+        v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
+
     Logical CPUs share memory: each device sums its share of the bucket, straight from the others' buckets. GPUs that are
-    all distinct use NCCL; logical devices on one GPU copy.
+    all distinct use NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts.
 
     Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
@@ -40,16 +45,14 @@ class LowerCollectives:
 
     def run(self, program: Program) -> Program:
         link, remark = self._choose(program)
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        graph.output(fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__))
-        found = False
-        for node in ops.calls(graph, *ops.COLLECTIVES):
-            chosen = "copy" if link == "nccl" and node.target is ops.broadcast else link
-            node.kwargs = {**node.kwargs, "link": chosen}
-            found = True
-        remarks = (*program.remarks, remark) if found and remark else program.remarks
+        graph = copied(program.mirrored_graph)
+        collectives = list(ops.calls(graph, *ops.COLLECTIVES))
+        for node in collectives:
+            if node.target is ops.broadcast:
+                _lower_broadcast(program, node, "copy" if link == "nccl" else link)
+            else:
+                node.kwargs = {**node.kwargs, "link": link}
+        remarks = (*program.remarks, remark) if collectives and remark else program.remarks
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=remarks)
 
     def _choose(self, program: Program) -> tuple[str, str]:
@@ -62,6 +65,21 @@ class LowerCollectives:
         if len(set(held_by)) < len(held_by):
             return "copy", "link copy instead of nccl: some devices share one GPU"
         return "nccl", ""
+
+
+def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
+    """Turns a broadcast into a send for each other replica, and a receipt there; the root need not wait."""
+    bucket, root = ops.bucket_of(broadcast), broadcast.kwargs["root"]
+    for wait in list(broadcast.users):
+        replica = ops.replica_of(wait)
+        if replica == root:
+            wait.graph.erase_node(wait)  # nobody uses it: the root has the values
+            continue
+        ends = {"bucket": bucket, "link": link}
+        insert(program, broadcast, ops.send, broadcast.args, {**ends, "destination": replica, "replica": root})
+        received = insert(program, broadcast, ops.recv, (), {**ends, "source": root, "replica": replica})
+        wait.args = (received,)
+    broadcast.graph.erase_node(broadcast)
 
 
 def check_link(link: str | None, devices: Sequence[Device]) -> None:

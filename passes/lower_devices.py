@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import fx, nn
 
 from mirrorc import ops
 from mirrorc.program import Program, Stage
+from mirrorc.torch_internals import lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,25 @@ class LowerDevices:
             for node in graphs[r].nodes:
                 if node.op == "call_module":
                     root.add_module(node.target, program.regions[node.target].graph_module)
-            modules[device.name] = fx.GraphModule(root, graphs[r], class_name=f"Replica{r}")
+            modules[device.name] = lazy_graph_module(root, graphs[r], f"Replica{r}")
         return program.evolve(stage=Stage.LOWERED, graph=None, device_graphs=modules)
 
 
 def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], replica: int) -> fx.Node:
     kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
+    name = node.name.removesuffix(f"_r{replica}")
     if node.target is ops.argument:
         lowered = graph.placeholder(str(kwargs["name"]))
     elif node.target is ops.call_region:
         args = fx.node.map_arg(node.args, values.__getitem__)
-        lowered = graph.call_module(str(kwargs["region"]), args, {"gradients": kwargs["gradients"]})
+        named = {"gradients": kwargs["gradients"]}
+        lowered = graph.create_node("call_module", str(kwargs["region"]), args, named, name=name)
     elif node.target in ops.COLLECTIVES:
         own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
-        lowered = graph.call_function(node.target, own, kwargs)
-    elif node.target is operator.getitem:
-        lowered = graph.node_copy(node, values.__getitem__)
+        lowered = graph.create_node("call_function", node.target, own, kwargs, name=name)
     else:
         args = fx.node.map_arg(node.args, values.__getitem__)
-        lowered = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        named = fx.node.map_arg(kwargs, values.__getitem__)
+        lowered = graph.create_node("call_function", node.target, args, named, name=name)
     lowered.meta = dict(node.meta)
     return lowered

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import call
 from mirrorc.inputs import identifier
 from mirrorc.program import Program, Region, Stage
+from mirrorc.torch_internals import lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class _RegionPool:
         if key not in self._by_body:
             prefix = {"forward": "fwd", "backward": "bwd"}[phase]
             name = f"{prefix}_{sum(region.phase == phase for region in self.regions.values())}"
-            self.regions[name] = Region(name, phase, fx.GraphModule({}, graph, class_name=name))
+            self.regions[name] = Region(name, phase, lazy_graph_module({}, graph, name))
             self._by_body[key] = name
         return self._by_body[key]
 
@@ -83,10 +85,10 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
     gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
         if nodes:
-            call = _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
+            region = _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
             results = [node for node in nodes if node in used_outside]
             found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
-            call.kwargs = {**call.kwargs, "gradients": found}
+            region.kwargs = {**region.kwargs, "gradients": found}
     output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
     outer.output(output)
     return outer
@@ -156,12 +158,12 @@ def _call(
         inside[node] = body.node_copy(node, inside.__getitem__)
     results = [node for node in nodes if node in used_outside]
     body.output(tuple(inside[node] for node in results))
-    call = outer.call_function(ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(phase, body)})
-    call.meta = _call_meta(results, nodes)
+    region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(phase, body)})
+    region.meta = _call_meta(results, nodes)
     for i, node in enumerate(results):
-        values[node] = outer.call_function(operator.getitem, (call, i))
+        values[node] = outer.create_node("call_function", operator.getitem, (region, i), name=node.name)
         values[node].meta = dict(node.meta)
-    return call
+    return region
 
 
 def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:

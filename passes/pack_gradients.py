@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import call
 from mirrorc.program import Bucket, Program, Stage
 
 
@@ -47,7 +48,7 @@ def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: 
     members = tuple(gradients[slot.variable][replica] for slot in bucket.slots)
     last = max(members, key=order.__getitem__)
     with graph.inserting_after(last):
-        node = graph.call_function(ops.pack, members, {"bucket": bucket.index, "replica": replica})
+        node = call(graph, ops.pack, members, {"bucket": bucket.index, "replica": replica})
     fake_mode = last.meta["val"].fake_mode
     with fake_mode:
         node.meta["val"] = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=last.meta["val"].device)

@@ -12,7 +12,11 @@ from torch import fx
 
 from mirrorc import kernels, ops
 from mirrorc.errors import PassError
+from mirrorc.graphs import copied, insert
+from mirrorc.inputs import identifier
 from mirrorc.program import Program, Region, Slot, Stage
+from mirrorc.torch_internals import lazy_graph_module
+from mirrorc.value_types import set_type
 
 _VIEWS = (
     torch.ops.aten.t.default,
@@ -55,33 +59,28 @@ class PlaceGradients:
         if not program.buckets:
             raise PassError("pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: (bucket.index, slot) for bucket in program.buckets for slot in bucket.slots}
-        graphs = tuple(_copied(graph) for graph in program.shard_graphs)
+        graphs = tuple(copied(graph) for graph in program.shard_graphs)
         calls: Calls = {}
+        names: dict[fx.Node, str] = {}
         for graph in graphs:
+            names |= _gradient_names(graph)
             for node in ops.calls(graph, ops.call_region):
                 calls.setdefault(str(node.kwargs["region"]), []).append(node)
         regions = dict(program.regions)
         left: list[str] = []
         for name, nodes in calls.items():
-            places = _places(nodes, slots, left)
+            places = _places(nodes, names, slots, left)
             if places:
                 regions[name] = _place(program.regions[name], places)
+                placed = program.evolve(regions=regions)
                 for node in nodes:
-                    _pass_slots(node, list(places), slots)
+                    _pass_slots(placed, node, list(places), names, slots)
         remarks = (
             [f"{', '.join(sorted(set(left)))}: copied by pack, something else uses the gradient as well"]
             if left
             else []
         )
         return program.evolve(shard_graphs=graphs, regions=regions, remarks=(*program.remarks, *remarks))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    copy.graph_copy(graph, values)
-    copy.output(fx.node.map_arg(graph.output_node().args[0], values.__getitem__))
-    return copy
 
 
 def _gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -95,11 +94,12 @@ def _gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: name for node, name in found.items() if node not in shared}
 
 
-def _places(nodes: list[fx.Node], slots: Mapping[str, tuple[int, Slot]], left: list[str]) -> dict[int, Slot]:
+def _places(
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], slots: Mapping[str, tuple[int, Slot]], left: list[str]
+) -> dict[int, Slot]:
     """Which outputs of a region are gradients in every call of it, and a slot of their shape."""
     found: list[dict[int, Slot]] = []
     for node in nodes:
-        names = _gradient_names(node.graph)
         own: dict[int, Slot] = {}
         for part in node.users:
             if part.target is operator.getitem and part in names:
@@ -112,13 +112,13 @@ def _places(nodes: list[fx.Node], slots: Mapping[str, tuple[int, Slot]], left: l
 
 
 def _place(region: Region, places: Mapping[int, Slot]) -> Region:
-    graph = _copied(region.graph_module.graph)
+    graph = copied(region.graph_module.graph)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for index, slot in places.items():
         gradient = results[index]
         with graph.inserting_after(last_placeholder[0]) if last_placeholder else graph.inserting_before():
-            argument = graph.placeholder(f"slot_{index}")
+            argument = graph.placeholder(f"slot_{identifier(slot.variable)}")
         last_placeholder = [argument]
         value = gradient.meta["val"]
         with value.fake_mode:
@@ -127,20 +127,23 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
     graph.output_node().args = (tuple(results),)
     _remove_unused(graph)
     graph.lint()
-    return replace(region, graph_module=fx.GraphModule({}, graph, class_name=region.name))
+    return replace(region, graph_module=lazy_graph_module({}, graph, region.name))
 
 
 def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
     product = _matrix_product(gradient)
     if product is not None and slot.meta["val"].is_contiguous():
         with graph.inserting_before(product):
-            into = graph.call_function(kernels.mm_into, (slot, *product.args))
+            into = graph.create_node(
+                "call_function", kernels.mm_into, (slot, *product.args), name=f"{product.name}_into"
+            )
         into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
         return slot
     with graph.inserting_after(gradient):
-        copied = graph.call_function(torch.ops.aten.copy_.default, (slot, gradient))
-    copied.meta = {**gradient.meta, "val": slot.meta["val"]}
-    return copied
+        name = slot.name.replace("slot_", "write_", 1)
+        written = graph.create_node("call_function", torch.ops.aten.copy_.default, (slot, gradient), name=name)
+    written.meta = {**gradient.meta, "val": slot.meta["val"]}
+    return written
 
 
 def _matrix_product(gradient: fx.Node) -> fx.Node | None:
@@ -167,16 +170,19 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _pass_slots(node: fx.Node, indices: list[int], slots: Mapping[str, tuple[int, Slot]]) -> None:
-    names = _gradient_names(node.graph)
+def _pass_slots(
+    program: Program,
+    node: fx.Node,
+    indices: list[int],
+    names: Mapping[fx.Node, str],
+    slots: Mapping[str, tuple[int, Slot]],
+) -> None:
     of_index = {part.args[1]: names[part] for part in node.users if part in names}
     arguments = []
     for index in indices:
         bucket, slot = slots[of_index[index]]
-        with node.graph.inserting_before(node):
-            argument = node.graph.call_function(ops.slot, (), {"bucket": bucket, "variable": slot.variable})
-        value = node.meta["val"][index]
-        with value.fake_mode:
-            argument.meta["val"] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=value.device)
-        arguments.append(argument)
+        arguments.append(insert(program, node, ops.slot, (), {"bucket": bucket, "variable": slot.variable}))
     node.args = (*node.args, *arguments)
+    set_type(program, node)  # gradients lie as their slots do
+    for part in node.users:
+        set_type(program, part)

@@ -50,6 +50,7 @@ class PlanBuckets:
         open_buckets: dict[tuple[torch.dtype, UpdateRule], list[Variable]] = {}
         closed: list[list[Variable]] = []
         remarks: list[str] = []
+        num_bytes: dict[tuple[torch.dtype, UpdateRule], int] = {}
         gradients = _gradients(program)
         position = {name: i for i, name in enumerate(gradients)}
         for name in gradients:
@@ -58,7 +59,9 @@ class PlanBuckets:
             key = (variable.dtype, variable.update)
             members = open_buckets.setdefault(key, [])
             cap_mb = self.first_bucket_mb if not closed else self.bucket_cap_mb
-            if members and _num_bytes([*members, variable]) > cap_mb * 2**20:
+            num_bytes[key] = num_bytes.get(key, 0) + _num_bytes(variable)
+            if members and num_bytes[key] > cap_mb * 2**20:
+                num_bytes[key] = _num_bytes(variable)
                 remarks.append(f"{name} opens a new bucket: with it the last would be over {cap_mb:g} MiB")
                 closed.append(members)
                 members = open_buckets[key] = []
@@ -87,8 +90,8 @@ def _bucket(index: int, members: list[Variable]) -> Bucket:
     return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update)
 
 
-def _num_bytes(members: list[Variable]) -> int:
-    return sum(_aligned(math.prod(v.shape), v.dtype) * v.dtype.itemsize for v in members)
+def _num_bytes(variable: Variable) -> int:
+    return _aligned(math.prod(variable.shape), variable.dtype) * variable.dtype.itemsize
 
 
 def _aligned(num_elements: int, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import copied
 from mirrorc.program import Program, Stage
 
 
@@ -20,8 +21,8 @@ class ScheduleOverlap:
         update_0(wait_0); update_1(wait_1)         wait_0; update_0(wait_0); wait_1; update_1(wait_1)
 
     Needs: collectives and updates in the graph.
-    Guarantees: no node but collectives and waits moves; launches keep the order in which buckets become ready; each
-        replica waits in the order of its uses.
+    Guarantees: no node but collectives, waits and what operators of torch make of a sum moves; launches keep the order in
+        which buckets become ready; each replica waits in the order of its uses.
     """
 
     name: str = field(default="schedule-overlap", init=False)
@@ -29,37 +30,36 @@ class ScheduleOverlap:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
 
     def run(self, program: Program) -> Program:
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        graph.output(fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__))
-        order = {node: i for i, node in enumerate(graph.nodes)}
+        graph = copied(program.mirrored_graph)
         for node in list(ops.calls(graph, *ops.COLLECTIVES)):
-            last = max(node.all_input_nodes, key=order.__getitem__)
-            last.append(node)
-            order[node] = order[last]
+            max(node.all_input_nodes).append(node)  # nodes compare by their places in the graph
+        for node in reversed(list(graph.nodes)):
+            if ops.is_compute(node) and ops.origin(node).target is ops.wait and node.users:
+                min(node.users).prepend(node)  # as late as the wait for what it takes
         for node in list(ops.calls(graph, *ops.COLLECTIVES)):
-            _move_waits(node, order)
+            _move_waits(node)
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=(*program.remarks, *_remarks(graph)))
 
 
-def _move_waits(collective: fx.Node, order: dict[fx.Node, int]) -> None:
+def _move_waits(collective: fx.Node) -> None:
     """A wait that nothing uses (its replica only helps to reduce) goes with those of the other replicas."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:
-        min(node.users, key=order.__getitem__).prepend(node)
+        min(node.users).prepend(node)
     for node in waits:
         if used and not node.users:
             used[-1].append(node)
 
 
 def _remarks(graph: fx.Graph) -> list[str]:
-    """Names the all-reduces that no region can hide."""
+    """Names the reductions that no region can hide."""
     remarks, regions_after = [], 0
     for node in reversed(list(graph.nodes)):
         if node.target is ops.call_region:
             regions_after += 1
         elif node.target is ops.all_reduce and not regions_after:
-            remarks.append(f"all_reduce of bucket {node.kwargs['bucket']} stays exposed: backward ends where it begins")
+            remarks.append(
+                f"the reduction of bucket {ops.bucket_of(node)} stays exposed: backward ends where it begins"
+            )
     return remarks[::-1]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import call, copied
 from mirrorc.program import Bucket, Placement, Program, Stage
+from mirrorc.value_types import set_type
 
 
 @dataclass(frozen=True)
@@ -45,45 +46,51 @@ class ShareParameters:
         if any(device.torch_device.type != "cpu" for device in program.devices):
             remark = "parameters are mirrored, each device has a copy: the devices do not share one memory"
             return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        graph.output(fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__))
+        graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)
         reductions = {node.kwargs["bucket"]: node for node in ops.calls(graph, ops.all_reduce)}
+        shared = program.evolve(graph=graph, buckets=buckets)
         for bucket in reversed(buckets):
             if bucket.rule.elementwise:
-                _scatter(graph, bucket, reductions[bucket.index], program.num_replicas)
+                _scatter(shared, bucket, reductions[bucket.index])
         for node in list(ops.calls(graph, ops.broadcast)):
             _erase(node)
         for node in list(ops.calls(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
-        return program.evolve(stage=Stage.SCHEDULED, graph=graph, buckets=buckets)
+        return shared.evolve(stage=Stage.SCHEDULED)
 
 
-def _scatter(graph: fx.Graph, bucket: Bucket, all_reduce: fx.Node, num_replicas: int) -> None:
+def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
     """Reduces a bucket by shares, and moves its waits and updates to the end of the graph."""
+    graph = program.mirrored_graph
     with graph.inserting_before(all_reduce):
-        scatter = graph.call_function(ops.reduce_scatter, all_reduce.args, {"bucket": bucket.index, "op": "sum"})
+        scatter = call(graph, ops.reduce_scatter, all_reduce.args, {"bucket": bucket.index, "op": "sum"})
     scatter.meta["val"] = ops.Pending(all_reduce.meta["val"].value)
     end = graph.output_node()
     for wait in list(all_reduce.users):
         replica: Any = ops.replica_of(wait)
-        start, stop = bucket.share(replica, num_replicas)
+        start, stop = bucket.share(replica, program.num_replicas)
         wait.args = (scatter,)
-        wait.meta["val"] = _part(wait.meta["val"], stop - start)
+        set_type(program, wait)
         end.prepend(wait)
-        for update in list(wait.users):
-            if start < stop:
-                end.prepend(update)
-            else:
-                graph.erase_node(update)  # a small bucket has no share for everyone
+        used_by = _users_of(wait)
+        for node in used_by if start < stop else ():
+            end.prepend(node)
+            set_type(program, node)
+        for node in reversed(used_by) if start == stop else ():
+            graph.erase_node(node)  # a small bucket has no share for everyone
     graph.erase_node(all_reduce)
 
 
-def _part(whole: Any, num_elements: int) -> Any:
-    with whole.fake_mode:
-        return torch.empty(num_elements, dtype=whole.dtype, device=whole.device)
+def _users_of(wait: fx.Node) -> list[fx.Node]:
+    """What operators of torch make of a value, and the updates that take it, in order of the program."""
+    found: dict[fx.Node, None] = {}
+    waiting = [wait]
+    while waiting:
+        users = waiting.pop().users
+        found.update(dict.fromkeys(users))
+        waiting.extend(user for user in users if ops.is_compute(user))
+    return sorted(found)
 
 
 def _erase(node: fx.Node) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.program import Region
 from mirrorc.runtime.codegen import generate
-from mirrorc.torch_internals import compile_with_inductor, inductor_decompositions
+from mirrorc.torch_internals import compile_with_inductor, inductor_decompositions, lazy_graph_module
 
 BACKENDS = ("inductor", "eager")
 RegionFunction = Callable[[list[Any]], Any]
@@ -59,7 +59,7 @@ def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModu
         node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _moved(a, device))
         if "val" in node.meta:
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], lambda a: _moved(a, device))
-    return fx.GraphModule({}, graph, class_name=type(graph_module).__name__)
+    return lazy_graph_module({}, graph, type(graph_module).__name__)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.runtime.recording import Clock
+
 _serial = itertools.count()
 _programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDictionary()
 
@@ -22,10 +24,19 @@ class GraphFunction:
         nodes: the node that each line of the source belongs to.
         source: the generated source.
         namespace: what its names are bound to; may be rebound between calls.
+        marked: the nodes of its calls in order, if it has a clock, which it gives a mark of its beginning, and one of the
+            end of each of these.
     """
 
-    def __init__(self, title: str, source: str, nodes: Sequence[fx.Node | None], namespace: dict[str, Any]) -> None:
-        self.source, self.nodes, self.namespace = source, nodes, namespace
+    def __init__(
+        self,
+        title: str,
+        source: str,
+        nodes: Sequence[fx.Node | None],
+        namespace: dict[str, Any],
+        marked: Sequence[fx.Node] = (),
+    ) -> None:
+        self.source, self.nodes, self.namespace, self.marked = source, nodes, namespace, marked
         self.filename = f"<mirrorc {title} #{next(_serial)}>"
         exec(compile(source, self.filename, "exec"), namespace)  # the source is made below, from a graph alone
         self.call: Callable[[list[Any]], Any] = namespace["run"]
@@ -46,7 +57,12 @@ def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
 
 
 def generate(
-    title: str, graph: fx.Graph, bind: Callable[[fx.Node], Any], *, boxed: Callable[[fx.Node], bool] = lambda _: False
+    title: str,
+    graph: fx.Graph,
+    bind: Callable[[fx.Node], Any],
+    *,
+    boxed: Callable[[fx.Node], bool] = lambda _: False,
+    clock: Clock | None = None,
 ) -> GraphFunction:
     """Generates the function of a graph.
 
@@ -56,8 +72,9 @@ def generate(
         bind: gives the function that carries out a call, or for a call without arguments whose result is constant, a
             `Constant`.
         boxed: calls whose function takes a list of arguments that it empties, and gives a sequence that is unpacked.
+        clock: marks the end of every call; None for a function without marks.
     """
-    return _Generator(graph, bind, boxed).generate(title)
+    return _Generator(graph, bind, boxed, clock).generate(title)
 
 
 class Constant:
@@ -68,8 +85,11 @@ class Constant:
 
 
 class _Generator:
-    def __init__(self, graph: fx.Graph, bind: Callable[[fx.Node], Any], boxed: Callable[[fx.Node], bool]) -> None:
-        self.graph, self.bind, self.boxed = graph, bind, boxed
+    def __init__(
+        self, graph: fx.Graph, bind: Callable[[fx.Node], Any], boxed: Callable[[fx.Node], bool], clock: Clock | None
+    ) -> None:
+        self.graph, self.bind, self.boxed, self.clock = graph, bind, boxed, clock
+        self.marked: list[fx.Node] = []
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
         self.namespace: dict[str, Any] = {}
@@ -77,7 +97,12 @@ class _Generator:
         self.dying: dict[fx.Node, list[str]] = {}
 
     def generate(self, title: str) -> GraphFunction:
-        self._emit("def run(args):", None)
+        if self.clock is None:
+            self._emit("def run(args):", None)
+        else:
+            self.namespace |= {"begin": self.clock.begin, "mark": self.clock.mark, "note": self.clock.note}
+            self._emit("def run(args, begin=begin, mark=mark, note=note):", None)  # as locals, which are found faster
+            self._emit("    t0 = begin()", None)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in self.graph.nodes:
             self.names[node] = f"v{len(self.names)}"
@@ -86,7 +111,7 @@ class _Generator:
             self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
         for node in self.graph.nodes:
             self._emit_node(node)
-        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace)
+        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked)
 
     def _emit(self, line: str, node: fx.Node | None) -> None:
         self.lines.append(line)
@@ -101,6 +126,8 @@ class _Generator:
 
     def _emit_node(self, node: fx.Node) -> None:
         if node.op == "output":
+            if self.clock is not None:
+                self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
             self._emit(f"    return {self._show(node.args[0])}", node)
         elif node.op != "placeholder" and not self._is_unpacked(node):
             bound = self.bind(node)
@@ -118,6 +145,7 @@ class _Generator:
                     f"{k}={self._show(v)}" for k, v in node.kwargs.items()
                 ]
                 self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
+                self._mark(node)
                 self._free(
                     [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
                 )
@@ -129,6 +157,12 @@ class _Generator:
         assert [user.args[1] for user in parts] == list(range(len(parts))), "every output of a region has one getitem"
         results = "".join(f"{self.names[part]}, " for part in parts)
         self._emit(f"    {results + '= ' if parts else ''}{function}(box)", node)
+        self._mark(node)
+
+    def _mark(self, node: fx.Node) -> None:
+        if self.clock is not None:
+            self.marked.append(node)
+            self._emit(f"    t{len(self.marked)} = mark()", None)
 
     def _is_unpacked(self, node: fx.Node) -> bool:
         if node.target is not operator.getitem:

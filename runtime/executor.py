@@ -22,6 +22,7 @@ from mirrorc.runtime.communicator.base import record_event, wait_event
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.failures import explain_failure
 from mirrorc.runtime.optimizer import BucketOptimizers
+from mirrorc.runtime.recording import Recorder
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Executor:
         memory: variables and optimizer.
         constants: tensors that the capture found outside of parameters and buffers.
         timeout_seconds: bound of every wait among replicas.
+        recorder: keeps the times of its last steps; None for none.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Executor:
         memory: Memory,
         constants: Mapping[str, torch.Tensor],
         timeout_seconds: float,
+        recorder: Recorder | None = None,
     ) -> None:
         self.program = program
+        self.recorder = recorder
         self._regions = regions
         self._memory = memory
         self._constants = constants
@@ -63,8 +67,11 @@ class Executor:
 
     def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
         tags: dict[str, list[tuple[str, int]]] = {}
-        for node in ops.calls(next(iter(self.program.device_graphs.values())).graph, *ops.COLLECTIVES):
-            tags.setdefault(str(node.kwargs["link"]), []).append((ops.name_of(node), ops.bucket_of(node)))
+        for module in self.program.device_graphs.values():
+            for node in ops.calls(module.graph, *ops.REDUCTIONS, ops.send):
+                found, tag = tags.setdefault(str(node.kwargs["link"]), []), (ops.name_of(node), ops.bucket_of(node))
+                if tag not in found:
+                    found.append(tag)
         made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}
         for link, communicator in made.items():
             communicator.prepare(tags[link])
@@ -75,19 +82,22 @@ class Executor:
         """Binds the program to the memory's present layout."""
         if self._layout == self._memory.store.layout:
             return
+        clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
         modules = self.program.device_graphs.items()
         self._functions = [
-            generate(name, module.graph, functools.partial(self._bind_node, replica), boxed=_is_region)
-            for replica, (name, module) in enumerate(modules)
+            generate(name, module.graph, functools.partial(self._bind_node, r), boxed=_is_region, clock=clocks[r])
+            for r, (name, module) in enumerate(modules)
         ]
+        if self.recorder is not None:
+            self.recorder.nodes = [function.marked for function in self._functions]
         self._layout = self._memory.store.layout
 
     def _bind_node(self, replica: int, node: fx.Node) -> Any:
         """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
         if node.op == "call_module":
             return self._regions[replica][str(node.target)]
-        if node.target is operator.getitem:
-            return operator.getitem
+        if node.target is operator.getitem or ops.is_compute(node):
+            return node.target
         return _BINDERS[node.target](self, replica, node)
 
     def _bind_read(self, replica: int, node: fx.Node) -> Constant:
@@ -125,14 +135,20 @@ class Executor:
 
         return reduction
 
-    def _bind_broadcast(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+    def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
         parameters = self._memory.store.buckets[bucket].parameters[replica]
 
-        def broadcast(*_: Any, root: int, **__: Any) -> Any:
-            return communicator.launch_broadcast(bucket, replica, root, parameters)
+        def send(*_: Any, destination: int, **__: Any) -> None:
+            communicator.send(bucket, replica, destination, parameters)
 
-        return broadcast
+        return send
+
+    def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        def recv(**_: Any) -> None:
+            """Nothing to do before the wait: the sender's memory is fetched from there."""
+
+        return recv
 
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         collective = node.args[0]
@@ -141,7 +157,7 @@ class Executor:
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
-            ops.broadcast: functools.partial(communicator.wait_broadcast, root=collective.kwargs.get("root")),  # type: ignore[arg-type]
+            ops.recv: functools.partial(communicator.receive, source=collective.kwargs.get("source")),  # type: ignore[arg-type]
         }
         wait_for = waits[collective.target]
 
@@ -200,6 +216,8 @@ class Executor:
             ExecutionError: a replica failed; names device, operation and source line.
         """
         self.bind()
+        if self.recorder is not None:
+            self.recorder.begin()
         self.has_updated = False
         weight_tensors = self._weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
@@ -263,10 +281,16 @@ class Executor:
             return functools.reduce(torch.add, parts).to(dtype).reshape(())
 
     def _abort(self) -> None:
+        self._forget_step()
         for communicator in self._communicators.values():
             communicator.abort()
 
+    def _forget_step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.forget()
+
     def _begin_afresh(self) -> None:
+        self._forget_step()
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
 
@@ -281,7 +305,8 @@ _BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
     ops.pack: Executor._bind_pack,
     ops.all_reduce: Executor._bind_reduction,
     ops.reduce_scatter: Executor._bind_reduction,
-    ops.broadcast: Executor._bind_broadcast,
+    ops.send: Executor._bind_send,
+    ops.recv: Executor._bind_recv,
     ops.wait: Executor._bind_wait,
     ops.update: Executor._bind_update,
     ops.step_optimizer: Executor._bind_step_optimizer,

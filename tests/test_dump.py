@@ -1,8 +1,12 @@
+import difflib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +16,22 @@ from tiny_programs import (
     SMALL_BUCKETS,
     TwoLayers,
     Weight,
+    captured_model,
     captured_two_layers,
     every_stage,
     handmade,
     run_up_to,
+    targets,
 )
+from torch import fx, nn
 from torch.testing import FileCheck
 
 import mirrorc
 from mirrorc import ops
 from mirrorc.dump import program_to_text, type_of
 from mirrorc.passes import default_pipeline
+from mirrorc.program import Stage
+from mirrorc.value_names import with_stable_names
 
 HERE = Path(__file__).parent
 
@@ -74,6 +83,48 @@ def test_remarks_are_printed() -> None:
     assert len(program.remarks) == 2
 
 
+def bucket_rows(text: str) -> list[str]:
+    return re.findall(r"^# bucket .*$", text, flags=re.MULTILINE)
+
+
+def test_a_bucket_says_after_which_region_it_is_ready_once_it_is_packed() -> None:
+    stages = every_stage(handmade(2), **SMALL_BUCKETS)
+    for name, program in stages.items():
+        found = [row.partition(" · ready after ")[2] for row in bucket_rows(program.to_text())]
+        assert found == (["bwd_0", "bwd_1"] if program.stage >= Stage.PACKED else ["", ""]), name
+
+
+def test_a_bucket_whose_parameters_are_shared_says_so() -> None:
+    stages = every_stage(handmade(2))
+    is_shared = {name: " · shared" in bucket_rows(program.to_text())[0] for name, program in stages.items()}
+    assert [name for name, found in is_shared.items() if found] == [
+        "share-parameters",
+        "lower-collectives",
+        "lower-devices",
+    ]
+    assert " · shared · ready after bwd_0" in bucket_rows(stages["lower-devices"].to_text())[0]
+
+
+def test_gradients_of_a_bucket_are_listed_in_full_on_request() -> None:
+    program = run_up_to("pack-gradients", handmade(2, [Weight(f"layer{i}.weight", (i, 3)) for i in range(1, 7)]))
+    (row,) = bucket_rows(program.to_text())
+    assert "layer6.weight[6, 3] layer5.weight[5, 3] … 3 more … layer1.weight[1, 3]" in row
+    first, *slots = program.to_text(slots=True).splitlines()[1:8]
+    assert re.split(r"\s{2,}", first) == [
+        "# bucket 0",
+        "f32",
+        "0.4 KiB",
+        "6 gradients",
+        "AdamW group 0 · ready after bwd_0",
+    ]
+    assert slots == [f"#     layer{i}.weight[{i}, 3]" for i in range(6, 0, -1)]
+    rest = [
+        [line for line in text.splitlines() if not line.startswith("# ")]
+        for text in (program.to_text(), program.to_text(slots=True))
+    ]
+    assert rest[0] == rest[1]
+
+
 def test_devices_that_run_the_same_are_printed_once() -> None:
     text = lowered(3)
     assert functions(text) == ["cpu_0"]
@@ -89,13 +140,48 @@ def test_an_uneven_batch_prints_a_function_for_each_shape() -> None:
 
 
 def test_a_lowered_program_reads_as_in_the_design() -> None:
-    FileCheck().check("    loss ").check_same("fwd_0(x, fc1.weight, fc2.weight)").check("d(fc2.weight)").check_same(
-        "bwd_0("
-    ).check("b0 ").check_same("pack(bucket=0, d(fc2.weight))").check("b0_pending").check_same(
-        "all_reduce(bucket=0, b0, op=sum, link=shared-memory)"
-    ).check("bwd_1(").check("b0_sum").check_same("wait(bucket=0, b0_pending)").check(
-        "update(bucket=0, b0_sum)"
-    ).check_same("AdamW group 0").check("return loss").run(lowered())
+    FileCheck().check("    loss: f32[] ").check_same("fwd_0(x, fc1.weight, fc2.weight)").check(
+        "d(fc2.weight)"
+    ).check_same("bwd_0(").check("b0: f32[16] ").check_same("pack(bucket=0, d(fc2.weight))").check(
+        "b0_pending: pending f32[16] "
+    ).check_same("all_reduce(bucket=0, b0, op=sum, link=shared-memory)").check("bwd_1(").check(
+        "b0_sum: f32[16] "
+    ).check_same("wait(bucket=0, b0_pending)").check("update(bucket=0, b0_sum)").check_same("AdamW group 0").check(
+        "return loss"
+    ).run(lowered())
+
+
+def test_a_share_is_printed_with_the_type_of_the_whole_so_that_devices_print_the_same() -> None:
+    stages = every_stage(handmade(3, [Weight("a", (200,))]))
+    shares = [n.meta["val"].numel() for n in targets(stages["lower-collectives"].mirrored_graph, ops.wait)]
+    assert shares == [64, 64, 80]
+    text = stages["lower-devices"].to_text()
+    FileCheck().check("b0: f32[208] ").check("b0_pending: pending f32[208] ").check_same("reduce_scatter(").check(
+        "b0_share: share of f32[208] "
+    ).check_same("wait(bucket=0, b0_pending)").check("update(bucket=0, b0_share)").check_same(
+        "AdamW group 0, this device's share of 3"
+    ).run(text)
+    assert functions(text) == ["cpu_0"] and "b0_sum" not in text
+
+
+def test_received_parameters_are_printed_with_their_type() -> None:
+    text = run_up_to("lower-devices", handmade(2, [Weight("a", (300,), rule=MUON)])).to_text()
+    assert functions(text) == ["cpu_0", "cpu_1"]
+    FileCheck().check("updated ").check_same("step_optimizer(b0_sum)").check(
+        "send(bucket=0, updated, destination=1, link=shared-memory)"
+    ).check("def cpu_1").check("all_reduce(").check("b0_pending: pending f32[304] ").check_same(
+        "recv(bucket=0, source=0, link=shared-memory)"
+    ).check("b0_parameters: f32[304] ").check_same("wait(bucket=0, b0_pending)").check(
+        "store(bucket=0, b0_parameters)"
+    ).run(text)
+
+
+def test_every_value_of_a_collective_and_of_a_region_has_a_type() -> None:
+    for name, program in every_stage(captured_two_layers(2), **SMALL_BUCKETS).items():
+        for line in program.to_text(regions=True).splitlines():
+            result, is_assignment, operation = line.partition(" = ")
+            if is_assignment and not line.startswith("#") and not re.match(r"(fwd|bwd)_\d+\(", operation):
+                assert re.search(r": (pending |share of )?(\(.*\)|[a-z]+\d*\[[\d, ]*\])\s*$", result), (name, line)
 
 
 def test_a_mirrored_program_names_the_device_of_every_line() -> None:
@@ -125,6 +211,144 @@ def test_lines_name_the_users_source() -> None:
         i for i, code in enumerate((HERE / "tiny_programs.py").read_text().splitlines(), 1) if "self.fc2(" in code
     )
     assert f"tiny_programs.py:{line}  return self.fc2(" in text
+
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+def imported(path: Path, source: str) -> ModuleType:
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("users_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_sources_the_text_is_the_same_when_code_moves(tmp_path: Path) -> None:
+    files = [
+        imported(tmp_path / "one" / "model.py", SOURCE),
+        imported(tmp_path / "other" / "elsewhere.py", "# a comment\n" * 7 + SOURCE),
+    ]
+    stages = [every_stage(captured_model(file.Net()), **SMALL_BUCKETS) for file in files]
+    for name in stages[0]:
+        full, bare = ([s[name].to_text(regions=True, sources=sources) for s in stages] for sources in (True, False))
+        assert bare[0] == bare[1] and full[0] != full[1], name
+        assert "model.py:12" in full[0] and "elsewhere.py:19" in full[1]
+        assert "return self.layers(x)" in full[0] and "return self.layers(x)" not in bare[0]
+        assert code_of(full[0]) == code_of(bare[0]), name
+
+
+def code_of(text: str) -> list[str]:
+    """The lines of a text without what is said beside or above them."""
+    lines = [line if line.startswith("#") else line.partition("  # ")[0].rstrip() for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_notes_stay_where_sources_are_left_out() -> None:
+    program = run_up_to("lower-devices", captured_two_layers())
+    assert program.remarks
+    for said in ("# note: ", "# SGD group 0", "# cpu:1 runs the same as replica 1"):
+        assert said in program.to_text(sources=False)
+
+
+class Block(nn.Module):
+    """A residual block whose inner width and activation are its own affair."""
+
+    def __init__(self, width: int, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, width)
+        self.activation = activation()
+        self.down = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.activation(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Three blocks of different widths, so that none shares a region; the second can be had in other ways."""
+
+    def __init__(self, width: int = 6, activation: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(5, nn.Tanh), Block(width, activation), Block(7, nn.Tanh)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_values_in_regions_are_called_by_their_module() -> None:
+    text = run_up_to("lower-devices", captured_model(Blocks())).to_text(regions=True)
+    forward, backward = text.split("region bwd_0(")
+    FileCheck().check("region fwd_0(").check("    blocks_0_up_addmm: f32[4, 5] = ").check(
+        "    blocks_0_activation_tanh: f32[4, 5] = aten.tanh.default(blocks_0_up_addmm)"
+    ).check("    blocks_1_up_addmm: f32[4, 6] = ").check("    blocks_2_down_addmm: f32[4, 4] = ").check(
+        "    head_addmm: f32[4, 3] = "
+    ).run(forward)
+    FileCheck().check("    d_head_mm: f32[4, 4] = ").check("    d_blocks_2_down_mm: f32[4, 7] = ").check(
+        "    d_blocks_1_activation_tanh_backward: f32[4, 6] = "
+    ).check("    d_blocks_0_up_sum: f32[1, 5] = ").run(backward)
+    assert not re.search(r"\b(addmm|mm|tanh|t)_\d+:", text)  # the tracer's numbers
+
+
+def renumbered(graph: fx.Graph, seed: int) -> fx.Graph:
+    """A copy in which every operator's value has another name, as from a tracer that counts otherwise."""
+    copy, values = fx.Graph(), {}
+    names = torch.randperm(len(graph.nodes), generator=torch.Generator().manual_seed(seed)).tolist()
+    for node, number in zip(graph.nodes, names, strict=True):
+        name = node.name if node.op == "placeholder" else f"value_{number}"
+        args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
+        if node.op == "output":
+            copy.output(args[0])
+        else:
+            values[node] = copy.create_node(node.op, node.target, args, kwargs, name=name)
+            values[node].meta = node.meta
+    return copy
+
+
+def test_names_do_not_depend_on_the_tracers_numbering() -> None:
+    program = captured_model(Blocks())
+    for seed in (0, 1):
+        shuffled = [renumbered(graph, seed) for graph in program.shard_graphs]
+        assert [n.name for n in shuffled[0].nodes] != [n.name for n in program.shard_graphs[0].nodes]
+        again = program.evolve(shard_graphs=tuple(with_stable_names(graph) for graph in shuffled))
+        stages, found = every_stage(program, **SMALL_BUCKETS), every_stage(again, **SMALL_BUCKETS)
+        for name in stages:
+            assert found[name].to_text(regions=True) == stages[name].to_text(regions=True), name
+            assert [str(g) for g in found[name].graphs()] == [str(g) for g in stages[name].graphs()]
+
+
+@pytest.mark.parametrize("caps", [{}, SMALL_BUCKETS], ids=["one-bucket", "many-buckets"])
+@pytest.mark.parametrize("change", [{"width": 9}, {"activation": nn.ReLU}, {"activation": nn.GELU}], ids=str)
+def test_changing_a_layer_changes_only_lines_that_name_it(change: dict[str, Any], caps: dict[str, float]) -> None:
+    """Besides them: calls of regions, which count what is saved, and the sizes of the layer's own buckets."""
+    before, after = (every_stage(captured_model(Blocks(**c)), **caps) for c in ({}, change))
+    for name in before:
+        texts = [p[name].to_text(regions=True, slots=True, sources=False).splitlines() for p in (before, after)]
+        changed = [line[2:] for line in difflib.ndiff(*texts) if line[0] in "+-"]
+        own = {b.index for b in before[name].buckets if any("blocks.1." in slot.variable for slot in b.slots)}
+        sizes = [f"b{index}{kind}: " for index in own for kind in ("", "_pending", "_sum", "_share")]
+        sized = tuple([f"# bucket {index}  " for index in own] + sizes) if "width" in change else ()
+        assert changed and own, name
+        for line in changed:
+            is_named = re.search(r"\bblocks\.1\.|blocks_1_", line)
+            is_call = re.search(r" = (fwd|bwd)_\d+\(", line)
+            assert is_named or is_call or line.split("|")[-1].strip().startswith(sized), (name, line)
 
 
 def test_types() -> None:

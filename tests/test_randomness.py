@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.randomness import _seeded, is_random, mix, seed_random_ops
+from mirrorc.randomness import is_random, mix, seed_random_ops, seeded
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def test_the_global_generator_is_left_as_it_was() -> None:
 def test_the_global_generator_is_left_as_it_was_after_a_failure() -> None:
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
-        _seeded(aten.bernoulli.p)(torch.tensor(1), 0, torch.ones(4), 7.0)
+        seeded(aten.bernoulli.p)(torch.tensor(1), 0, torch.ones(4), 7.0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -142,4 +142,4 @@ def test_attention_without_dropout_is_not_random() -> None:
 
 
 def test_an_operator_is_defined_once() -> None:
-    assert _seeded(aten.rand_like.default) is _seeded(aten.rand_like.default)
+    assert seeded(aten.rand_like.default) is seeded(aten.rand_like.default)

@@ -301,3 +301,34 @@ def test_every_function_is_called_here() -> None:
     assert [
         name for name in public if operator.countOf(source.split(), name) == 0 and f"internals.{name}" not in source
     ] == []
+
+
+def test_a_lazy_graph_module_is_a_graph_module_that_runs() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    module = internals.lazy_graph_module({}, graph, "Negative")
+    assert isinstance(module, fx.GraphModule)
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "neg" in module.code
+
+
+def test_artifacts_reach_torchs_structured_trace() -> None:
+    from torch._logging._internal import trace_log
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    records: list[logging.LogRecord] = []
+    was_on = internals.is_structured_trace_on()
+    internals.trace_artifact("before", "nobody listens")
+    handler = Keeps()
+    trace_log.addHandler(handler)
+    try:
+        assert internals.is_structured_trace_on()
+        internals.trace_artifact("name of it", "line one\nline two")
+    finally:
+        trace_log.removeHandler(handler)
+    assert internals.is_structured_trace_on() == was_on
+    (record,) = records
+    assert record.metadata["artifact"] == {"name": "name of it", "encoding": "string"}  # type: ignore[attr-defined]
+    assert record.payload == "line one\nline two"  # type: ignore[attr-defined]

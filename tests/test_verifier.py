@@ -1,6 +1,9 @@
 import dataclasses
+import inspect
 import operator
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +22,15 @@ from tiny_programs import (
 )
 from torch import fx
 
-from mirrorc import ops
+from mirrorc import ops, rules
 from mirrorc.errors import VerifyError
+from mirrorc.graphs import copied
 from mirrorc.pass_manager import run_passes
 from mirrorc.passes import PlaceGradients, ShareParameters
 from mirrorc.program import Bucket, Placement, Program, Stage, UpdateRule
 from mirrorc.rules import every_bucket_is_updated_once, no_device_waits_for_ever
-from mirrorc.verifier import RULES, Verify, verify
+from mirrorc.value_types import value_type
+from mirrorc.verifier import GRAPHS_FIRST, GRAPHS_LAST, LAST, RELATIONS, RULES, CheckedRegions, Verify, verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
 Mutation = tuple[str, Callable[[Program], Program]]
@@ -185,17 +190,6 @@ def broadcast_from_replica_1(program: Program) -> None:
             with_kwargs(node, root=1)
 
 
-def broadcast_twice(program: Program) -> None:
-    """Every device does, in the same order: the first wait waits for both."""
-    for graph in program.graphs():
-        broadcast = first(graph, ops.broadcast)
-        wait = next(user for user in broadcast.users if user.target is ops.wait)
-        with graph.inserting_after(wait):
-            again = graph.node_copy(broadcast, lambda node: node)
-        with graph.inserting_after(again):
-            graph.call_function(ops.wait, (again,), dict(wait.kwargs))
-
-
 def read_early(graph: fx.Graph) -> None:
     """Backward's last region reads c, of bucket 0, instead of a, which has the same shape."""
     nodes = list(graph.nodes)
@@ -222,6 +216,139 @@ def update_early(graph: fx.Graph) -> None:
     for node in reversed(targets(graph, ops.wait, ops.update)):
         if node.kwargs["bucket"] == 0:
             launched.append(node)
+
+
+def insert_before_output(graph: fx.Graph, target: Any, like: fx.Node, *args: Any) -> None:
+    """A call, dead, that gives a value of another's type."""
+    with graph.inserting_before(graph.output_node()):
+        node = graph.create_node("get_attr" if isinstance(target, str) else "call_function", target, args)
+    node.meta["val"] = like.meta["val"]
+
+
+def a_function_of_python(graph: fx.Graph) -> None:
+    loss = next(node for node in graph.nodes if node.target is operator.getitem)
+    insert_before_output(graph, operator.add, loss, loss, 1)
+
+
+def an_operator_that_writes(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    insert_before_output(graph, torch.ops.aten.mul_.Tensor, packed, packed, 2)
+
+
+def write_slots_after_the_pack(graph: fx.Graph) -> None:
+    """The region that gave bucket 0 its gradients runs once more, while the bucket is in flight."""
+    packed = first(graph, ops.pack)
+    call = packed.args[0].args[0]
+    assert any(node.target is ops.slot for node in call.all_input_nodes)
+    with graph.inserting_before(graph.output_node()):
+        graph.node_copy(call, lambda node: node)
+
+
+def step_once_more(program: Program) -> None:
+    """The optimizer runs again when its parameters are on their way."""
+    graph = program.graphs()[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.node_copy(first(graph, ops.step_optimizer), lambda node: node)
+
+
+def each_graph(change: Callable[[fx.Graph], None]) -> Callable[[Program], None]:
+    def mutate(program: Program) -> None:
+        for graph in program.graphs():
+            change(graph)
+
+    return mutate
+
+
+def change_each(target: object, **kwargs: object) -> Callable[[Program], None]:
+    def change(graph: fx.Graph) -> None:
+        for node in targets(graph, target):
+            with_kwargs(node, **kwargs)
+
+    return each_graph(change)
+
+
+def forget_to_receive(graph: fx.Graph) -> None:
+    """Replica 1 stores the reduced gradients of bucket 0 as its parameters."""
+    for received in targets(graph, ops.recv):
+        if ops.bucket_of(received) == 0 and ops.replica_of(received) in (None, 1):
+            (wait,) = received.users
+            total = first(graph, ops.wait)
+            assert ops.bucket_of(total) == 0
+            wait.replace_all_uses_with(total)
+            erase(graph, wait, received)
+
+
+def send_gradients(program: Program) -> None:
+    for graph in program.graphs():
+        for node in targets(graph, ops.send):
+            set_args(node, (node.args[0].args[0],))  # the sum that the optimizer is given
+
+
+def send_another_bucket(program: Program) -> None:
+    send = first(program.graphs()[0], ops.send)
+    with_kwargs(send, bucket=1 - ops.bucket_of(send))
+
+
+def receive_before_taking_part(program: Program) -> None:
+    """Replica 1 waits for parameters that replica 0 can only send when replica 1 has launched its reduction."""
+    graph = program.graphs()[1]
+    received = first(graph, ops.recv)
+    (wait,) = received.users
+    launch = next(n for n in targets(graph, ops.all_reduce) if ops.bucket_of(n) == ops.bucket_of(received))
+    launch.prepend(received)
+    launch.prepend(wait)
+
+
+def note_as(graph: fx.Graph, node: fx.Node, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    value = node.meta["val"]
+    with value.fake_mode:
+        node.meta = {**node.meta, "val": change(value)}
+
+
+def noted(target: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[fx.Graph], None]:
+    """Only what is noted of a value changes."""
+    return lambda graph: note_as(graph, first(graph, target), change)
+
+
+def flat_region(program: Program) -> Program:
+    """Region bwd_0 gives its gradient in another shape; its callers do not know."""
+    graph = program.regions["bwd_0"].graph_module.graph
+    output = graph.output_node()
+    result = output.args[0][0]
+    with graph.inserting_before(output):
+        flat = graph.call_function(torch.ops.aten.unsqueeze.default, (result, 0))
+    flat.meta["val"] = result.meta["val"].unsqueeze(0)
+    output.args = ((flat, *output.args[0][1:]),)
+    return program
+
+
+def feed_the_other_replica(graph: fx.Graph) -> None:
+    call = first(graph, ops.call_region)
+    theirs = next(n for n in targets(graph, ops.argument) if n.kwargs == {"name": "x", "replica": 1})
+    call.replace_input_with(call.args[0], theirs)
+
+
+def wait_for_the_other_replica(graph: fx.Graph) -> None:
+    one, other = (n for n in targets(graph, ops.update) if ops.bucket_of(n) == 0)
+    one.args, other.args = other.args, one.args
+
+
+def read_another_variable(graph: fx.Graph) -> None:
+    read = next(n for n in targets(graph, ops.read) if n.kwargs["variable"] == "b")
+    with_kwargs(read, variable="c")
+
+
+def exchange_what_a_region_is_given(graph: fx.Graph) -> None:
+    """The region of bucket 0 makes two gradients of one shape, each from a variable of that shape."""
+    call = next(node for node in graph.nodes if ops.is_region_call(node) and "b" in node.kwargs["gradients"])
+    one, tangent, other = call.args
+    assert (one.target, other.target) == (ops.read, ops.read)
+    set_args(call, (other, tangent, one))
+
+
+def give_another_loss(graph: fx.Graph) -> None:
+    other = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight")
+    graph.output_node().args = (other,)
 
 
 def on_every_device(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
@@ -308,7 +435,59 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
         sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), op="avg")),
         whole("insert-update", broadcast_from_replica_1),
-        whole("lower-devices", broadcast_from_replica_1),
+        whole("lower-collectives", send_gradients),
+        whole("lower-devices", send_gradients),
+    ],
+    "every_operation_is_known": [
+        *(at(pass_name, a_function_of_python) for pass_name in ("replicate", "insert-update", "lower-devices")),
+        *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),
+        at("replicate", lambda g: insert_before_output(g, "weight", first(g, ops.read))),
+    ],
+    "nothing_is_written_in_flight": [
+        *(placed(pass_name, write_slots_after_the_pack) for pass_name in ("schedule-overlap", "lower-devices")),
+        whole("lower-collectives", step_once_more),
+        whole("lower-devices", step_once_more),
+    ],
+    "every_send_is_received": [
+        *(
+            whole(pass_name, change)
+            for pass_name in ("lower-collectives", "lower-devices")
+            for change in (
+                each_graph(lambda g: erase(g, *targets(g, ops.send)[:1])),
+                each_graph(lambda g: [repeat(g, node) for node in targets(g, ops.send)[:1]]),
+                change_each(ops.send, destination=0),
+                change_each(ops.send, destination=2),
+                change_each(ops.recv, source=1),
+                each_graph(forget_to_receive),
+            )
+        ),
+        whole("lower-devices", lambda p: with_kwargs(first(p.graphs()[0], ops.send), link="copy")),
+        whole("lower-devices", send_another_bucket),
+    ],
+    "replicas_meet_only_in_collectives": [
+        at("replicate", feed_the_other_replica),
+        at("schedule-overlap", feed_the_other_replica),
+        at("insert-update", wait_for_the_other_replica),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.argument), replica=1)),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), replica=2)),
+    ],
+    "values_have_their_types": [
+        *(
+            at(pass_name, noted(ops.read, change))
+            for pass_name in ("plan-buckets", "replicate", "lower-devices")
+            for change in (torch.Tensor.double, lambda value: value.unsqueeze(0), lambda value: value[::2])
+        ),
+        at("insert-update", noted(ops.wait, torch.Tensor.double)),
+        at("lower-devices", noted(ops.wait, lambda value: value[1:])),
+        placed("replicate", noted(ops.slot, torch.Tensor.half)),
+        *((pass_name, flat_region) for pass_name in ("outline-regions", "replicate")),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), variable="no-such")),
+        sharded(noted(ops.wait, lambda value: value[:-1])),
+    ],
+    "dataflow_is_kept": [
+        *(at(p, read_another_variable) for p in ("plan-buckets", "outline-regions", "insert-update", "lower-devices")),
+        *(at(p, exchange_what_a_region_is_given) for p in ("replicate", "schedule-overlap", "lower-devices")),
+        at("lower-devices", give_another_loss),
     ],
     "variables_are_written_after_reads": [
         at("schedule-overlap", update_before_a_region),
@@ -337,7 +516,7 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
     ],
-    "no_device_waits_for_ever": [whole("lower-devices", broadcast_twice)],
+    "no_device_waits_for_ever": [whole("lower-devices", receive_before_taking_part)],
 }
 CASES = [
     pytest.param(rule, *mutation, id=f"{rule}-{i}") for rule, found in BAD.items() for i, mutation in enumerate(found)
@@ -352,15 +531,24 @@ def two_buckets() -> Program:
 CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
 
 
+KINDS = {
+    **{rule.__name__: f"of stage {stage.name}" for stage, found in RULES.items() for rule in found},
+    **{rule.__name__: "of every stage" for rule in (*LAST, *GRAPHS_FIRST, *GRAPHS_LAST)},
+    **{rule.__name__: "on passes" for rule in RELATIONS},
+}
+RELATION_NAMES = {rule.__name__ for rule in RELATIONS}
+
+
 @pytest.mark.parametrize(("rule", "pass_name", "mutate"), CASES)
 def test_a_program_that_breaks_a_rule_is_refused(
     rule: str, pass_name: str, mutate: Callable[[Program], Program]
 ) -> None:
-    program = run_up_to(pass_name, two_buckets(), **CAPS)
+    program, before = (run_up_to(pass_name, two_buckets(), **CAPS) for _ in range(2))
     assert [len(bucket.slots) for bucket in program.buckets] == [2, 1]
-    verify(program)
-    with pytest.raises(VerifyError, match=f"pass 'mine' gave a program that breaks the rule {rule} of stage"):
-        verify(mutate(program), after="mine")
+    verify(program, before=before)
+    mutant = mutate(program)
+    with pytest.raises(VerifyError, match=f"pass 'mine' gave a program that breaks the rule {rule} {KINDS[rule]}:"):
+        verify(mutant, after="mine", before=before if rule in RELATION_NAMES else None)
 
 
 def test_an_update_while_backward_reads_other_parameters_is_allowed() -> None:
@@ -373,7 +561,15 @@ def test_an_update_while_backward_reads_other_parameters_is_allowed() -> None:
 
 
 def test_every_rule_is_provoked() -> None:
-    assert set(BAD) == {rule.__name__ for rules in RULES.values() for rule in rules}
+    lists = [*RULES.values(), LAST, GRAPHS_FIRST, GRAPHS_LAST, RELATIONS]
+    assert set(BAD) == {rule.__name__ for found in lists for rule in found} and all(BAD.values())
+    assert len(KINDS) == sum(map(len, lists))
+
+
+def test_every_rule_is_in_a_list() -> None:
+    """A rule that nobody lists is never checked."""
+    assert set(KINDS) == {name for name in rules.__all__ if inspect.isgeneratorfunction(getattr(rules, name))}
+    assert all(inspect.getdoc(getattr(rules, name)) for name in KINDS)
 
 
 def test_every_stage_has_its_list_of_rules() -> None:
@@ -407,6 +603,84 @@ def test_the_message_names_the_rule_and_says_what_it_demands() -> None:
     assert str(every_bucket_is_updated_once.__doc__) in text
 
 
+def refusal(program: Program, before: Program | None = None) -> tuple[str, list[str]]:
+    """What is said of a program that is refused: the sentences, and the lines of the program below them."""
+    with pytest.raises(VerifyError) as caught:
+        verify(program, after="mine", before=before)
+    said, _, shown = str(caught.value).partition("\n\n")
+    return said, shown.split("\n") if shown else []
+
+
+def note_relu_in_another_shape(graph: fx.Graph) -> None:
+    node = first(graph, torch.ops.aten.relu.default)
+    note_as(graph, node, lambda value: value.unsqueeze(0))
+
+
+def test_the_message_shows_the_program_around_the_place() -> None:
+    """Rule, node, source line and pass, and five lines of the program on either side, as they are printed."""
+    program = run_up_to("plan-buckets", captured_two_layers())
+    note_relu_in_another_shape(program.shard_graphs[0])
+    said, shown = refusal(program)
+    assert said.startswith(
+        "pass 'mine' gave a program that breaks the rule values_have_their_types of every stage: relu is float32[4, 6], "
+        "but is noted as float32[1, 4, 6] (at tiny_programs.py:"
+    )
+    assert re.search(r"\(at tiny_programs\.py:\d+  return self\.fc2\(torch\.relu\(self\.fc1\(x\)\)\)\)", said)
+    printed = [line.strip() for line in program.to_text().splitlines()]
+    (place,) = (i for i, line in enumerate(shown) if line.startswith("  > "))
+    assert shown[place].startswith("  > relu: f32[1, 4, 6] = aten.relu.default(fc1_addmm)")
+    assert place == 2 and len(shown) == 2 + 1 + 5  # two lines come before it
+    lines = [line.removeprefix("  > ").strip() for line in shown]
+    assert lines == [line for line in printed if line in lines]
+
+
+@pytest.mark.parametrize("pass_name", ["insert-update", "lower-devices"])
+def test_at_most_eleven_lines_are_shown(pass_name: str) -> None:
+    program = run_up_to(pass_name, captured_two_layers(3), **SMALL_BUCKETS)
+    graph = program.graphs()[0]
+    repeat(graph, targets(graph, ops.wait)[2])
+    said, shown = refusal(program)
+    assert "breaks the rule collectives_are_waited_for_once of stage REDUCED: all_reduce of bucket " in said
+    assert len(shown) == 11 and [i for i, line in enumerate(shown) if line.startswith("  > ")] == [5]
+    assert "_pending: pending f32[" in shown[5] and "= all_reduce(bucket=" in shown[5]
+    text = [line.strip() for line in program.to_text().splitlines()]
+    assert all(line.removeprefix("  > ").strip() in text for line in shown)
+
+
+def test_a_place_in_a_region_is_shown_in_its_body() -> None:
+    program = run_up_to("lower-devices", captured_two_layers())
+    body = program.regions["bwd_0"].graph_module.graph
+    node = first(body, torch.ops.aten.threshold_backward.default)
+    note_as(body, node, lambda value: value.unsqueeze(0))
+    said, shown = refusal(program)
+    assert f"values_have_their_types of every stage: {node.name} is float32[4, 6], but is noted as" in said
+    assert len(shown) == 11 and shown[5].startswith(f"  > {node.name}: f32[1, 4, 6] = aten.threshold_backward.default(")
+
+
+def test_a_region_call_is_shown_with_the_users_line() -> None:
+    program, before = (run_up_to("schedule-overlap", captured_two_layers()) for _ in range(2))
+    call = next(node for node in targets(program.mirrored_graph, ops.call_region) if node.kwargs["gradients"])
+    value = next(n for n in call.all_input_nodes if n.target is operator.getitem)
+    other = next(
+        n for n in value.args[0].users if n is not value and value_type(n.meta["val"]) == value_type(value.meta["val"])
+    )
+    call.replace_input_with(value, other)
+    said, shown = refusal(program, before)
+    assert (
+        "breaks the rule dataflow_is_kept on passes: the gradient of " in said
+        and " on cpu:0 is computed in another" in said
+    )
+    assert any(line.startswith("  > cpu:0 | ") for line in shown)
+    assert any("bwd_0(" in line and "# tiny_programs.py:" in line for line in shown)
+
+
+def test_a_table_is_no_place_in_the_program() -> None:
+    program = run_up_to("plan-buckets", two_buckets(), **CAPS)
+    said, shown = refusal(program.evolve(buckets=program.buckets[:1]))
+    assert "breaks the rule every_gradient_has_one_slot of stage CAPTURED: the gradient of a has no slot" in said
+    assert shown == []
+
+
 @dataclasses.dataclass(frozen=True)
 class ForgetsAnUpdate:
     name: str = "forgets-an-update"
@@ -414,8 +688,103 @@ class ForgetsAnUpdate:
     output_stage: Stage = Stage.UPDATED
 
     def run(self, program: Program) -> Program:
-        erase(program.mirrored_graph, first(program.mirrored_graph, ops.update))
-        return program
+        graph = copied(program.mirrored_graph)
+        erase(graph, first(graph, ops.update))
+        return program.evolve(graph=graph)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipsGradients:
+    """Makes every gradient of the captured graph another expression, of the same type."""
+
+    changes_dataflow: bool
+    name: str = "clip-gradients"
+    input_stage: Stage = Stage.CAPTURED
+    output_stage: Stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        graph = copied(program.shard_graphs[0])
+        gradients = outputs(graph)["gradients"]
+        clipped = {}
+        for name, gradient in gradients.items():
+            with graph.inserting_before(graph.output_node()):
+                clipped[name] = graph.call_function(torch.ops.aten.clamp.default, (gradient, -1.0, 1.0))
+            clipped[name].meta["val"] = gradient.meta["val"]
+        graph.output_node().args = ({**outputs(graph), "gradients": clipped},)
+        return program.evolve(shard_graphs=(graph,))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["before-planning", "after-planning"])
+def test_a_pass_that_changes_the_dataflow_says_so(place: int) -> None:
+    pipeline = core_pipeline()
+    changed = [*pipeline[:place], ClipsGradients(changes_dataflow=True), *pipeline[place:]]
+    assert run_passes(captured_two_layers(), changed, [Verify()]).stage is Stage.LOWERED
+    changed[place] = ClipsGradients(changes_dataflow=False)
+    with pytest.raises(VerifyError) as caught:
+        run_passes(captured_two_layers(), changed, [Verify()])
+    assert (
+        "pass 'clip-gradients' gave a program that breaks the rule dataflow_is_kept on passes: the gradient of"
+        in str(caught.value)
+    )
+
+
+def test_a_pass_that_changes_the_dataflow_keeps_all_other_rules() -> None:
+    class AlsoForgets(ForgetsAnUpdate):
+        changes_dataflow = True
+
+    after = PASS_NAMES.index("insert-update") + 1
+    pipeline = [*core_pipeline()[:after], AlsoForgets(), *core_pipeline()[after:]]
+    with pytest.raises(VerifyError, match=r"every_bucket_is_updated_once"):
+        run_passes(two_buckets(), pipeline, [Verify()])
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "in-a-copy"])
+def test_a_region_is_checked_again_when_a_pass_changes_it(in_place: bool) -> None:
+    """The instrument checks a body once, as most passes leave most of them alone."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Flattens:
+        name: str = "flattens"
+        input_stage: Stage = Stage.OUTLINED
+        output_stage: Stage = Stage.SCHEDULED
+
+        def run(self, program: Program) -> Program:
+            if in_place:
+                return flat_region(program)
+            region = program.regions["bwd_0"]
+            module = fx.GraphModule({}, copied(region.graph_module.graph))
+            own = {**program.regions, "bwd_0": dataclasses.replace(region, graph_module=module)}
+            return flat_region(program.evolve(regions=own))
+
+    after = PASS_NAMES.index("schedule-overlap") + 1
+    pipeline = [*core_pipeline()[:after], Flattens(), *core_pipeline()[after:]]
+    with pytest.raises(
+        VerifyError, match=r"pass 'flattens' gave a program that breaks the rule values_have_their_types"
+    ):
+        run_passes(two_buckets(), pipeline, [Verify()])
+
+
+@pytest.mark.parametrize("change", ["note", "target", "argument", "keyword", "dead"])
+def test_a_change_inside_a_region_that_was_checked_is_seen(change: str) -> None:
+    checked = CheckedRegions()
+    program = run_up_to("lower-devices", captured_two_layers())
+    verify(program, checked=checked)
+    verify(program, checked=checked)
+    body = program.regions["bwd_0"].graph_module.graph
+    node = first(body, torch.ops.aten.threshold_backward.default)
+    if change == "note":
+        note_as(body, node, lambda value: value.double())
+    elif change == "target":
+        node.target = torch.ops.aten.mm.default
+    elif change == "argument":
+        set_args(node, (*node.args[:2], 0, 0))
+    elif change == "keyword":
+        node.kwargs = {"no_such": 1}
+    else:
+        with body.inserting_before(node):
+            body.call_function(torch.ops.aten.mm.default, node.args[:1] * 2).meta["val"] = node.meta["val"]
+    with pytest.raises(VerifyError, match=r"values_have_their_types"):
+        verify(program, checked=checked)
 
 
 def test_the_instrument_verifies_after_every_pass() -> None:
@@ -484,4 +853,4 @@ def test_devices_that_wait_for_each_other_are_found() -> None:
         waits[bucket].append(other)
         other.append(waits[1 - bucket])
     (found,) = no_device_waits_for_ever(program)
-    assert "cpu:0: all_reduce" in found and "cpu:1: wait" in found
+    assert "cpu:0: b1_pending" in str(found) and "cpu:1: b1_sum" in str(found)

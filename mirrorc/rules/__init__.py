@@ -4,44 +4,58 @@ from mirrorc.rules.collectives import (
     all_replicas_take_part,
     buckets_in_flight_are_not_used,
     collectives_are_waited_for_once,
-    collectives_have_one_order,
     collectives_mean_what_runs,
     every_collective_has_a_link,
-    no_device_waits_for_ever,
+    nothing_is_written_in_flight,
 )
+from mirrorc.rules.dataflow import dataflow_is_kept
 from mirrorc.rules.gradients import (
     every_bucket_is_packed_once,
     every_gradient_has_one_slot,
     every_gradient_is_packed_once,
     gradients_are_in_their_own_slots,
-    graphs_are_well_formed,
     slots_are_disjoint,
     slots_are_given_for_their_gradients,
 )
+from mirrorc.rules.ordering import collectives_have_one_order, every_send_is_received, no_device_waits_for_ever
+from mirrorc.rules.programs import Violation
 from mirrorc.rules.updates import (
     every_bucket_is_updated_once,
     reductions_fit_the_placement,
     shared_parameters_are_written_last,
     variables_are_written_after_reads,
 )
+from mirrorc.rules.values import (
+    every_operation_is_known,
+    graphs_are_well_formed,
+    replicas_meet_only_in_collectives,
+    values_have_their_types,
+)
 
 __all__ = [
+    "Violation",
     "all_replicas_take_part",
     "buckets_in_flight_are_not_used",
     "collectives_are_waited_for_once",
     "collectives_have_one_order",
     "collectives_mean_what_runs",
+    "dataflow_is_kept",
     "every_bucket_is_packed_once",
     "every_bucket_is_updated_once",
     "every_collective_has_a_link",
     "every_gradient_has_one_slot",
     "every_gradient_is_packed_once",
+    "every_operation_is_known",
+    "every_send_is_received",
     "gradients_are_in_their_own_slots",
     "graphs_are_well_formed",
     "no_device_waits_for_ever",
+    "nothing_is_written_in_flight",
     "reductions_fit_the_placement",
+    "replicas_meet_only_in_collectives",
     "shared_parameters_are_written_last",
     "slots_are_disjoint",
     "slots_are_given_for_their_gradients",
+    "values_have_their_types",
     "variables_are_written_after_reads",
 ]

@@ -1,4 +1,4 @@
-"""Rules on graphs, buckets, slots and gradients."""
+"""Rules on buckets, slots and gradients."""
 
 from __future__ import annotations
 
@@ -13,101 +13,103 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Program, Stage
-from mirrorc.rules.programs import at, scopes
+from mirrorc.rules.programs import Violation, scopes
 
 
-def graphs_are_well_formed(program: Program) -> Iterator[str]:
-    """Every value is defined before it is used, in its own graph, and names are unique (torch.fx's own lint)."""
-    for graph in (*program.graphs(), *(region.graph_module.graph for region in program.regions.values())):
-        try:
-            graph.lint()
-        except (RuntimeError, ValueError) as error:
-            yield f"graph is malformed: {error}"
-
-
-def slots_are_disjoint(program: Program) -> Iterator[str]:
+def slots_are_disjoint(program: Program) -> Iterator[Violation]:
     """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
     for i, bucket in enumerate(program.buckets):
         if bucket.index != i:
-            yield f"bucket {bucket.index} is at place {i}: buckets are named by their place"
+            yield Violation(f"bucket {bucket.index} is at place {i}: buckets are named by their place")
         for before, after in pairwise(bucket.slots):
             if before.offset + before.num_elements > after.offset:
-                yield f"bucket {i}: the slots of {before.variable} and {after.variable} overlap"
+                yield Violation(f"bucket {i}: the slots of {before.variable} and {after.variable} overlap")
         last = bucket.slots[-1]
         if last.offset + last.num_elements > bucket.num_elements or bucket.slots[0].offset < 0:
-            yield f"bucket {i}: the slot of {last.variable} ends outside of the bucket"
+            yield Violation(f"bucket {i}: the slot of {last.variable} ends outside of the bucket")
         for slot in bucket.slots:
             variable = program.variables[slot.variable]
             if variable.dtype != bucket.dtype:
-                yield f"bucket {i} is {bucket.dtype}, but {slot.variable} in it is {variable.dtype}"
+                yield Violation(f"bucket {i} is {bucket.dtype}, but {slot.variable} in it is {variable.dtype}")
             if variable.update != bucket.rule:
-                yield f"bucket {i}: {slot.variable} follows another update rule than the bucket"
+                yield Violation(f"bucket {i}: {slot.variable} follows another update rule than the bucket")
 
 
-def every_gradient_has_one_slot(program: Program) -> Iterator[str]:
+def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
     """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
         return  # not planned yet
     slots = Counter(slot.variable for bucket in program.buckets for slot in bucket.slots)
-    yield from (f"{name} is in {count} slots" for name, count in slots.items() if count > 1)
+    yield from (Violation(f"{name} is in {count} slots") for name, count in slots.items() if count > 1)
     graphs = program.shard_graphs if program.stage < Stage.REPLICATED else (program.graph,)
     for graph in graphs if program.stage < Stage.PACKED else ():
         assert graph is not None
         output = graph.output_node().args[0]
         gradients = set(output["gradients"]) if isinstance(output, dict) else set()
-        yield from (f"the gradient of {name} has no slot" for name in sorted(gradients - set(slots)))
-        yield from (f"the slot of {name} has no gradient" for name in sorted(set(slots) - gradients))
+        yield from (Violation(f"the gradient of {name} has no slot") for name in sorted(gradients - set(slots)))
+        yield from (Violation(f"the slot of {name} has no gradient") for name in sorted(set(slots) - gradients))
 
 
-def every_bucket_is_packed_once(program: Program) -> Iterator[str]:
+def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
     """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
     for where, graph, replicas in scopes(program):
         found = Counter((ops.bucket_of(node), ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
         for bucket in program.buckets:
             for replica in replicas:
                 if found[(bucket.index, replica)] != 1:
-                    yield f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
+                    yield Violation(
+                        f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
+                    )
         for node in ops.calls(graph, ops.pack):
             bucket = program.buckets[ops.bucket_of(node)]
             if len(node.args) != len(bucket.slots):
-                yield f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients{at(node)}"
+                yield Violation(
+                    f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients", node
+                )
                 continue
             for slot, gradient in zip(bucket.slots, node.args, strict=True):
                 value = gradient.meta["val"]  # type: ignore[union-attr]
                 if tuple(value.shape) != slot.shape or value.dtype != bucket.dtype:
-                    yield (
+                    yield Violation(
                         f"bucket {bucket.index}: the gradient for {slot.variable} is {value.dtype}{list(value.shape)}, its "
-                        f"slot {bucket.dtype}{list(slot.shape)}{at(gradient)}"  # type: ignore[arg-type]
+                        f"slot {bucket.dtype}{list(slot.shape)}",
+                        gradient,  # type: ignore[arg-type]
                     )
 
 
-def every_gradient_is_packed_once(program: Program) -> Iterator[str]:
+def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
     """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
     for _, graph, _ in scopes(program):
         for node in ops.calls(graph, ops.pack):
             for gradient in node.all_input_nodes:
                 for user in gradient.users:
                     if user is not node:
-                        yield f"{gradient.name}, a gradient of bucket {ops.bucket_of(node)}, is used by {user.name} as well"
+                        yield Violation(
+                            f"{gradient.name}, a gradient of bucket {ops.bucket_of(node)}, is used by {user.name} as well",
+                            user,
+                        )
             if len(set(node.args)) != len(node.args):
-                yield f"bucket {ops.bucket_of(node)} packs one gradient into two slots{at(node)}"
+                yield Violation(f"bucket {ops.bucket_of(node)} packs one gradient into two slots", node)
 
 
-def gradients_are_in_their_own_slots(program: Program) -> Iterator[str]:
+def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed as that of its own variable and replica."""
     for _, graph, _ in scopes(program):
         for node in ops.calls(graph, ops.pack):
             for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
-                call = gradient.args[0] if gradient.target is operator.getitem else None
+                source = ops.origin(gradient)
+                call = source.args[0] if source.target is operator.getitem else None
                 if not isinstance(call, fx.Node) or not ops.is_region_call(call):
-                    yield f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives{at(node)}"
-                elif call.kwargs["gradients"].get(slot.variable) != gradient.args[1]:  # type: ignore[union-attr]
-                    yield f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed{at(gradient)}"
+                    yield Violation(f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives", node)
+                elif call.kwargs["gradients"].get(slot.variable) != source.args[1]:  # type: ignore[union-attr]
+                    yield Violation(
+                        f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed", gradient
+                    )
                 elif ops.replica_of(call) != ops.replica_of(node):
-                    yield f"{node.name} packs {gradient.name} of another replica{at(node)}"
+                    yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
-def slots_are_given_for_their_gradients(program: Program) -> Iterator[str]:
+def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
     """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
     for graph in program.graphs():
         for call in graph.nodes:
@@ -115,7 +117,7 @@ def slots_are_given_for_their_gradients(program: Program) -> Iterator[str]:
                 yield from _wrong_slots(program, call)
 
 
-def _wrong_slots(program: Program, call: fx.Node) -> Iterator[str]:
+def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
     body = program.regions[ops.region_of(call)].graph_module.graph
     results: Any = body.output_node().args[0]
     written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
@@ -126,6 +128,6 @@ def _wrong_slots(program: Program, call: fx.Node) -> Iterator[str]:
             place = gradients.get(given.kwargs["variable"])
             if place is None or written[place] is not placeholder:
                 name = given.kwargs["variable"]
-                yield f"the slot of {name} is given for another output of {call.name}{at(call)}"
+                yield Violation(f"the slot of {name} is given for another output of {call.name}", call)
             elif ops.replica_of(given) != ops.replica_of(call):
-                yield f"{given.name} is a slot of another replica than {call.name}{at(call)}"
+                yield Violation(f"{given.name} is a slot of another replica than {call.name}", call)

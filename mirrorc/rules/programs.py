@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Program
-from mirrorc.source_lines import source_line
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What breaks a rule.
+
+    Attributes:
+        message: says what is wrong.
+        node: where, if one place can be named.
+    """
+
+    message: str
+    node: fx.Node | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
@@ -24,10 +40,13 @@ def say(node: fx.Node) -> str:
     return f"{ops.name_of(node)} of bucket {ops.bucket_of(node)}"
 
 
-def at(node: fx.Node) -> str:
-    """Where a node comes from, for a message; empty if unknown."""
-    line = source_line(node)
-    return f" (at {line})" if line else ""
+def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
+    """Where a replica deals with a bucket last, to show what is missing there."""
+    found = None
+    for node in graph.nodes:
+        if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or ops.replica_of(node) == replica):
+            found = node
+    return found
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
@@ -38,3 +57,16 @@ def tag(node: fx.Node) -> tuple[str, int]:
 def place_of(program: Program, graph: fx.Graph) -> int:
     """The replica that a lowered graph is for: its place among the devices."""
     return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+
+
+def replica_at(program: Program, node: fx.Node) -> int:
+    """The replica whose node this is, in the mirrored or in a lowered graph."""
+    replica = ops.replica_of(node)
+    return place_of(program, node.graph) if replica is None else replica
+
+
+def written_buckets(node: fx.Node) -> list[int]:
+    """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
+    if node.target in (ops.update, ops.store):
+        return [ops.bucket_of(node)]
+    return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]

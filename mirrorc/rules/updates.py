@@ -12,29 +12,40 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Bucket, Placement, Program
-from mirrorc.rules.programs import at, place_of, say, scopes, tag
+from mirrorc.rules.programs import Violation, last_of_bucket, place_of, say, scopes, tag, written_buckets
 
 
-def every_bucket_is_updated_once(program: Program) -> Iterator[str]:
+def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
         for node in graph.nodes:
-            done.update((index, ops.replica_of(node)) for index in _named_buckets(node))
+            done.update((index, ops.replica_of(node)) for index in written_buckets(node))
         for bucket in program.buckets:
             for replica in replicas:
                 expected = _expected_updates(program, bucket, replica, graph)
                 if done[(bucket.index, replica)] != expected:
-                    yield (
+                    yield Violation(
                         f"bucket {bucket.index} is updated {done[(bucket.index, replica)]} times on {where(replica)}, "
-                        f"not {expected}"
+                        f"not {expected}",
+                        last_of_bucket(graph, bucket.index, replica),
                     )
-        reduced = ops.wait if program.num_replicas > 1 else ops.pack
         for node in ops.calls(graph, ops.update, ops.step_optimizer, ops.store):
-            given = ops.wait if node.target is ops.store else reduced
-            for index, source in zip(_named_buckets(node), node.all_input_nodes, strict=False):
-                if source.target is not given or ops.bucket_of(source) != index:
-                    yield f"bucket {index} is updated from {source}, which is not its sum{at(node)}"
+            for index, source in zip(written_buckets(node), node.all_input_nodes, strict=False):
+                if not _is_for(program, node, index, source):
+                    yield Violation(f"bucket {index} is updated from {source}, which is not its sum", node)
+
+
+def _is_for(program: Program, node: fx.Node, bucket: int, source: fx.Node) -> bool:
+    """Whether a value is what an update (a store) of a bucket needs: its sum (its parameters, from another replica)."""
+    source = ops.origin(source)
+    if source.kwargs.get("bucket") != bucket:
+        return False
+    if program.num_replicas == 1:
+        return source.target is ops.pack
+    launch = source.args[0] if source.target is ops.wait else None
+    given = (ops.broadcast, ops.recv) if node.target is ops.store else ops.REDUCTIONS
+    return isinstance(launch, fx.Node) and launch.target in given
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
@@ -48,17 +59,17 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
     return int(start < stop)
 
 
-def reductions_fit_the_placement(program: Program) -> Iterator[str]:
+def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
     for _, graph, _ in scopes(program):
         for node in ops.calls(graph, *ops.REDUCTIONS):
             bucket = program.buckets[ops.bucket_of(node)]
             by_shares = bucket.placement is Placement.SHARED and bucket.rule.elementwise
             if (node.target is ops.reduce_scatter) != by_shares:
-                yield f"{say(node)} does not fit its parameters, which are {bucket.placement.value}{at(node)}"
+                yield Violation(f"{say(node)} does not fit its parameters, which are {bucket.placement.value}", node)
 
 
-def variables_are_written_after_reads(program: Program) -> Iterator[str]:
+def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
     """A replica writes a variable after every region of its own that reads it, or a view of it."""
     for where, graph, replicas in scopes(program):
         for replica in replicas:
@@ -68,12 +79,12 @@ def variables_are_written_after_reads(program: Program) -> Iterator[str]:
                     continue
                 if node.target is ops.write:
                     written.add(str(node.kwargs["variable"]))
-                for index in _named_buckets(node):
+                for index in written_buckets(node):
                     written.update(slot.variable for slot in program.buckets[index].slots)
-                if written and ops.is_region_call(node):
+                if written and (ops.is_region_call(node) or ops.is_compute(node)):
                     early = sorted(written & {_variable_of(program, source) for source in node.all_input_nodes})
                     if early:
-                        yield f"{early[0]} is written on {where(replica)} before {node.name} reads it{at(node)}"
+                        yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
 
 
 def _is_view(target: Any) -> bool:
@@ -101,7 +112,7 @@ def _variable_of(program: Program, node: fx.Node) -> str:
     return str(node.kwargs["variable"]) if node.target is ops.read else ""
 
 
-def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
+def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     """Before it writes shared parameters, a device has waited for a reduction that all devices launch after their last region."""
     shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
     if not shared:
@@ -118,17 +129,12 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[str]:
             if node.target is ops.wait:
                 source = node.args[0]
                 is_safe = is_safe or (isinstance(source, fx.Node) and tag(source) in late)
-            elif not is_safe and shared.intersection(_named_buckets(node)):
-                yield f"{node.name} on {where_name} may write parameters that another device still reads{at(node)}"
+            elif not is_safe and shared.intersection(written_buckets(node)):
+                yield Violation(
+                    f"{node.name} on {where_name} may write parameters that another device still reads", node
+                )
 
 
 def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
     last = max((i for i, n in enumerate(nodes) if ops.is_region_call(n)), default=-1)
     return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}
-
-
-def _named_buckets(node: fx.Node) -> list[int]:
-    """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
-    if node.target in (ops.update, ops.store):
-        return [ops.bucket_of(node)]
-    return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]

@@ -32,9 +32,13 @@ class Meeting:
 
     def announce(self, replica: int) -> None:
         """Tells all others that this replica has come."""
-        for other, inbox in enumerate(self._inboxes):
+        for other in range(len(self._inboxes)):
             if other != replica:
-                inbox.put(replica)
+                self.announce_to(other, replica)
+
+    def announce_to(self, other: int, replica: int) -> None:
+        """Tells one other replica that this one has come."""
+        self._inboxes[other].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
         """Returns when these other replicas have come; nobody else announces himself here.
@@ -115,23 +119,19 @@ class Communicator(ABC):
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """This replica's share (`mirrorc.program.share_bounds`) of the sum, the same bits as in an all_reduce."""
 
-    def launch_broadcast(self, bucket: int, replica: int, root: int, tensor: torch.Tensor) -> Any:
-        """On the root, offers a tensor to all others; elsewhere it only takes part."""
-        meeting = self._meetings[("broadcast", bucket)]
-        if replica == root:
-            meeting.tensors[root] = tensor
-            meeting.events[root] = record_event(tensor.device)
-            meeting.announce(root)
-        return tensor
+    def send(self, bucket: int, replica: int, destination: int, tensor: torch.Tensor) -> None:
+        """Offers a tensor to another replica; it must stay as it is until the next step's first reduction."""
+        meeting = self._meetings[("send", bucket)]
+        meeting.tensors[replica] = tensor
+        meeting.events[replica] = record_event(tensor.device)
+        meeting.announce_to(destination, replica)
 
-    def wait_broadcast(self, bucket: int, replica: int, root: int, pending: torch.Tensor) -> torch.Tensor:
-        """The root's tensor, on this replica's device."""
-        if replica == root:
-            return pending
-        meeting = self._meetings[("broadcast", bucket)]
-        meeting.await_replicas(replica, [root])
-        wait_event(meeting.events[root])
-        return meeting.tensors[root].to(self.devices[replica].torch_device, non_blocking=True)
+    def receive(self, bucket: int, replica: int, source: int, pending: Any) -> torch.Tensor:
+        """The tensor that ``source`` sends, on this replica's device."""
+        meeting = self._meetings[("send", bucket)]
+        meeting.await_replicas(replica, [source])
+        wait_event(meeting.events[source])
+        return meeting.tensors[source].to(self.devices[replica].torch_device, non_blocking=True)
 
 
 def record_event(device: torch.device) -> Any:

@@ -17,29 +17,57 @@ def on_devices(*names: str, link: str | None = None) -> Program:
 
 
 def links(program: Program) -> set[tuple[str, object]]:
-    return {(n.target.__name__, n.kwargs["link"]) for n in targets(program.mirrored_graph, *ops.COLLECTIVES)}
+    nodes = targets(program.mirrored_graph, *ops.COLLECTIVES, ops.send, ops.recv)
+    return {(n.target.__name__, n.kwargs["link"]) for n in nodes}
+
+
+def all_links(reduction: str, parameters: str) -> set[tuple[str, object]]:
+    """What `links` finds where reductions have one link, and what sends parameters another: nothing is left a broadcast."""
+    return {("all_reduce", reduction), ("send", parameters), ("recv", parameters)}
 
 
 def test_logical_cpus_share_memory() -> None:
     program = run_up_to("lower-collectives", handmade(2, MIXED), **SMALL_BUCKETS)
-    assert links(program) == {("all_reduce", "shared-memory"), ("broadcast", "shared-memory")}
+    assert links(program) == all_links("shared-memory", "shared-memory")
     assert not any("link" in remark for remark in program.remarks)
 
 
 def test_distinct_gpus_reduce_by_nccl() -> None:
-    assert links(on_devices("cuda:0", "cuda:1")) == {("all_reduce", "nccl"), ("broadcast", "copy")}
+    assert links(on_devices("cuda:0", "cuda:1")) == all_links("nccl", "copy")
 
 
 def test_logical_devices_on_one_gpu_copy_and_say_why() -> None:
     program = on_devices("cuda:0", "cuda:0/1")
-    assert links(program) == {("all_reduce", "copy"), ("broadcast", "copy")}
+    assert links(program) == all_links("copy", "copy")
     assert "link copy instead of nccl: some devices share one GPU" in program.remarks
 
 
 def test_a_link_that_was_asked_for_is_used_and_said() -> None:
     program = on_devices("cpu:0", "cpu:1", link="copy")
-    assert links(program) == {("all_reduce", "copy"), ("broadcast", "copy")}
+    assert links(program) == all_links("copy", "copy")
     assert "link copy: asked for" in program.remarks
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_broadcast_becomes_a_send_and_a_receipt_for_each_other_replica(num_devices: int) -> None:
+    graph = run_up_to("lower-collectives", handmade(num_devices, MIXED), **SMALL_BUCKETS).mirrored_graph
+    (step,) = targets(graph, ops.step_optimizer)
+    (bucket,) = step.kwargs["buckets"]
+    others = range(1, num_devices)
+    link = {"link": "shared-memory"}
+    sends, receipts = targets(graph, ops.send), targets(graph, ops.recv)
+    assert [n.args for n in sends] == [(step,)] * len(others)
+    assert [n.kwargs for n in sends] == [{"bucket": bucket, "destination": r, "replica": 0, **link} for r in others]
+    assert [n.kwargs for n in receipts] == [{"bucket": bucket, "source": 0, "replica": r, **link} for r in others]
+    for replica, receipt in zip(others, receipts, strict=True):
+        (wait,) = receipt.users
+        (store,) = wait.users
+        assert wait.target is ops.wait and wait.kwargs == {"bucket": bucket, "replica": replica}
+        assert store.target is ops.store and store.kwargs == {"bucket": bucket, "replica": replica}
+        assert isinstance(receipt.meta["val"], ops.Pending)
+        assert receipt.meta["val"].value.shape == wait.meta["val"].shape
+    waits = [n.kwargs["replica"] for n in targets(graph, ops.wait) if n.kwargs["bucket"] == bucket]
+    assert sorted(waits) == sorted([*range(num_devices), *others])  # for the sum, and for the parameters
 
 
 def test_nothing_but_the_link_changes() -> None:

@@ -35,11 +35,16 @@ def test_a_lowered_all_reduce_takes_one_bucket() -> None:
         assert node.kwargs == {"bucket": 0, "op": "sum", "link": "shared-memory"}
 
 
-def test_only_the_root_offers_something_to_a_broadcast() -> None:
+def test_only_the_root_steps_and_sends_and_only_the_others_receive_and_store() -> None:
     graphs = [m.graph for m in run_up_to("lower-devices", handmade(3, MIXED)).device_graphs.values()]
-    assert [len(targets(graph, ops.broadcast)[0].args) for graph in graphs] == [1, 0, 0]
+    assert not any(targets(graph, ops.broadcast) for graph in graphs)
     assert [len(targets(graph, ops.step_optimizer)) for graph in graphs] == [1, 0, 0]
+    assert [[n.kwargs["destination"] for n in targets(graph, ops.send)] for graph in graphs] == [[1, 2], [], []]
+    assert [[n.kwargs["source"] for n in targets(graph, ops.recv)] for graph in graphs] == [[], [0], [0]]
     assert [len(targets(graph, ops.store)) for graph in graphs] == [0, 1, 1]
+    for graph in graphs[1:]:
+        (store,) = targets(graph, ops.store)
+        assert store.args[0].target is ops.wait and store.args[0].args == (targets(graph, ops.recv)[0],)
 
 
 def test_region_modules_are_shared_not_copied() -> None:
@@ -57,5 +62,16 @@ def test_devices_hold_only_the_regions_that_they_run() -> None:
 def test_a_devices_graph_gives_the_loss() -> None:
     graph = run_up_to("lower-devices", handmade(2), **SMALL_BUCKETS).device_graphs["cpu:1"].graph
     FileCheck().check("x : [num_users=1] = placeholder").check("call_module[target=fwd_0]").check(
-        "getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%fwd_0, 0)"
-    ).check("return getitem_1").run(str(graph))
+        "add_tensor_1 : [num_users=1] = call_function[target=operator.getitem](args = (%fwd_0, 0)"
+    ).check("return add_tensor_1").run(str(graph))
+
+
+def test_a_lowered_value_has_its_name_without_the_replica() -> None:
+    before = run_before("lower-devices", handmade(2), **SMALL_BUCKETS).mirrored_graph
+    for replica, module in enumerate(run_up_to("lower-devices", handmade(2), **SMALL_BUCKETS).device_graphs.values()):
+        mirrored = [n.name for n in before.nodes if n.op != "output" and ops.replica_of(n) in (replica, None)]
+        assert {f"x_r{replica}", f"fwd_0_r{replica}", f"b0_r{replica}", "b0_pending", f"b1_sum_r{replica}"} <= set(
+            mirrored
+        )
+        found = [n.name for n in module.graph.nodes if n.op != "output"]
+        assert found == [name.removesuffix(f"_r{replica}") for name in mirrored]

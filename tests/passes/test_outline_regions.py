@@ -22,7 +22,7 @@ def test_only_arguments_reads_calls_and_their_outputs_stay_outside() -> None:
 def test_backward_is_cut_where_buckets_become_ready() -> None:
     program = outlined(handmade(buffer=True))
     text = program.to_text()
-    FileCheck().check("loss, new(stat)").check_same("fwd_0(x, fc1.weight, fc2.weight, stat)").check(
+    FileCheck().check("loss: f32[], new(stat)").check_same("fwd_0(x, fc1.weight, fc2.weight, stat)").check(
         "d(fc2.weight)"
     ).check_same("bwd_0(").check("d(fc1.weight)").check_same("bwd_1(").run(text)
     assert [(r.name, r.phase) for r in program.regions.values()] == [

@@ -17,7 +17,7 @@ from mirrorc.runtime.communicator import (
 )
 
 LINKS = ("shared-memory", "copy")
-KINDS = ("all_reduce", "reduce_scatter", "broadcast")
+KINDS = ("all_reduce", "reduce_scatter", "send")
 PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nobody will come
 
 
@@ -111,7 +111,7 @@ def test_a_missing_replica_is_named_when_time_is_up(link: str, missing: int) -> 
             assert "raise timeout_seconds" in text and not any(f"for cpu:{p}" in text for p in present)
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "send"])
 @pytest.mark.parametrize("link", LINKS)
 def test_an_abort_wakes_those_who_wait(link: str, collective: str) -> None:
     comm = communicator(link, 3)
@@ -121,13 +121,13 @@ def test_an_abort_wakes_those_who_wait(link: str, collective: str) -> None:
         if replica == 0:  # fails in place of launching
             assert all(event.wait(PATIENT) for event in launched)
             return comm.abort()
-        if collective == "all_reduce":
-            pending = comm.launch_all_reduce(0, replica, torch.ones(8))
+        if collective == "send":
             launched[replica - 1].set()
-            return comm.wait_all_reduce(0, replica, pending)
-        pending = comm.launch_broadcast(0, replica, 0, torch.ones(8))
+            return comm.receive(0, replica, 0, None)
+        launch, wait = (getattr(comm, f"{verb}_{collective}") for verb in ("launch", "wait"))
+        pending = launch(0, replica, torch.ones(8))
         launched[replica - 1].set()
-        return comm.wait_broadcast(0, replica, 0, pending)
+        return wait(0, replica, pending)
 
     _, *others = on_threads(3, job)
     assert [type(error) for error in others] == [Aborted, Aborted]
@@ -144,33 +144,66 @@ def test_a_communicator_that_is_prepared_anew_works_after_an_abort(link: str) ->
         assert torch.equal(found, torch.full((8,), 2.0))
 
 
-@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("source", [0, 2])
 @pytest.mark.parametrize("link", LINKS)
-def test_a_broadcast_gives_the_roots_tensor(link: str, root: int) -> None:
+def test_those_who_are_sent_a_tensor_receive_it(link: str, source: int) -> None:
     comm = communicator(link, 3)
 
     def job(replica: int) -> torch.Tensor:
-        own = torch.full((5,), float(replica))
-        return comm.wait_broadcast(0, replica, root, comm.launch_broadcast(0, replica, root, own)).clone()
+        if replica != source:
+            return comm.receive(0, replica, source, None).clone()
+        own = torch.full((5,), float(source))
+        for destination in {0, 1, 2} - {source}:
+            comm.send(0, source, destination, own)
+        return own
 
     for found in on_threads(3, job):
-        assert torch.equal(found, torch.full((5,), float(root)))
+        assert torch.equal(found, torch.full((5,), float(source)))
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_broadcast_whose_root_is_missing_names_it(link: str) -> None:
-    comm = communicator(link, 2, IMPATIENT)
-    pending = comm.launch_broadcast(0, 1, 0, torch.zeros(1))
-    with pytest.raises(CommunicationError, match=r"cpu:1 waited 0.05 s in broadcast of bucket 0 for cpu:0:"):
-        comm.wait_broadcast(0, 1, 0, pending)
+def test_sends_never_block_and_may_be_received_in_another_order(link: str) -> None:
+    comm = communicator(link, 2, num_buckets=3)
+    for bucket in (2, 0, 1):  # from this thread: nobody receives yet
+        comm.send(bucket, 0, 1, torch.full((4,), float(bucket)))
+    found = [float(comm.receive(bucket, 1, 0, None).sum()) for bucket in (1, 2, 0)]
+    assert found == [4.0, 8.0, 0.0]
 
 
-def test_a_broadcast_names_its_root_and_nobody_else_when_time_is_up() -> None:
-    comm = communicator("copy", 3, IMPATIENT)
-    pending = comm.launch_broadcast(0, 1, 0, torch.zeros(1))
-    with pytest.raises(CommunicationError) as caught:
-        comm.wait_broadcast(0, 1, 0, pending)
-    assert "for cpu:0:" in str(caught.value) and "cpu:2" not in str(caught.value)
+@pytest.mark.parametrize("link", LINKS)
+def test_what_is_sent_to_one_replica_does_not_wake_another(link: str) -> None:
+    comm = communicator(link, 3, IMPATIENT)
+    comm.send(0, 0, 1, torch.ones(4))
+    with pytest.raises(CommunicationError, match=r"cpu:2 waited 0.05 s in send of bucket 0 for cpu:0:"):
+        comm.receive(0, 2, 0, None)
+    assert torch.equal(comm.receive(0, 1, 0, None), torch.ones(4))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_steps_send_anew_what_has_changed(link: str) -> None:
+    comm, own = communicator(link, 2), torch.zeros(4)
+    step_ends = threading.Barrier(2)
+
+    def job(replica: int) -> list[float]:
+        found = []
+        for step in range(20):
+            if replica == 0:
+                comm.send(0, 0, 1, own.fill_(step))
+            else:
+                found.append(float(comm.receive(0, 1, 0, None).max()))
+            step_ends.wait(timeout=PATIENT)  # as every step of the executor ends on all devices
+        return found
+
+    assert on_threads(2, job)[1] == [float(step) for step in range(20)]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("link", LINKS)
+def test_a_receipt_whose_sender_is_missing_names_it_and_nobody_else(link: str, num_replicas: int) -> None:
+    comm = communicator(link, num_replicas, IMPATIENT)
+    with pytest.raises(CommunicationError, match=r"cpu:1 waited 0.05 s in send of bucket 0 for cpu:0:") as caught:
+        comm.receive(0, 1, 0, None)
+    assert "cpu:2" not in str(caught.value)
 
 
 def test_communicators_by_link() -> None:

@@ -1,0 +1,160 @@
+"""Times the compiler itself: all passes, the verifier after each of them, and printing, over a deep synthetic model.
+
+    python benchmarks/passes.py [--nodes 25000 50000 100000] [--devices 2] [--bucket-cap-mb 25] [--profile]
+
+The model is a stack of linear layers with ReLU, forward and backward; its graph is made by hand, as capturing it would take
+minutes. The last column tells what doubling the depth costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirrorc import ops
+from mirrorc.devices import parse_devices
+from mirrorc.pass_manager import Instrument, Pass, run_passes
+from mirrorc.passes import default_pipeline
+from mirrorc.program import Argument, Program, Role, Stage, UpdateRule, Variable
+from mirrorc.verifier import Checked, verify
+
+WIDTH, ROWS = 64, 8
+NODES_PER_LAYER = 10
+aten = torch.ops.aten
+
+
+class DeepNet:
+    """Builds the captured graph of a stack of layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.graph, self.mode, self.num_layers = fx.Graph(), FakeTensorMode(), num_layers
+        self.variables: dict[str, Variable] = {}
+
+    def call(self, target: Any, *args: Any, name: str) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, name=name)
+        with self.mode:
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def argument(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        return node
+
+    def read(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.create_node("call_function", ops.read, (), {"variable": name}, name=name.replace(".", "_"))
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        strides = tuple(node.meta["val"].stride())
+        rule = UpdateRule("SGD group 0", 0)
+        self.variables[name] = Variable(name, shape, strides, torch.float32, Role.PARAMETER, update=rule)
+        return node
+
+    def build(self) -> fx.Graph:
+        hidden, weight = self.argument("x", ROWS, WIDTH), self.argument("loss_weight")
+        saved = []
+        for i in range(self.num_layers):
+            w, b = self.read(f"layers.{i}.weight", WIDTH, WIDTH), self.read(f"layers.{i}.bias", WIDTH)
+            transposed = self.call(aten.t.default, w, name=f"layers_{i}_t")
+            product = self.call(aten.addmm.default, b, hidden, transposed, name=f"layers_{i}_addmm")
+            saved.append((hidden, w, product))
+            hidden = self.call(aten.relu.default, product, name=f"layers_{i}_relu")
+        loss = self.call(aten.sum.default, hidden, name="sum_1")
+        d_hidden = self.call(aten.expand.default, weight, [ROWS, WIDTH], name="d_expand")
+        gradients = {}
+        for i in reversed(range(self.num_layers)):
+            given, w, product = saved[i]
+            name = f"d_layers_{i}"
+            d_product = self.call(aten.threshold_backward.default, d_hidden, product, 0, name=f"{name}_relu")
+            d_hidden = self.call(aten.mm.default, d_product, w, name=f"{name}_mm")
+            transposed = self.call(aten.t.default, d_product, name=f"{name}_t")
+            gradients[f"layers.{i}.weight"] = self.call(aten.mm.default, transposed, given, name=f"{name}_mm_2")
+            gradients[f"layers.{i}.bias"] = self.call(aten.sum.dim_IntList, d_product, [0], name=f"{name}_sum")
+        self.graph.output({"loss": loss, "gradients": gradients, "writes": {}})
+        return self.graph
+
+
+def deep_program(num_nodes: int, num_devices: int) -> Program:
+    """A CAPTURED program of about so many nodes."""
+    net = DeepNet(num_nodes // NODES_PER_LAYER)
+    graph = net.build()
+    return Program(
+        stage=Stage.CAPTURED,
+        devices=parse_devices(num_devices if num_devices > 1 else ["cpu:0"]),
+        variables=net.variables,
+        arguments=(Argument("x", "batch", 0), Argument("loss_weight", "loss_weight")),
+        shard_graphs=(graph,),
+        shard_of_replica=(0,) * num_devices,
+    )
+
+
+class Stopwatch(Instrument):
+    """Sums up the seconds of passes, verifier and printer."""
+
+    def __init__(self) -> None:
+        self.seconds = {"passes": 0.0, "verifier": 0.0, "printing": 0.0}
+        self.by_pass: dict[str, list[float]] = {}
+        self._checked = Checked()
+
+    def start(self, program: Program) -> None:
+        """Verifies the program that the passes begin with."""
+        self._timed("verifier", lambda: verify(program, checked=self._checked))
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Verifies and prints, as with ``dump=``."""
+        self.seconds["passes"] += seconds
+        checked = self._timed("verifier", lambda: verify(after, before=before, checked=self._checked))
+        printed = self._timed("printing", lambda: after.to_text(regions=True))
+        self.by_pass[compiler_pass.name] = [seconds, checked, printed]
+
+    def _timed(self, what: str, action: Any) -> float:
+        started = time.perf_counter()
+        action()
+        seconds = time.perf_counter() - started
+        self.seconds[what] += seconds
+        return seconds
+
+
+def measure(num_nodes: int, num_devices: int, bucket_cap_mb: float) -> Stopwatch:
+    """Compiles one program."""
+    program = deep_program(num_nodes, num_devices)
+    watch = Stopwatch()
+    run_passes(program, default_pipeline(bucket_cap_mb=bucket_cap_mb), [watch])
+    return watch
+
+
+def main() -> None:
+    """Measures what the command line names and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[25_000, 50_000, 100_000])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
+    parser.add_argument("--profile", action="store_true", help="also print where the time goes, by pass and function")
+    options = parser.parse_args()
+    print("| nodes | passes, s | verifier, s | printing, s | all, s | times the one before |\n|---|---|---|---|---|---|")
+    last = 0.0
+    for num_nodes in options.nodes:
+        with cProfile.Profile() as profile:
+            if not options.profile:
+                profile.disable()
+            watch = measure(num_nodes, options.devices, options.bucket_cap_mb)
+        total = sum(watch.seconds.values())
+        parts = " | ".join(f"{seconds:.1f}" for seconds in watch.seconds.values())
+        print(f"| {num_nodes} | {parts} | {total:.1f} | {f'{total / last:.2f}' if last else ''} |", flush=True)
+        last = total
+        if options.profile:
+            for name, (seconds, checked, printed) in watch.by_pass.items():
+                print(f"{name:>20}: pass {seconds:.2f} s, verifier {checked:.2f} s, printing {printed:.2f} s")
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

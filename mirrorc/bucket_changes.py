@@ -1,0 +1,244 @@
+"""What differs between the bucket tables of two printed programs, in words."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mirrorc.printed_program import PrintedBucket, PrintedProgram
+from mirrorc.wording import capped, counted, listed, numbered
+
+_LISTED = 3  # so many gradients are named, others are counted
+_FEW = 2  # of so many parts of a split or merge it is said what is in them
+_SENTENCES = 12  # so many are said about one topic
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True)
+class BucketPairs:
+    """Which bucket of the old program is which of the new.
+
+    Attributes:
+        old: the old table, by index.
+        new: the new table, by index.
+        new_of: the index of an old bucket's counterpart; buckets without one are not in it.
+    """
+
+    old: Mapping[int, PrintedBucket]
+    new: Mapping[int, PrintedBucket]
+    new_of: Mapping[int, int]
+
+    @property
+    def pairs(self) -> list[tuple[PrintedBucket, PrintedBucket]]:
+        """Old and new, in the order of the old table."""
+        return [(self.old[i], self.new[j]) for i, j in sorted(self.new_of.items())]
+
+    @property
+    def gone(self) -> list[int]:
+        """Old buckets without a counterpart."""
+        return [i for i in self.old if i not in self.new_of]
+
+    @property
+    def added(self) -> list[int]:
+        """New buckets without a counterpart."""
+        taken = set(self.new_of.values())
+        return [j for j in self.new if j not in taken]
+
+
+def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
+    """Pairs buckets of one number that have a gradient in common, then those that have most in common.
+
+    Where gradients are not all listed, it goes by numbers alone.
+    """
+    tables = [{bucket.index: bucket for bucket in program.buckets} for program in (old, new)]
+    if not all(_is_listed(bucket) for table in tables for bucket in table.values()):
+        return BucketPairs(tables[0], tables[1], {index: index for index in tables[0] if index in tables[1]})
+    place = _places(old.buckets)
+    common = Counter((place[name], j) for name, j in _places(new.buckets).items() if name in place)
+    new_of: dict[int, int] = {}
+    taken: set[int] = set()
+    for i, j in sorted(common, key=lambda pair: (pair[0] != pair[1], -common[pair], pair)):
+        if i not in new_of and j not in taken:
+            new_of[i] = j
+            taken.add(j)
+    return BucketPairs(tables[0], tables[1], new_of)
+
+
+def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
+    """Sentences on what differs, the most important first."""
+    if all(_is_listed(bucket) for table in (pairs.old, pairs.new) for bucket in table.values()):
+        yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
+    else:
+        yield from _count_changes(pairs)
+    yield from capped(_order_changes(pairs), _SENTENCES, "{} more buckets have their gradients in another order")
+    yield from _type_changes(pairs)
+    yield from capped(_size_changes(pairs), _SENTENCES, "{} more buckets have another size")
+    yield from _rule_changes(pairs)
+
+
+def _is_listed(bucket: PrintedBucket) -> bool:
+    return len(bucket.gradients) == bucket.num_gradients
+
+
+def _places(buckets: Iterable[PrintedBucket]) -> dict[str, int]:
+    """The bucket of each gradient."""
+    return {gradient.variable: bucket.index for bucket in buckets for gradient in bucket.gradients}
+
+
+def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
+    """Buckets split, merged, new and gone, and gradients that moved, are new or are gone."""
+    old_place, new_place = _places(pairs.old.values()), _places(pairs.new.values())
+    moves: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, j in new_place.items():
+        if name in old_place and pairs.new_of.get(old_place[name]) != j:
+            moves[old_place[name], j].append(name)
+    split, merged = _splits(pairs, moves), _merges(pairs, moves)
+    for i, parts in split.items():
+        into = sorted([*([pairs.new_of[i]] if i in pairs.new_of else []), *parts])
+        yield f"bucket {i} was split into {numbered('bucket', into)}"
+    for j, parts in merged.items():
+        sources = sorted([*(i for i, counterpart in pairs.new_of.items() if counterpart == j), *parts])
+        yield f"{numbered('bucket', sources)} were merged into bucket {j}"
+    explained = {(i, j) for i, parts in split.items() for j in parts} | {
+        (i, j) for j, parts in merged.items() for i in parts
+    }
+    yield from _whole_buckets(pairs, {j for _, j in explained}, {i for i, _ in explained}, old_place, new_place)
+    for (i, j), names in sorted(moves.items()):
+        if (i, j) not in explained or len(split.get(i, merged.get(j, []))) <= _FEW:
+            yield f"{counted(len(names), 'gradient')} moved from bucket {i} to bucket {j}: {listed(names, _LISTED)}"
+    yield from _single_gradients(pairs, old_place, new_place)
+    renumbered = [
+        f"{i} is {j} now" for i, j in sorted(pairs.new_of.items()) if i != j and i not in split and j not in merged
+    ]
+    if renumbered:
+        yield f"{counted(len(renumbered), 'bucket')} with another number: {listed(renumbered)}"
+
+
+def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
+    """For old buckets, the new ones that hold gradients of them alone."""
+    split: dict[int, list[int]] = defaultdict(list)
+    for j in pairs.added:
+        sources = [i for i, target in moves if target == j]
+        if len(sources) == 1:
+            split[sources[0]].append(j)
+    return {i: parts for i, parts in split.items() if i in pairs.new_of or len(parts) > 1}
+
+
+def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
+    """For new buckets, the old ones whose gradients all went there."""
+    merged: dict[int, list[int]] = defaultdict(list)
+    for i in pairs.gone:
+        goals = [j for source, j in moves if source == i]
+        if len(goals) == 1:
+            merged[goals[0]].append(i)
+    return {j: parts for j, parts in merged.items() if j in pairs.new_of.values() or len(parts) > 1}
+
+
+def _whole_buckets(
+    pairs: BucketPairs, made: set[int], used_up: set[int], old_place: Mapping[str, int], new_place: Mapping[str, int]
+) -> Iterator[str]:
+    """Buckets that are new or gone and not part of a split or a merge."""
+    for j in pairs.added:
+        names = [gradient.variable for gradient in pairs.new[j].gradients]
+        if j not in made:
+            kept = sum(name in old_place for name in names)
+            yield f"bucket {j} is new" + ("" if kept else f", with new gradients: {listed(names, _LISTED)}")
+    for i in pairs.gone:
+        names = [gradient.variable for gradient in pairs.old[i].gradients]
+        if i not in used_up:
+            kept = sum(name in new_place for name in names)
+            yield f"bucket {i} is gone" + ("" if kept else f", with its gradients: {listed(names, _LISTED)}")
+
+
+def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_place: Mapping[str, int]) -> Iterator[str]:
+    """Gradients that are new or gone in buckets that stay."""
+    for said, buckets, stays, other in (
+        ("new in", pairs.new, set(pairs.new_of.values()), old_place),
+        ("gone from", pairs.old, set(pairs.new_of), new_place),
+    ):
+        for index in sorted(stays):
+            names = [gradient.variable for gradient in buckets[index].gradients if gradient.variable not in other]
+            if names:
+                yield f"{counted(len(names), 'gradient')} {said} bucket {index}: {listed(names, _LISTED)}"
+
+
+def _count_changes(pairs: BucketPairs) -> Iterator[str]:
+    """What can be said where gradients are not all listed."""
+    if pairs.added:
+        yield f"{numbered('bucket', pairs.added)} {'is' if len(pairs.added) == 1 else 'are'} new"
+    if pairs.gone:
+        yield f"{numbered('bucket', pairs.gone)} {'is' if len(pairs.gone) == 1 else 'are'} gone"
+    for old, new in pairs.pairs:
+        if old.num_gradients != new.num_gradients:
+            yield f"bucket {new.index} has {counted(new.num_gradients, 'gradient')} instead of {old.num_gradients}"
+
+
+def _order_changes(pairs: BucketPairs) -> Iterator[str]:
+    for old, new in pairs.pairs:
+        names = [[gradient.variable for gradient in bucket.gradients] for bucket in (old, new)]
+        both = set(names[0]) & set(names[1])
+        before, after = ([name for name in part if name in both] for part in names)
+        if before != after:
+            first = next(i for i, name in enumerate(after) if before[i] != name)
+            yield (
+                f"the order of the gradients in bucket {new.index} changed: {after[first]} comes before {before[first]} now"
+            )
+
+
+def _type_changes(pairs: BucketPairs) -> Iterator[str]:
+    """Gradients of another shape or dtype."""
+    types = [
+        {g.variable: f"{b.dtype}{g.shape}" for b in table.values() for g in b.gradients}
+        for table in (pairs.old, pairs.new)
+    ]
+    changed = [
+        f"{name} is {types[1][name]} instead of {kind}"
+        for name, kind in types[0].items()
+        if types[1].get(name, kind) != kind
+    ]
+    if changed:
+        what = "gradient has" if len(changed) == 1 else "gradients have"
+        yield f"{len(changed)} {what} another shape or dtype: {listed(changed, _LISTED)}"
+
+
+def _size_changes(pairs: BucketPairs) -> Iterator[str]:
+    for old, new in pairs.pairs:
+        if old.size != new.size and old.index == new.index:
+            verb = "grew" if _num_bytes(new) > _num_bytes(old) else "shrank"
+            yield f"bucket {new.index} {verb} from {old.size} to {new.size}"
+
+
+def _num_bytes(bucket: PrintedBucket) -> float:
+    number, unit = bucket.size.split(" ")
+    return float(number) * _UNITS.get(unit, 1)
+
+
+def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
+    """What is said of whole buckets: update rule, placement, the region after which they are ready."""
+    topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
+        lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
+        lambda old, new: _placement(new.is_shared) if old.is_shared != new.is_shared else "",
+        lambda old, new: _ready(old, new),
+    ]
+    for topic in topics:
+        buckets: dict[str, list[int]] = defaultdict(list)
+        for old, new in pairs.pairs:
+            buckets[topic(old, new)].append(new.index)
+        for said, indices in buckets.items():
+            if said:
+                yield f"{numbered('bucket', indices)} {'is' if len(indices) == 1 else 'are'} {said}"
+
+
+def _placement(is_shared: bool) -> str:
+    if is_shared:
+        return "shared now: one copy of the parameters, of which each device updates its share"
+    return "mirrored now: every device has its own copy of the parameters and updates it whole"
+
+
+def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
+    """Nothing for a stage at which buckets are not packed, nor for a bucket of other gradients, which other regions give."""
+    names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
+    if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
+        return ""
+    return f"ready after {new.ready_after} instead of {old.ready_after}"

@@ -1,0 +1,75 @@
+"""Small edits of graphs that passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.inputs import identifier
+from mirrorc.program import Program
+from mirrorc.value_types import set_type
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph: names, order and notes (`node.meta`) stay."""
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    copy.graph_copy(graph, values)
+    copy.output(fx.node.map_arg(graph.output_node().args[0], values.__getitem__))
+    return copy
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """Calls an operation at the graph's point of insertion; the node is named after what it is about, as in the dump."""
+    given = dict(kwargs or {})
+    return graph.create_node("call_function", target, args, given, name=_name(target, args, given))
+
+
+_STEMS = {
+    ops.pack: "b{bucket}",
+    ops.all_reduce: "b{bucket}_pending",
+    ops.reduce_scatter: "b{bucket}_pending",
+    ops.broadcast: "b{bucket}_pending",
+    ops.recv: "b{bucket}_pending",
+    ops.wait: "b{bucket}_sum",
+    ops.send: "send_b{bucket}_to_r{destination}",
+    ops.update: "update_b{bucket}",
+    ops.store: "store_b{bucket}",
+    ops.slot: "slot_{variable}",
+    ops.write: "write_{variable}",
+    ops.argument: "{name}",
+    ops.call_region: "{region}",
+}
+
+
+def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    stem = _STEMS.get(target, "").format(**kwargs)
+    if ops.is_operator(target):
+        operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
+        stem = f"{operand}_{target._schema.name.split('::')[-1].strip('_')}"
+    replica = f"_r{kwargs['replica']}" if kwargs.get("replica") is not None else ""
+    return identifier((stem or str(getattr(target, "__name__", target))) + replica)
+
+
+def insert(
+    program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
+    """Inserts a call before a node, and gives it the type that follows from its arguments.
+
+    Args:
+        program: for its tables of variables, buckets and regions.
+        before: a node of the graph to insert into.
+        target: an operation of `mirrorc.ops`, or an operator of torch that writes nothing.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: the operation cannot take these arguments.
+    """
+    with before.graph.inserting_before(before):
+        node = call(before.graph, target, args, kwargs)
+    set_type(program, node)
+    return node

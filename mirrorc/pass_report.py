@@ -1,0 +1,111 @@
+"""What one pass did to a program: in numbers, in remarks, and as a diff."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.dump import program_to_text, region_to_text
+from mirrorc.program import Program, Stage
+
+_MOST_DIFF_LINES = 4000  # of a region, beyond which a diff takes long and nobody reads it
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """A pass that has run.
+
+    Attributes:
+        name: of the pass; ``capture`` for the program that the first pass is given.
+        after: the program that it gave.
+        before: the program that it was given; None for ``capture``.
+        milliseconds: how long it took; None for ``capture``.
+    """
+
+    name: str
+    after: Program
+    before: Program | None = None
+    milliseconds: float | None = None
+
+    @cached_property
+    def is_changed(self) -> bool:
+        """Whether the program reads differently than before."""
+        if self.before is None or self.before.stage is not self.after.stage:
+            return True
+        return self._folded(self.before) != self._folded(self.after) or bool(self._changed_regions())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the pass had to say."""
+        known = Counter(self.before.remarks if self.before is not None else ())
+        return tuple((Counter(self.after.remarks) - known).elements())
+
+    def counts(self) -> str:
+        """The number of nodes, and by operation how many more or fewer than before."""
+        now, then = _count_operations(self.after), _count_operations(self.before)
+        changes = [f"{now[name] - then[name]:+d} {name}" for name in sorted({*now, *then}) if now[name] != then[name]]
+        total, difference = sum(now.values()), sum(now.values()) - sum(then.values())
+        if self.before is None:
+            return f"{total} nodes"
+        return f"{total} nodes ({difference:+d}){': ' + ', '.join(changes) if changes else ''}"
+
+    def text(self) -> str:
+        """Heading, counts and remarks; then the program in full, if the pass changed it."""
+        regions = self.after.stage in (Stage.OUTLINED, Stage.LOWERED) or bool(self._changed_regions())
+        full = program_to_text(self.after, regions=regions, after=self.name, milliseconds=self.milliseconds)
+        heading, _, rest = full.partition("\n")
+        lines = [heading, f"# {self.counts()}", *(f"# remark of this pass: {remark}" for remark in self.remarks)]
+        return "\n".join([*lines, rest] if self.is_changed else [*lines, "# the program is as before", ""])
+
+    def diff(self) -> str:
+        """A unified diff to the program before; of regions' bodies, where the pass changed them."""
+        if self.before is None or not self.is_changed:
+            return ""
+        lines = _unified("program", self._folded(self.before), self._folded(self.after))
+        for name, old, new in self._changed_regions():
+            if max(old.count("\n"), new.count("\n")) > _MOST_DIFF_LINES:
+                lines.append(f"region {name} has changed; it is too long to show how")
+            else:
+                lines += _unified(f"region {name}", old, new)
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def _folded(program: Program) -> str:
+        return program_to_text(program).partition("\n")[2]
+
+    def _changed_regions(self) -> list[tuple[str, str, str]]:
+        """Regions with another body than before, and new ones where there were others: name, old text, new text."""
+        if self.before is None or not self.before.regions:
+            return []
+        changed = []
+        for name in dict.fromkeys([*self.before.regions, *self.after.regions]):
+            old, new = self.before.regions.get(name), self.after.regions.get(name)
+            if old is not new:
+                texts = [region_to_text(r) if r is not None else "" for r in (old, new)]
+                changed += [(name, *texts)] if texts[0] != texts[1] else []
+        return changed  # type: ignore[return-value]
+
+
+def _unified(what: str, old: str, new: str) -> list[str]:
+    names = (f"{what} before", f"{what} after")
+    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm="", n=2))
+
+
+def _count_operations(program: Program | None) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    if program is None:
+        return counts
+    for graph in [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]:
+        counts.update(_operation(node) for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return counts
+
+
+def _operation(node: fx.Node) -> str:
+    if ops.is_region_call(node):
+        return "call_region"
+    return str(node.target) if ops.is_compute(node) else ops.name_of(node)

@@ -1,0 +1,73 @@
+"""What a device of a printed program does, as events that can be found again in another program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mirrorc import ops
+from mirrorc.printed_program import PrintedLine, PrintedProgram
+
+PACK, WAIT, WRITE = ops.pack.__name__, ops.wait.__name__, ops.write.__name__
+_KINDS = {
+    **{operation.__name__: "launch" for operation in (*ops.LAUNCHES, ops.send)},
+    **{operation.__name__: "update" for operation in (ops.update, ops.step_optimizer, ops.store)},
+    **{name: name for name in (PACK, WAIT, WRITE)},
+}
+
+Key = tuple[str, str, int]
+"""What an event is in any program: its kind, its bucket or region, and its number among those of its device that are alike."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of a device's program.
+
+    Attributes:
+        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``write``, ``region`` (a call of
+            one) and ``operator`` (of torch).
+        line: as printed.
+    """
+
+    key: Key
+    line: PrintedLine
+
+    @property
+    def subject(self) -> str:
+        """Its bucket or region."""
+        return self.key[1]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a device does, in order."""
+
+    events: tuple[Event, ...]
+
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of some kinds."""
+        return [event for event in self.events if event.key[0] in kinds]
+
+
+def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], str]) -> Schedule:
+    """What a device does; ``name_of`` says what a bucket is called in the keys."""
+    counts: Counter[tuple[str, str]] = Counter()
+    events = []
+    for line in program.lines_of(device):
+        kind = _kind(line.operation)
+        bucket = line.details.get("bucket")
+        subject = name_of(bucket) if bucket is not None and kind != "operator" else line.operation
+        counts[kind, subject] += 1
+        events.append(Event((kind, subject, counts[kind, subject]), line))
+    return Schedule(tuple(events))
+
+
+def is_region_call(line: PrintedLine) -> bool:
+    """Whether a line of a function calls a region."""
+    return _kind(line.operation) == "region"
+
+
+def _kind(operation: str) -> str:
+    is_operator = "." in operation or operation == "getitem"
+    return _KINDS.get(operation, "operator" if is_operator else "region")

@@ -1,0 +1,65 @@
+"""Rules on single values: where they are defined, what type they have, whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from mirrorc import ops
+from mirrorc.program import Program
+from mirrorc.rules.programs import Violation, scopes
+from mirrorc.value_types import infer_type, is_inferable, is_same_type, say_type, value_type
+
+
+def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+    """Every value is defined before it is used, in its own graph, and names are unique (torch.fx's own lint)."""
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError) as error:
+        yield Violation(f"graph is malformed: {error}")
+
+
+def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+    """Every value has the shape, strides and dtype that its operation gives, recomputed from its arguments with fake tensors."""
+    for node in graph.nodes:
+        if not is_inferable(node):
+            continue
+        try:
+            found = infer_type(program, node)
+        except TypeError as error:
+            yield Violation(f"{node.name}: {error}", node)
+            continue
+        noted = value_type(node.meta.get("val"))
+        if not is_same_type(noted, found):
+            yield Violation(f"{node.name} is {say_type(found)}, but is noted as {say_type(noted)}", node)
+
+
+def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
+    """In the mirrored graph, what a node is given belongs to its own replica, but for collectives, which join all."""
+    if program.graph is None:
+        return
+    for node in program.graph.nodes:
+        replica = ops.replica_of(node)
+        if node.op == "output" or node.target in ops.COLLECTIVES:
+            continue
+        if replica is None or not 0 <= replica < program.num_replicas:
+            yield Violation(f"{node.name} belongs to no replica", node)
+        for source in node.all_input_nodes:
+            other = ops.replica_of(source)
+            if other != replica and source.target not in ops.COLLECTIVES:
+                yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
+
+
+def every_operation_is_known(program: Program) -> Iterator[Violation]:
+    """Outside of regions there are operations of mirrorc and operators of torch that write nothing: what the runtime can run."""
+    for _, graph, _ in scopes(program):
+        for node in graph.nodes:
+            if ops.is_compute(node) and _writes(node):
+                yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
+            elif node.op == "get_attr" or (node.op == "call_function" and not ops.is_known(node)):
+                yield Violation(f"{ops.name_of(node)} is no operation of mirrorc, nor an operator of torch", node)
+
+
+def _writes(node: fx.Node) -> bool:
+    return bool(node.target._schema.is_mutable)  # type: ignore[union-attr]

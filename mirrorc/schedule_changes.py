@@ -1,0 +1,246 @@
+"""What differs between the schedules of two printed programs, in words: collectives, waits, updates, calls of regions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from mirrorc import ops
+from mirrorc.printed_program import PrintedLine, PrintedProgram, split_list
+from mirrorc.printed_schedule import PACK, WAIT, WRITE, Key, Schedule, schedule_of
+from mirrorc.wording import capped, listed, numbered
+
+_SENTENCES = 8  # so many are said about one topic
+_ORDER = 8  # so many buckets of an order are listed
+_WHOLE = "optimizer's own step"
+
+
+def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[int, int]) -> Iterator[str]:
+    """Sentences on what differs on the devices of both programs, the most important first.
+
+    Args:
+        old: a program.
+        new: another.
+        new_of: which bucket of the new program an old one is.
+    """
+    numbers = {str(bucket.index) for bucket in new.buckets}
+    names = {str(i): str(j) for i, j in new_of.items()}
+    devices = [device for device in new.devices if device in old.function_of]
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)  # devices whose programs were and are the same
+    for device in devices:
+        functions = [program.function_of[device] for program in (old, new)]
+        column = device if any(function.name == "all_devices" for function in functions) else ""
+        alike[*(function.number for function in functions), column].append(device)
+    pairs = [
+        (
+            schedule_of(old, group[0], lambda i: names.get(i, f"{i} of before" if i in numbers else i)),
+            schedule_of(new, group[0], str),
+            group,
+        )
+        for group in alike.values()
+    ]
+    for topic in _TOPICS:
+        said: dict[str, list[str]] = defaultdict(list)
+        for before, after, group in pairs:
+            for sentence in topic(before, after):
+                said[sentence] += group
+        yield from (sentence + where(found, devices) for sentence, found in said.items())
+
+
+def where(found: Sequence[str], devices: Sequence[str]) -> str:
+    """At the end of a sentence, on which of the devices it holds; nothing if there is one device only."""
+    if len(devices) == 1:
+        return ""
+    return ", on every device" if len(found) == len(devices) else f", on {listed(found)}"
+
+
+def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+    """Collectives that are new or gone, of another kind, or with other details."""
+    launches = [{event.key: event for event in schedule.of("launch")} for schedule in (old, new)]
+    instead: dict[tuple[str, str], list[str]] = defaultdict(list)
+    alone: dict[tuple[str, str], list[str]] = defaultdict(list)
+    details: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for said, these, others in (("is new", launches[1], launches[0]), ("is gone", *launches)):
+        for key, event in these.items():
+            if key not in others:
+                alone[event.line.operation, said].append(event.subject)
+    for key in (key for key in launches[0] if key in launches[1]):
+        before, after = launches[0][key].line, launches[1][key].line
+        if before.operation != after.operation:
+            instead[before.operation, after.operation].append(key[1])
+        for name in dict.fromkeys([*before.details, *after.details]):
+            values = before.details.get(name, "none"), after.details.get(name, "none")
+            if name != "bucket" and values[0] != values[1]:
+                details[after.operation, name, *values].append(key[1])
+    for (was, now), buckets in instead.items():
+        yield f"{now} instead of {was} for {numbered('bucket', buckets)}"
+    for (operation, said), buckets in alone.items():
+        yield f"{operation} of {numbered('bucket', buckets)} {said}"
+    for (operation, name, was, now), buckets in details.items():
+        yield f"{name} {now} instead of {was} for {operation} of {numbered('bucket', buckets)}"
+
+
+def _order_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
+    """A topic: whether events that both schedules have come in another order."""
+
+    def changes(old: Schedule, new: Schedule) -> Iterator[str]:
+        was, now = _reordered(old, new, kind)
+        if was:
+            yield said.format(*(_in_order([_named(key) for key in order]) for order in (now, was)))
+
+    return changes
+
+
+def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list[Key]]:
+    """Events of a kind that both schedules have, in the order of each, from where these begin to differ to where they end to."""
+    keys = [[event.key for event in schedule.of(kind)] for schedule in (old, new)]
+    both = set(keys[0]) & set(keys[1])
+    was, now = ([key for key in part if key in both] for part in keys)
+    differ = [i for i, key in enumerate(was) if now[i] != key] or [0, -1]
+    return was[differ[0] : differ[-1] + 1], now[differ[0] : differ[-1] + 1]
+
+
+def _in_order(names: Sequence[str]) -> str:
+    """``2, 1, 0``: the first few names."""
+    return ", ".join(names[:_ORDER]) + (f" and {len(names) - _ORDER} more" if len(names) > _ORDER else "")
+
+
+def _named(key: Key) -> str:
+    return _WHOLE if key[1] == ops.step_optimizer.__name__ else key[1]
+
+
+def _of_buckets(names: Sequence[str]) -> str:
+    """``bucket 0``, ``buckets 0 and 1``, ``bucket 0 and the optimizer's own step``."""
+    buckets = [name for name in names if name != _WHOLE]
+    return " and ".join(
+        [*([numbered("bucket", buckets)] if buckets else []), *([f"the {_WHOLE}"] if _WHOLE in names else [])]
+    )
+
+
+def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
+    """A topic: whether events come earlier or later among the regions and, where it can be said, the updates."""
+
+    def changes(old: Schedule, new: Schedule) -> Iterator[str]:
+        anchors = _common_anchors(old, new, *([] if kind == "update" else [("region", "update")]), ("region",))
+        if anchors is None:
+            return
+        places = [_places(schedule, kind, anchors) for schedule in (old, new)]
+        moved: dict[str, list[tuple[Key, str]]] = {"earlier": [], "later": []}
+        order = [event.key for event in new.events if event.key[0] in anchors]
+        reordered = set(_reordered(old, new, kind)[0] if kind != WAIT else [])  # of which that is said already
+        for key, place in places[1].items():
+            before = places[0].get(key, place) if key not in reordered else place
+            if place > before:
+                moved["later"].append((key, f"after {_anchor(order[place - 1])}"))
+            elif place < before:
+                moved["earlier"].append((key, f"before {_anchor(order[place])}"))
+        for direction, found in moved.items():
+            if found:
+                what = said.format("" if len(found) == 1 else "s", _of_buckets([_named(key) for key, _ in found]))
+                which = (
+                    found[0][1] if len(found) == 1 else f"that of {_of_buckets([_named(found[0][0])])} {found[0][1]}"
+                )
+                yield f"{what} {'comes' if len(found) == 1 else 'come'} {direction}, {which} now"
+
+    return changes
+
+
+def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The first kinds of events that both schedules have in the same order, so that places among them can be compared."""
+    for kinds in choices:
+        found = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
+        if found[0] == found[1] and found[0]:
+            return kinds
+    return None
+
+
+def _places(schedule: Schedule, kind: str, anchors: Iterable[str]) -> dict[Key, int]:
+    """How many anchors each event comes after."""
+    passed, places = 0, {}
+    for event in schedule.events:
+        passed += event.key[0] in anchors
+        if event.key[0] == kind:
+            places[event.key] = passed
+    return places
+
+
+def _anchor(key: Key) -> str:
+    if key[0] == "region":
+        return key[1]
+    return f"the {_WHOLE}" if key[1] == ops.step_optimizer.__name__ else f"the update of bucket {key[1]}"
+
+
+def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+    """Updates that are new or gone, or of another kind; but for those of buckets that are new or gone themselves."""
+    lines = [{event.key: event.line for event in schedule.of("update")} for schedule in (old, new)]
+    packed = [{event.subject for event in schedule.of(PACK)} for schedule in (old, new)]
+    alone = packed[0] ^ packed[1] if packed[0] and packed[1] else set()
+    said: dict[str, list[str]] = defaultdict(list)
+    for key in (key for key in dict.fromkeys([*lines[1], *lines[0]]) if key[1] not in alone):
+        was, now = (part[key].operation if key in part else "" for part in lines)
+        if was and now and was != now:
+            said[f"{now} instead of {was} for {{}}"].append(_named(key))
+        elif not (was and now):
+            what = "" if _named(key) == _WHOLE else f"{now or was} of "
+            said[f"{what}{{}} is {'new' if now else 'gone'}"].append(_named(key))
+    for sentence, buckets in said.items():
+        yield sentence.format(_of_buckets(buckets))
+
+
+def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+    """Regions that are called anew, or no longer, and what calls give and take."""
+    calls = [{event.key: event.line for event in schedule.of("region")} for schedule in (old, new)]
+    known = [{key[1] for key in part} for part in calls]
+    for said, often, (these, others), names in (
+        ("new", "more", (calls[1], calls[0]), known[0]),
+        ("gone", "less", (calls[0], calls[1]), known[1]),
+    ):
+        found = list(dict.fromkeys(key[1] for key in these if key not in others))
+        alone, repeated = [name for name in found if name not in names], [name for name in found if name in names]
+        if alone:
+            yield f"{numbered('region', alone)} {'is' if len(alone) == 1 else 'are'} {said}"
+        if repeated:
+            yield f"{numbered('region', repeated)} {'is' if len(repeated) == 1 else 'are'} called {often} often"
+    if calls[0].keys() == calls[1].keys():  # else the program is cut elsewhere, and names mean other regions
+        yield from capped(_call_changes(*calls), _SENTENCES, "{} more calls of regions give or take something else")
+
+
+def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]) -> Iterator[str]:
+    for key in (key for key in new if key in old):
+        for verb, was, now in (
+            ("gives", old[key].outcome, new[key].outcome),
+            ("is given", old[key].inside, new[key].inside),
+        ):
+            if was != now:
+                yield f"{key[1]} {verb} {_difference(split_list(was), split_list(now))}"
+
+
+def _difference(old: Sequence[str], new: Sequence[str]) -> str:
+    """Parts of a list that are other than before."""
+    gone, added = ([part for part in these if part not in set(others)] for these, others in ((old, new), (new, old)))
+    if gone and added:
+        return f"{listed(added)} instead of {listed(gone)}"
+    if added:
+        return f"{listed(added)} as well"
+    return f"{listed(gone)} no longer" if gone else "the same in another order"
+
+
+def _write_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+    """Buffers that are written at the end of the step."""
+    written = [[part for event in schedule.of(WRITE) for part in event.line.arguments] for schedule in (old, new)]
+    if written[0] != written[1]:
+        yield f"at the end of the step it writes {listed(written[1]) or 'nothing'} instead of {listed(written[0]) or 'nothing'}"
+
+
+_TOPICS: tuple[Callable[[Schedule, Schedule], Iterable[str]], ...] = (
+    _launch_changes,
+    _order_of("launch", "collectives are launched in the order of buckets {} instead of {}"),
+    _moves_of("launch", "the launch{} for {}"),
+    _moves_of(WAIT, "the wait{} for {}"),
+    _update_changes,
+    _order_of("update", "updates run in the order of buckets {} instead of {}"),
+    _moves_of("update", "the update{} of {}"),
+    _region_changes,
+    _order_of("region", "regions run in the order {} instead of {}"),
+    _write_changes,
+)

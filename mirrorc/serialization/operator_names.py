@@ -1,0 +1,84 @@
+"""Names under which the operators of a graph are found again in another process."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mirrorc import kernels, ops
+from mirrorc.randomness import seeded, unseeded
+from mirrorc.serialization.plain_data import DataError, expect
+from mirrorc.torch_internals import inductor_decompositions
+
+_OWN_OPERATORS = kernels.mm_into, torch.ops.mirrorc.seeded_mask.default  # registered by the import
+_SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
+_BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are registered when Inductor is imported
+
+
+class UnknownOperatorError(DataError):
+    """Nothing that is registered here has the name of an operator."""
+
+
+def operator_name(target: Any) -> str:
+    """The name of the target of a ``call_function`` node.
+
+    Operations of the IR are ``ops.NAME``, operators of torch ``aten.mm.default``, random ones that run under a seed
+    ``seeded aten.rand.default``, a part of a result ``operator.getitem``.
+
+    Raises:
+        DataError: the target is something else, which could not be looked up by its name.
+    """
+    if target is operator.getitem:
+        return "operator.getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        drawn = unseeded(target)
+        if drawn is not None:
+            return _SEEDED + str(drawn)
+        if _overload(str(target)) is target:
+            return str(target)
+    for name, symbol in ops.OPERATIONS.items():
+        if target is symbol:
+            return f"ops.{name}"
+    raise DataError(
+        f"it calls {target!r}, which is no operator of torch and no operation of mirrorc.ops, and only these are found by "
+        "name when a program is loaded; register it as an operator (torch.library.custom_op) and call that"
+    )
+
+
+def find_operator(name: Any) -> Callable[..., Any]:
+    """The target that `operator_name` gave this name.
+
+    Raises:
+        UnknownOperatorError: there is none here.
+    """
+    expect(name, str, "an operator's name")
+    if name == "operator.getitem":
+        return operator.getitem
+    found = ops.OPERATIONS.get(name.removeprefix("ops.")) if name.startswith("ops.") else None
+    found = found or _overload(name.removeprefix(_SEEDED))
+    if name.split(".")[0] in _BY_INDUCTOR and found is None:
+        inductor_decompositions()
+        found = _overload(name)
+    if found is not None and name.startswith(_SEEDED):
+        found = seeded(found) if _may_be_seeded(found) else None
+    if found is None:
+        raise UnknownOperatorError(f"the operator {name!r:.120} is unknown here")
+    return found
+
+
+def _may_be_seeded(found: Any) -> bool:
+    is_functional = isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable
+    return is_functional and found.namespace != "mirrorc" and torch.Tag.nondeterministic_seeded in found.tags
+
+
+def _overload(name: str) -> Any:
+    """A registered operator of torch, such as ``aten.mm.default``; None if there is none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        if part.startswith("__"):
+            return None
+        found = getattr(found, part, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None

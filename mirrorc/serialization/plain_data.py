@@ -1,0 +1,192 @@
+"""Arguments of nodes as data for JSON, and back; whatever has no form there is refused.
+
+The form of an argument::
+
+    argument = null | true | false | INTEGER | NUMBER | STRING
+             | [INDEX]                                        what the reader knows by number: a node, or a tensor
+             | ["list", argument ...] | ["tuple", argument ...] | ["dict", [key, argument] ...]
+             | ["slice", start, stop, step] | ["float", "nan"] | ["complex", real, imaginary]
+             | ["dtype", NAME] | ["device", NAME] | ["layout", NAME] | ["memory_format", NAME]
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class DataError(Exception):
+    """What cannot be saved or read, and why; whoever knows the file adds which one and what to do."""
+
+
+def expect(data: Any, kind: type, what: str) -> Any:
+    """The data, if it is of this very type.
+
+    Raises:
+        DataError: says what it is instead.
+    """
+    if type(data) is not kind:
+        raise DataError(f"{what} is {data!r:.60}, not of type {kind.__name__}")
+    return data
+
+
+def expect_identifier(data: Any, what: str) -> str:
+    """The data, if it is a name in Python: torch.fx writes some strings of a graph into code just as they are."""
+    if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
+        raise DataError(f"{what} is {data!r:.60}, not an identifier")
+    return data
+
+
+def entry(table: Mapping[str, Any] | list[Any], key: Any, what: str) -> Any:
+    """The entry of a dict under a name, or of a list under an index.
+
+    Raises:
+        DataError: there is no such entry.
+    """
+    keys = range(len(table)) if isinstance(table, list) else table
+    if type(key) not in (int, str) or key not in keys:
+        raise DataError(f"there is no {what} {key!r:.60}")
+    return table[key]
+
+
+_Leaf = Callable[[Any], Any]
+
+
+def encode_argument(value: Any, refer: _Leaf) -> Any:
+    """An argument as data; ``refer`` gives the form of what this module does not know, or raises `DataError`."""
+    encode = _ENCODERS.get(type(value))
+    return encode(value, refer) if encode is not None else refer(value)
+
+
+def decode_argument(data: Any, resolve: _Leaf) -> Any:
+    """The argument that data stands for; ``resolve`` turns what ``refer`` gave into what it was, or raises `DataError`.
+
+    Raises:
+        DataError: the data is not in the form above.
+    """
+    if type(data) is not list:
+        return _decode_plain(data)
+    decode = _DECODERS.get(data[0]) if data and type(data[0]) is str else None
+    if decode is None:
+        return resolve(data)
+    try:
+        return decode(data[1:], resolve)
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{data!r:.60} stands for no argument") from error
+
+
+def _decode_plain(data: Any) -> Any:
+    if type(data) is dict:
+        raise DataError(f"{data!r:.60} stands for no argument")
+    return data
+
+
+_BY_NAME: dict[type, dict[str, Any]] = {
+    kind: {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, kind)}
+    for kind in (torch.dtype, torch.layout, torch.memory_format)
+}
+
+
+def encode_name(value: torch.dtype | torch.layout | torch.memory_format | torch.device) -> str:
+    """The name of one of torch's constants, or of a device."""
+    return str(value).removeprefix("torch.")
+
+
+def decode_name(name: Any, kind: type, what: str) -> Any:
+    """The constant or device of this name.
+
+    Raises:
+        DataError: torch knows none of this name.
+    """
+    if kind is not torch.device:
+        return entry(_BY_NAME[kind], name, what)
+    try:
+        return torch.device(expect(name, str, what))
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"there is no {what} {name!r:.60}") from error
+
+
+def _encode_float(value: float, refer: _Leaf) -> Any:
+    return value if math.isfinite(value) else ["float", repr(value)]
+
+
+def _encode_items(tag: str) -> Callable[[Any, _Leaf], Any]:
+    return lambda value, refer: [tag, *[encode_argument(item, refer) for item in value]]
+
+
+def _encode_dict(value: Mapping[Any, Any], refer: _Leaf) -> Any:
+    for key in value:
+        if type(key) not in (str, int):
+            raise DataError(f"a dict has the key {key!r:.60}, and only strings and integers can be saved as keys")
+    return ["dict", *[[key, encode_argument(item, refer)] for key, item in value.items()]]
+
+
+def _encode_parts(tag: str, *parts: str) -> Callable[[Any, _Leaf], Any]:
+    return lambda value, refer: [tag, *[encode_argument(getattr(value, part), refer) for part in parts]]
+
+
+_ENCODERS: dict[type, Callable[[Any, _Leaf], Any]] = {
+    **dict.fromkeys((type(None), bool, int, str), lambda value, refer: value),
+    float: _encode_float,
+    complex: _encode_parts("complex", "real", "imag"),
+    slice: _encode_parts("slice", "start", "stop", "step"),
+    **dict.fromkeys((list, fx.immutable_collections.immutable_list), _encode_items("list")),
+    **dict.fromkeys((tuple, torch.Size), _encode_items("tuple")),
+    **dict.fromkeys((dict, fx.immutable_collections.immutable_dict), _encode_dict),
+    torch.dtype: lambda value, refer: ["dtype", encode_name(value)],
+    torch.layout: lambda value, refer: ["layout", encode_name(value)],
+    torch.memory_format: lambda value, refer: ["memory_format", encode_name(value)],
+    torch.device: lambda value, refer: ["device", encode_name(value)],
+}
+
+
+def _decode_items(items: list[Any], resolve: _Leaf) -> list[Any]:
+    return [decode_argument(item, resolve) for item in items]
+
+
+def _decode_dict(items: list[Any], resolve: _Leaf) -> dict[Any, Any]:
+    found = {}
+    for key, item in items:
+        if type(key) not in (str, int):
+            raise DataError(f"{key!r:.60} is no key")
+        found[key] = decode_argument(item, resolve)
+    return found
+
+
+def _decode_slice(items: list[Any], resolve: _Leaf) -> slice:
+    start, stop, step = _decode_items(items, resolve)
+    return slice(start, stop, step)
+
+
+def _decode_complex(items: list[Any], resolve: _Leaf) -> complex:
+    real, imaginary = _decode_items(items, resolve)
+    return complex(expect(real, float, "a real part"), expect(imaginary, float, "an imaginary part"))
+
+
+def _decode_float(items: list[Any], resolve: _Leaf) -> float:
+    (name,) = items
+    return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[name])
+
+
+def _decode_named(kind: type) -> Callable[[list[Any], _Leaf], Any]:
+    def decode(items: list[Any], resolve: _Leaf) -> Any:
+        (name,) = items
+        return decode_name(name, kind, kind.__name__)
+
+    return decode
+
+
+_DECODERS: dict[str, Callable[[list[Any], _Leaf], Any]] = {
+    "float": _decode_float,
+    "complex": _decode_complex,
+    "slice": _decode_slice,
+    "list": _decode_items,
+    "tuple": lambda items, resolve: tuple(_decode_items(items, resolve)),
+    "dict": _decode_dict,
+    **{kind.__name__: _decode_named(kind) for kind in (*_BY_NAME, torch.device)},
+}

@@ -1,0 +1,189 @@
+"""Saves programs to files and loads them again.
+
+A file is one JSON object, data only, compressed with gzip if its name ends in ``.gz``::
+
+    {"format": "mirrorc program", "version": 1, "mirrorc": VERSION, "torch": VERSION,
+     "program": {FIELD: ...},            the fields of `mirrorc.program.Program`
+     "tables": {TABLE: [...]}}           what nodes refer to, see `mirrorc.serialization.graph_data`
+
+The same program gives the same bytes, in every process. Loading runs nothing that is in the file: operators are looked up
+by name among those that are registered, and values are fake tensors.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.program import Program, Region
+from mirrorc.serialization.graph_data import GraphReader, GraphWriter
+from mirrorc.serialization.operator_names import UnknownOperatorError
+from mirrorc.serialization.plain_data import DataError, expect, expect_identifier
+from mirrorc.serialization.record_data import check_keys, decode_record, encode_record, field_types
+from mirrorc.torch_internals import lazy_graph_module
+
+FORMAT = "mirrorc program"
+VERSION = 1
+"""Of the files that are written; one more with every change that older readers would not understand."""
+
+_GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def save_program(program: Program, path: str | os.PathLike[str]) -> None:
+    """Writes a program to a file, whole or not at all. `Program.save` says more."""
+    path = Path(path)
+    try:
+        data = _encode_program(program)
+    except DataError as error:
+        raise ValueError(f"cannot save the program to {path}: {error}") from error
+    encoded = (json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n").encode("ascii")
+    if path.suffix == ".gz":
+        encoded = gzip.compress(encoded, mtime=0)
+    unfinished = path.parent / f".mirrorc-{secrets.token_hex(4)}"
+    try:
+        unfinished.write_bytes(encoded)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_program(path: str | os.PathLike[str]) -> Program:
+    """Reads a program from a file. `Program.load` says more."""
+    path = Path(path)
+    data = _read(path)
+    try:
+        return _decode_program(data)
+    except UnknownOperatorError as error:
+        raise ValueError(
+            f"cannot load {path}: {error}; import the library that registers it first, or use the same torch: the file was "
+            f"written with torch {data['torch']}, this is torch {torch.__version__}"
+        ) from error
+    except (DataError, RecursionError) as error:
+        raise ValueError(f"cannot load {path}, it is damaged: {error}; save the program again") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is in a file, once it is clear that it is a program of a version that can be read."""
+    encoded = path.read_bytes()
+    remedy = "give a file that Program.save has written"
+    try:
+        if encoded.startswith(_GZIP_MAGIC):
+            encoded = gzip.decompress(encoded)
+        data = json.loads(encoded)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot load {path}: it is not JSON, or not all of it ({error}); {remedy}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"cannot load {path}: it is JSON, but no mirrorc program; {remedy}")
+    version = data.get("version")
+    if type(version) is int and version > VERSION:
+        raise ValueError(
+            f"cannot load {path}: it has version {version} of the format, this mirrorc reads up to {VERSION}; use mirrorc "
+            f"{data.get('mirrorc')}, which has written it, or later"
+        )
+    return data
+
+
+def _encode_program(program: Program) -> dict[str, Any]:
+    writer = GraphWriter()
+    regions = {name: _encode_region(region, writer) for name, region in program.regions.items()}
+    fields: dict[str, Any] = {
+        name: encode_record(getattr(program, name), kind, name)
+        for name, kind in field_types(Program).items()
+        if name not in _GRAPHS
+    }
+    fields["regions"] = regions
+    fields["shard_graphs"] = [writer.encode(graph, f"shard graph {i}") for i, graph in enumerate(program.shard_graphs)]
+    fields["graph"] = writer.encode(program.graph, "the mirrored graph") if program.graph is not None else None
+    fields["device_graphs"] = {
+        name: _encode_module(module, f"the graph of {name}", writer, _regions_in(module, program.regions))
+        for name, module in program.device_graphs.items()
+    }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "mirrorc": importlib.metadata.version("mirrorc"),
+        "torch": str(torch.__version__),
+        "program": fields,
+        "tables": writer.tables(),
+    }
+
+
+def _encode_region(region: Region, writer: GraphWriter) -> dict[str, Any]:
+    body = _encode_module(region.graph_module, f"region {region.name}", writer)
+    return {"name": region.name, "phase": region.phase, **body}
+
+
+def _encode_module(
+    module: fx.GraphModule, where: str, writer: GraphWriter, regions: Collection[str] = ()
+) -> dict[str, Any]:
+    class_name = expect_identifier(type(module).__name__, f"the class name of {where}")
+    return {"class_name": class_name, "nodes": writer.encode(module.graph, where, regions)}
+
+
+def _regions_in(module: fx.GraphModule, regions: Mapping[str, Region]) -> set[str]:
+    """The modules in a device's module that are regions of the program."""
+    return {name for name, m in module.named_children() if name in regions and regions[name].graph_module is m}
+
+
+def _decode_program(data: dict[str, Any]) -> Program:
+    check_keys(data, dict.fromkeys(("format", "version", "mirrorc", "torch", "program", "tables")), "the file")
+    for name, kind in (("version", int), ("mirrorc", str), ("torch", str)):
+        expect(data[name], kind, name)
+    if data["version"] < 1:
+        raise DataError(f"there is no version {data['version']}")
+    reader = GraphReader(data["tables"])
+    kinds, fields = field_types(Program), data["program"]
+    check_keys(fields, kinds, "the program")
+    regions = {name: _decode_region(item, name, reader) for name, item in _items(fields, "regions")}
+    graphs = enumerate(expect(fields["shard_graphs"], list, "shard_graphs"))
+    return Program(
+        **{name: decode_record(fields[name], kind, name) for name, kind in kinds.items() if name not in _GRAPHS},
+        regions=regions,
+        shard_graphs=tuple(reader.decode(item, f"shard graph {i}") for i, item in graphs),
+        graph=reader.decode(fields["graph"], "the mirrored graph") if fields["graph"] is not None else None,
+        device_graphs={
+            name: _decode_module(item, f"the graph of {name}", reader, regions)
+            for name, item in _items(fields, "device_graphs")
+        },
+    )
+
+
+def _items(fields: dict[str, Any], name: str) -> Collection[tuple[str, Any]]:
+    items: dict[str, Any] = expect(fields[name], dict, name)
+    return items.items()
+
+
+def _decode_region(data: Any, name: str, reader: GraphReader) -> Region:
+    check_keys(data, dict.fromkeys(("name", "phase", "class_name", "nodes")), f"region {name}")
+    body = {key: data[key] for key in ("class_name", "nodes")}
+    return Region(
+        expect(data["name"], str, f"the name of region {name}"),
+        expect(data["phase"], str, f"the phase of region {name}"),
+        _decode_module(body, f"region {name}", reader, {}),
+    )
+
+
+def _decode_module(data: Any, where: str, reader: GraphReader, regions: Mapping[str, Region]) -> fx.GraphModule:
+    """A graph as a module, and in it the modules of the regions that it calls."""
+    check_keys(data, dict.fromkeys(("class_name", "nodes")), where)
+    class_name = expect_identifier(data["class_name"], f"the class name of {where}")
+    graph = reader.decode(data["nodes"], where, regions)
+    root = nn.Module()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            root.add_module(str(node.target), regions[str(node.target)].graph_module)
+    try:
+        return lazy_graph_module(root, graph, class_name)
+    except Exception as error:  # torch.fx turns the graph into Python code, which these nodes may not give
+        raise DataError(f"{where} makes no module ({type(error).__name__}: {error})") from error

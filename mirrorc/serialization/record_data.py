@@ -1,0 +1,114 @@
+"""Dataclasses as data for JSON, and back, by the declared types of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mirrorc.serialization.plain_data import DataError, decode_name, encode_name, entry, expect
+
+_PLAIN = (str, int, bool)
+_NAMED = (torch.dtype, torch.device)
+
+
+@functools.cache
+def field_types(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass and their types, in order."""
+    hints = typing.get_type_hints(record)
+    return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+
+
+def encode_record(value: Any, kind: Any, what: str) -> Any:
+    """A value as data: a dataclass, an enumeration, or what fields of dataclasses hold.
+
+    Args:
+        value: what to encode.
+        kind: its declared type.
+        what: names it, for messages.
+
+    Raises:
+        DataError: the value is not of that type.
+    """
+    origin, inner = _parts(kind)
+    if origin is types.UnionType:
+        return None if value is None else encode_record(value, inner, what)
+    if origin is tuple:
+        return [encode_record(item, inner, f"{what}[{i}]") for i, item in enumerate(value)]
+    if origin is Mapping:
+        items = value.items()
+        return {
+            expect(key, str, f"a key of {what}"): encode_record(item, inner, f"{what}[{key!r}]") for key, item in items
+        }
+    if _is_record(kind):
+        return {
+            name: encode_record(getattr(value, name), hint, f"{what}.{name}")
+            for name, hint in field_types(kind).items()
+        }
+    found = expect(value, kind, what)
+    if kind in _PLAIN:
+        return found
+    return encode_name(found) if kind in _NAMED else found.name
+
+
+def decode_record(data: Any, kind: Any, what: str) -> Any:
+    """The value that `encode_record` has made this data of; takes the same arguments.
+
+    Raises:
+        DataError: the data is not that of a value of this type; says where.
+    """
+    origin, inner = _parts(kind)
+    if origin is types.UnionType:
+        return None if data is None else decode_record(data, inner, what)
+    if origin is tuple:
+        return tuple(decode_record(item, inner, f"{what}[{i}]") for i, item in enumerate(expect(data, list, what)))
+    if origin is Mapping:
+        items = expect(data, dict, what).items()
+        return {key: decode_record(item, inner, f"{what}[{key!r}]") for key, item in items}
+    if _is_record(kind):
+        fields = field_types(kind)
+        check_keys(data, fields, what)
+        return kind(**{name: decode_record(data[name], hint, f"{what}.{name}") for name, hint in fields.items()})
+    if kind in _NAMED:
+        return decode_name(data, kind, what)
+    return expect(data, kind, what) if kind in _PLAIN else entry(kind.__members__, data, what)
+
+
+def check_keys(data: Any, wanted: Mapping[str, Any], what: str) -> None:
+    """Refuses data that is no object with just these keys.
+
+    Raises:
+        DataError: names the first key that is missing or unknown.
+    """
+    expect(data, dict, what)
+    for key in wanted:
+        if key not in data:
+            raise DataError(f"{what} has no {key!r}")
+    for key in data:
+        if key not in wanted:
+            raise DataError(f"{what} has {key!r:.60}, which is unknown")
+
+
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, Any]:
+    """A generic type and the one type in it: ``X`` of ``X | None``, ``tuple[X, ...]`` and ``Mapping[str, X]``."""
+    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType and len(parameters) == 2 and parameters[1] is type(None):
+        return origin, parameters[0]
+    if origin is tuple and len(parameters) == 2 and parameters[1] is Ellipsis:
+        return origin, parameters[0]
+    if origin is Mapping and parameters[0] is str:
+        return origin, parameters[1]
+    is_known = kind in (*_PLAIN, *_NAMED) or _is_record(kind) or issubclass(kind, enum.Enum)
+    assert is_known, f"{kind} has no form in a file yet"
+    return None, None

@@ -1,0 +1,116 @@
+"""Snapshots of programs, for the pytest fixture ``mirror_snapshot``: over syrupy, which finds, writes and counts their files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any
+
+from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+
+from mirrorc.api import Step
+from mirrorc.diff import diff_texts
+from mirrorc.program import Program
+
+_SHOWN = 60  # lines of a program that has no snapshot yet
+
+
+class ProgramFiles(SingleFileSnapshotExtension):
+    """A file of text for each snapshot, ``__snapshots__/<test file>/<test>.mirror``."""
+
+    file_extension = "mirror"
+    _write_mode = WriteMode.TEXT
+
+
+class ProgramSnapshot:
+    """What a program must be equal to: ``assert step.program == mirror_snapshot``.
+
+    A comparison that fails raises an AssertionError itself, which says in words what differs: of what an ``assert`` would say,
+    pytest shows eight lines.
+
+    Args:
+        snapshot: syrupy's fixture of this name.
+        name: the snapshot's name, if a test has several; else they are counted.
+        regions: compare the bodies of regions, too.
+
+    Raises:
+        TypeError: ``snapshot`` is the fixture of another plugin, or ``name`` is no string.
+    """
+
+    def __init__(self, snapshot: SnapshotAssertion, name: str | None = None, regions: bool = False) -> None:
+        if not isinstance(snapshot, SnapshotAssertion):
+            raise TypeError(
+                f"the fixture 'snapshot' gives a {type(snapshot).__name__}: another plugin or a conftest.py has taken its name "
+                "from syrupy, which mirror_snapshot needs; switch that plugin off with -p no:NAME, or rename the fixture"
+            )
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"name is {name!r}: give the snapshot's name, a string")
+        self._assertion = (
+            snapshot.use_extension(ProgramFiles) if snapshot.extension_class is not ProgramFiles else snapshot
+        )
+        self._name = name
+        self._regions = regions
+
+    def __call__(self, *, name: str | None = None, regions: bool = False) -> ProgramSnapshot:
+        """A snapshot of this test by a name, or with the bodies of the regions."""
+        return ProgramSnapshot(self._assertion, name, regions)
+
+    def __eq__(self, program: object) -> bool:
+        """Whether the program is as in the snapshot.
+
+        Raises:
+            AssertionError: it is not; says in words what differs.
+            TypeError: not a program.
+        """
+        __tracebackhide__ = True
+        if self._is_matched_by(program):
+            return True
+        raise AssertionError(self._explanation())
+
+    def __ne__(self, program: object) -> bool:
+        """Whether the program is not as in the snapshot."""
+        return not self._is_matched_by(program)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "mirror_snapshot" + (f"(name={self._name!r})" if self._name else "")
+
+    def _is_matched_by(self, program: object) -> bool:
+        if not isinstance(program, Program):
+            remedy = "compare step.program" if isinstance(program, Step) else "compare a Program, such as step.program"
+            raise TypeError(
+                f"mirror_snapshot holds the text of a program and is compared with a {type(program).__name__}: {remedy}"
+            )
+        text = program.to_text(regions=self._regions, slots=True, sources=False)
+        return bool((self._assertion(name=self._name) if self._name else self._assertion) == text)
+
+    def _explanation(self) -> str:
+        """Why the comparison that was made last has failed."""
+        result: Any = self._assertion.executions[self._assertion.num_executions - 1]
+        if result.exception is not None:
+            raise result.exception
+        path = os.path.relpath(result.snapshot_location)
+        old, new = result.recalled_data, result.asserted_data
+        if old is None:
+            lines = new.splitlines()
+            rest = [f"... and {len(lines) - _SHOWN} more lines"] if len(lines) > _SHOWN else []
+            head = (
+                f"the snapshot {path} does not exist: write it with pytest --snapshot-update, and read it. It would be:"
+            )
+            return "\n".join([head, "", *lines[:_SHOWN], *rest])
+        head = (
+            f"the program is not as in the snapshot {path}; if it should be, renew that with pytest --snapshot-update."
+        )
+        return f"{head}\n\n{_difference(old, new)}"
+
+
+def _difference(old: str, new: str) -> str:
+    try:
+        return (
+            diff_texts(old, new) or "only what does not count in a comparison differs, such as the user's source lines"
+        )
+    except ValueError as error:  # somebody has edited the snapshot
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "old", "new", n=2, lineterm="")
+        return "\n".join([str(error), "", *lines])

@@ -1,0 +1,106 @@
+"""The lines in which two printed programs differ, part by part: parts that are equal cost nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mirrorc.printed_program import PrintedProgram
+from mirrorc.printed_schedule import is_region_call
+
+_MOST_LINES = 200  # so many are shown
+_CONTEXT = 2  # lines around those that differ
+_COMPARED = 3000  # lines of a part in which differences are looked for: more than can be shown of it
+_MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
+
+
+@dataclass
+class _Part:
+    """The top of a text, a function or a region.
+
+    Attributes:
+        lines: what it says, without what does not count.
+        numbers: of these lines in the text.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+
+def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProgram]) -> list[str]:
+    """A unified diff of two texts, with the numbers of their lines; nothing if they are equal.
+
+    Args:
+        old: a text.
+        new: another.
+        programs: what they say.
+    """
+    parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
+    names = list(dict.fromkeys([*parts[0], *parts[1]]))
+    pairs = [(parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
+    pairs = [(one, other) for one, other in pairs if one.lines != other.lines]
+    if not pairs:
+        return []
+    shown = ["--- old", "+++ new"]
+    for one, other in pairs:
+        if len(shown) < _MOST_LINES:
+            shown += _hunks(one, other)
+    num_shown = sum(line.startswith(("-", "+")) for line in shown[2:_MOST_LINES])
+    left_out = sum(_num_differing(one, other) for one, other in pairs) - num_shown
+    if len(shown) > _MOST_LINES or left_out > 0:
+        rest = f"{left_out} more lines that differ" if left_out > 0 else "more lines, in another order,"
+        shown = [*shown[:_MOST_LINES], f"... and {rest} are left out here"]
+    return shown
+
+
+def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
+    """The parts of a text by name, without what does not count: pass and time in the heading, the user's source lines."""
+    with_source = {line.number for f in program.functions for line in f.lines if line.comment and is_region_call(line)}
+    parts: dict[str, _Part] = {}
+    part = _Part()
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        if number == 1 or line.startswith(("def ", "region ")):
+            name = line.partition("(")[0] if number > 1 else ""
+            while name in parts:
+                name += "'"
+            part = parts[name] = _Part()
+        if line and not line.startswith("    # "):
+            kept = line.partition("  # ")[0].rstrip() if number in with_source else line
+            part.lines.append(kept if number > 1 else _MEASURED.sub("", kept))
+            part.numbers.append(number)
+    return parts
+
+
+def _num_differing(one: _Part, other: _Part) -> int:
+    """How many lines are in one part only; in linear time, so lines that only moved do not count."""
+    counts = [Counter(part.lines) for part in (one, other)]
+    return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
+
+
+def _hunks(one: _Part, other: _Part) -> Iterator[str]:
+    """The differing lines of a part, with some around them. Only where they begin is looked at if there are very many."""
+    limit = min(len(one.lines), len(other.lines))
+    start = next((i for i in range(limit) if one.lines[i] != other.lines[i]), limit)
+    end = next((i for i in range(limit - start) if one.lines[-1 - i] != other.lines[-1 - i]), limit - start)
+    first, after = max(0, start - _CONTEXT), max(0, end - _CONTEXT)
+    compared = [part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (one, other)]
+    for group in difflib.SequenceMatcher(None, *compared).get_grouped_opcodes(_CONTEXT):
+        spans = (group[0][1], group[-1][2]), (group[0][3], group[-1][4])
+        yield f"@@ -{_span(one, first, *spans[0])} +{_span(other, first, *spans[1])} @@"
+        for kind, i, j, k, m in group:
+            if kind == "equal":
+                yield from (f" {line}" for line in compared[0][i:j])
+            else:
+                yield from (f"-{line}" for line in compared[0][i:j])
+                yield from (f"+{line}" for line in compared[1][k:m])
+
+
+def _span(part: _Part, first: int, start: int, stop: int) -> str:
+    """Where a hunk is in its text: the number of its first line, and how many lines."""
+    number = (
+        part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
+    )
+    return f"{number},{stop - start}"

@@ -1,0 +1,35 @@
+"""Lists and numbers, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def listed(items: Iterable[object], most: int = 3) -> str:
+    """``a``, ``a and b``, ``a, b and c``, or ``a, b, c and 9 more``."""
+    names = [str(item) for item in items]
+    if len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 gradient``, ``12 gradients``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
+    """``bucket 0``, ``buckets 0, 1 and 2``."""
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
+
+
+def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
+    """The first sentences; then one that says how many more there are: ``rest``, such as ``... and {} more notes``."""
+    left_out = 0
+    for i, sentence in enumerate(sentences):
+        if i < most:
+            yield sentence
+        else:
+            left_out += 1
+    if left_out:
+        yield rest.format(left_out)

@@ -1,0 +1,218 @@
+"""`Step.explain` and `Step.timeline` on real runs: figures hold together whatever the machine does meanwhile."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+from mirrorc import ExecutionError
+from mirrorc.runtime.explanation import Explanation
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+SHARE = "share-parameters"
+
+
+class SignSgd(torch.optim.Optimizer):
+    """Not one of those that run on whole buckets."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-0.01)
+
+
+def compiled(
+    num_devices: int = 2, make_optimizer: Any = SGD, model: nn.Module | None = None, **options: Any
+) -> mirrorc.Step:
+    model = model or make_mlp()
+    options = {"loss_fn": F.cross_entropy, "backend": "eager", "timeout_seconds": 60.0, **options}
+    return mirrorc.compile(model, num_devices, optimizer=make_optimizer(model.parameters()), **options)
+
+
+def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
+    """What holds of every explanation."""
+    program = step.program
+    names = [device.name for device in program.devices]
+    assert found.num_steps == num_steps and [device.device for device in found.devices] == names
+    assert {bucket.index for bucket in found.buckets} == {bucket.index for bucket in program.buckets}
+    for times in found.buckets:
+        assert times.num_bytes == program.buckets[times.index].num_bytes
+        assert set(names) >= {own.device for own in times.devices}
+        for one in (times, *times.devices):
+            assert one.exposed_ms == one.skew_ms + one.transfer_ms
+            assert min(one.hidden_ms, one.skew_ms, one.transfer_ms) >= 0.0
+            assert 0.0 <= one.ready_ms <= one.launched_ms <= one.finished_ms
+    assert found.exposed_ms == pytest.approx(sum(bucket.exposed_ms for bucket in found.buckets))
+    assert found.hidden_ms == pytest.approx(sum(bucket.hidden_ms for bucket in found.buckets))
+    for device in found.devices:
+        if num_steps == 1:
+            assert device.compute_ms == pytest.approx(sum(device.region_ms.values()))
+        assert 0.0 <= device.started_ms < device.finished_ms
+    assert min(found.compute_ms, found.update_ms, found.step_ms) > 0.0 and found.other_ms >= 0.0 and found.advice
+    lines = str(found).split("\n")
+    assert sum(line.startswith("b") and line[1:2].isdigit() for line in lines) == len(found.buckets)
+    assert max(len(line) for line in lines) <= 110
+
+
+@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
+    with compiled(num_devices, disable_passes=without, **SMALL) as step:
+        for seed in range(6):
+            step(**mlp_batch(7, seed=seed))  # uneven on 2 and 3 devices
+        found = step.explain()
+        check(step, found, 5)
+        assert len(found.buckets) >= 4
+        kind = "none" if num_devices == 1 else "all_reduce" if without else "reduce_scatter"
+        assert {bucket.kind for bucket in found.buckets} == {kind}
+        assert [bucket.index for bucket in found.buckets] == [bucket.index for bucket in step.program.buckets]
+        events = json.loads(step.timeline(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e["cat"] == "step" for e in events if e["ph"] == "X") == 6
+    assert sum(e["ph"] == "b" for e in events) == (0 if num_devices == 1 else 6 * len(found.buckets))
+    assert sum(e["ph"] == "X" and e["cat"] == "backward" for e in events) >= 6 * num_devices * len(found.buckets) / 2
+
+
+def test_one_step_is_explained_though_it_warmed_up() -> None:
+    with compiled() as step:
+        step(**mlp_batch(8))
+        check(step, step.explain(), 1)
+        step(**mlp_batch(8))
+        step(**mlp_batch(8))
+        check(step, step.explain(), 2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
+def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
+    with compiled(num_devices, SignSgd, disable_passes=without, **SMALL) as step:
+        for _ in range(3):
+            step(**mlp_batch(7))
+        found = step.explain()
+        check(step, found, 2)
+        per_bucket = 2 if without and num_devices > 1 else 1  # reduced, and then sent
+        assert len(found.buckets) == per_bucket * len(step.program.buckets)
+
+
+def test_buffers_that_are_written() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    with compiled(2, model=model, **SMALL) as step:
+        for _ in range(3):
+            step(mlp_batch(8)["x"], target=mlp_batch(8)["target"])
+        check(step, step.explain(), 2)
+
+
+def test_what_is_explained_is_the_program_of_the_last_call() -> None:
+    with compiled(2, **SMALL) as step:
+        for _ in range(4):
+            step(**mlp_batch(8))
+        for _ in range(3):
+            step(**mlp_batch(5))
+        check(step, step.explain(), 2)
+        step(**mlp_batch(8))
+        check(step, step.explain(), 4)
+
+
+def test_a_step_that_fails_leaves_no_record() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 3))
+    good, bad = torch.zeros(4, 2, dtype=torch.long), torch.full((4, 2), 99)
+    target = torch.zeros(4, dtype=torch.long)
+    with compiled(2, model=model) as step:
+        with pytest.raises(ExecutionError, match="index"):
+            step(bad, target=target)
+        with pytest.raises(ExecutionError, match=r"each that began .* failed or was interrupted"):
+            step.explain()
+        for _ in range(2):
+            step(good, target=target)
+        with pytest.raises(ExecutionError, match="index"):
+            step(bad, target=target)
+        check(step, step.explain(), 1)
+        step(good, target=target)
+        check(step, step.explain(), 2)
+
+
+def test_a_step_that_was_interrupted_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where every device finishes it: the only one does, as it waits for nobody."""
+    with compiled(1) as step:
+        for _ in range(2):
+            step(**mlp_batch(8))
+        assert step._pool is not None
+        wait, interrupts = step._pool._await_a_result, [KeyboardInterrupt()]
+
+        def interrupted_once(*args: Any) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            wait(*args)
+
+        monkeypatch.setattr(step._pool, "_await_a_result", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            step(**mlp_batch(8))
+        check(step, step.explain(), 1)
+        step(**mlp_batch(8))
+        check(step, step.explain(), 2)
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    with compiled() as step:
+        for ask in (step.explain, lambda: step.timeline(tmp_path / "trace.json")):
+            with pytest.raises(ExecutionError, match=r"none has run yet .* call the step with a batch first"):
+                ask()
+        step.prepare(**mlp_batch(8))
+        with pytest.raises(ExecutionError, match=r"none has run yet .* call the step with a batch first"):
+            step.explain()
+        assert not list(tmp_path.iterdir())
+
+
+def test_without_records(tmp_path: Path) -> None:
+    with compiled(record=False) as step:
+        step(**mlp_batch(8))
+        for ask in (step.explain, lambda: step.timeline(tmp_path / "trace.json")):
+            with pytest.raises(ExecutionError, match="compiled with record=False; compile with record=True"):
+                ask()
+
+
+@pytest.mark.parametrize("record", [1, "yes", None])
+def test_record_is_a_bool(record: Any) -> None:
+    with pytest.raises(TypeError, match=r"record is .*: say True"):
+        compiled(record=record)
+
+
+def test_recording_changes_no_bit() -> None:
+    found = []
+    for record in (True, False):
+        model = make_mlp()
+        with compiled(2, model=model, record=record, **SMALL) as step:
+            losses = [step(**mlp_batch(7, seed=seed)) for seed in range(3)]
+        found.append([*losses, *(parameter.detach() for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_closed_step_can_still_be_explained() -> None:
+    with compiled() as step:
+        for _ in range(2):
+            step(**mlp_batch(8))
+    check(step, step.explain(), 1)
+
+
+def test_compiled_regions_have_source_lines(tmp_path: Path) -> None:
+    with compiled(2, backend="inductor") as step:
+        for _ in range(3):
+            step(**mlp_batch(8))
+        check(step, step.explain(), 2)
+        events = json.loads(step.timeline(tmp_path / "trace.json").read_text())["traceEvents"]
+    regions = [event for event in events if event["ph"] == "X" and event["cat"] in ("forward", "backward")]
+    assert len(regions) == 3 * 2 * 2
+    assert any("tiny_models.py" in event["args"].get("source", "") for event in regions)

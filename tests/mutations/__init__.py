@@ -1,0 +1,6 @@
+"""Ways to change a valid program, in one table; see `mutations.table.KINDS`."""
+
+from mutations import bodies, buckets, collectives, harmless, tables, updates, values
+from mutations.table import KINDS, Kind
+
+__all__ = ["KINDS", "Kind", "bodies", "buckets", "collectives", "harmless", "tables", "updates", "values"]

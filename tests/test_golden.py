@@ -1,0 +1,88 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from golden_programs import GOLDEN, MODELS, NUM_DEVICES, UPDATE, VERSIONS, difference, golden_program, versions
+
+import mirrorc
+
+SCRIPT = Path(__file__).parent / "golden_programs.py"
+FILES = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
+SEEDS = ("1", "2")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders in which processes have written all programs, by what their hashes began with."""
+    folders = {seed: tmp_path_factory.mktemp(f"hash-seed-{seed}") for seed in SEEDS}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--into", str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for seed, folder in folders.items()
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output
+    return folders
+
+
+def assert_golden(file: str, text: str) -> None:
+    found = difference(file, text)
+    made_with = (GOLDEN / VERSIONS).read_text(encoding="utf-8")
+    if found and made_with != versions():
+        here, there = (", ".join(text.splitlines()) for text in (versions(), made_with))
+        pytest.skip(f"{file} was made with {there} and is otherwise with {here}: {found.splitlines()[2]}")
+    assert not found, found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_program_of_a_whole_model_is_as_it_was(file: str, made: dict[str, Path]) -> None:
+    texts = {(folder / file).read_text(encoding="utf-8") for folder in made.values()}
+    assert len(texts) == 1, "the program depends on the order of hashes or on the number of threads"
+    assert_golden(file, texts.pop())
+
+
+def test_every_file_has_a_model(made: dict[str, Path]) -> None:
+    expected = sorted([*FILES, VERSIONS])
+    assert sorted(path.name for path in GOLDEN.iterdir()) == expected, f"{UPDATE} does not remove files: do it"
+    assert all(sorted(path.name for path in folder.iterdir()) == expected for folder in made.values())
+
+
+def test_compile_makes_the_same_program() -> None:
+    golden = MODELS["digits"]
+    model = golden.make().train()
+    with mirrorc.compile(
+        model,
+        ["cpu:0", "cpu:1"],
+        optimizer=golden.optimizer(model),
+        loss_fn=golden.loss_fn,
+        backend="eager",
+        example_inputs=golden.inputs(golden.num_examples(2)),
+        **golden.buckets,  # type: ignore[arg-type]
+    ) as step:
+        text = step.program.to_text(slots=True, sources=False)
+    assert text == golden_program("digits", 2).to_text(slots=True, sources=False)
+
+
+def test_a_changed_program_is_explained_and_says_how_to_renew_the_file() -> None:
+    text = (GOLDEN / "resnet18-2.txt").read_text(encoding="utf-8")
+    assert difference("resnet18-2.txt", text) == ""
+    found = difference("resnet18-2.txt", text.replace("link=shared-memory", "link=copy"))
+    assert UPDATE in found and "tests/golden/resnet18-2.txt" in found
+    assert "link copy instead of shared-memory for reduce_scatter of buckets 0, 1, 2 and 3" in found
+    assert UPDATE in difference("no-such-model-2.txt", text)
+
+
+def test_buckets_of_the_golden_programs_are_several_so_that_the_schedule_shows() -> None:
+    heading = "# mirrorc · stage LOWERED · {} device"
+    for file in FILES:
+        first = (GOLDEN / file).read_text(encoding="utf-8").splitlines()[0]
+        num_devices = file.removesuffix(".txt").rsplit("-", 1)[1]
+        assert first.startswith(heading.format(num_devices)) and int(first.split(" · ")[3].split()[0]) >= 4
