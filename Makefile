@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m zipfile -e build/wheel/mirrorc-*.whl build/wheel
-	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc
+	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc mirrorc_pytest
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/local.py

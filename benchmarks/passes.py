@@ -139,7 +139,9 @@ def main() -> None:
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
     parser.add_argument("--profile", action="store_true", help="also print where the time goes, by pass and function")
     options = parser.parse_args()
-    print("| nodes | passes, s | verifier, s | printing, s | all, s | times the one before |\n|---|---|---|---|---|---|")
+    print(
+        "| nodes | passes, s | verifier, s | printing, s | all, s | times the one before |\n|---|---|---|---|---|---|"
+    )
     last = 0.0
     for num_nodes in options.nodes:
         with cProfile.Profile() as profile:

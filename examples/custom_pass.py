@@ -40,6 +40,7 @@ class Bfloat16OnTheWire:
     name: str = field(default="bfloat16-on-the-wire", init=False)
     input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    changes_dataflow: bool = field(default=True, init=False)  # what is updated from is rounded on the way
 
     def run(self, program: Program) -> Program:
         program = program.evolve(graph=copied(program.mirrored_graph))

@@ -23,12 +23,13 @@ from mirrorc.devices import parse_devices
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.instruments import instruments_for
+from mirrorc.links import check_link
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions, check_choices, dump_directory, example_call
 from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
 from mirrorc.pass_manager import add_passes as put_in
-from mirrorc.passes import check_link, default_pipeline
+from mirrorc.passes import default_pipeline
 from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore

@@ -121,13 +121,13 @@ def _restructure(
     by_leaf = {joint.leaf_of[n]: n for n in joint_nodes if n in joint.leaf_of}
     for leaf, name in enumerate(leaf_names):
         node = graph.placeholder(name)
-        arguments.append(Argument(node.name, "batch", leaf))
+        arguments.append(Argument(name, "batch", leaf))
         if leaf in by_leaf:
             node.meta["val"] = by_leaf[leaf].meta["val"]
             values[by_leaf[leaf]] = node
     for kind, source in (("loss_weight", joint.tangent), ("seed", None)):
         node = graph.placeholder(kind)
-        arguments.append(Argument(node.name, kind))
+        arguments.append(Argument(kind, kind))
         node.meta["val"] = source.meta["val"] if source is not None else joint.fake_seed()
         if source is not None:
             values[source] = node

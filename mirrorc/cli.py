@@ -67,7 +67,10 @@ def diff(
     new: Annotated[Path, typer.Argument(help="another")],
 ) -> None:
     """Says in words what differs between two programs, then shows the lines; exits with 1 if anything does."""
-    found = diff_texts(_text(old), _text(new))
+    try:
+        found = diff_texts(_text(old), _text(new))
+    except ValueError as error:
+        _fail(error)
     if found:
         sys.stdout.write(found.rstrip("\n") + "\n")
         raise typer.Exit(1)

@@ -1,21 +1,26 @@
 """What differs between two programs: first in words, from their printed form alone, then line by line.
 
-Whatever prints the same is the same: of the heading, the pass and the time do not count, of the lines, the user's source
-does not. So two dumps of one program are equal although each tells how long its pass took, and a program is equal to itself
-after its model's code has moved.
+What is said of a pass in the heading and below it does not count, nor do the user's source lines. So two dumps of one program are
+equal although they tell of different passes, and a program is equal to itself after its model's code has moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mirrorc.body_changes import argument_changes, body_changes, device_changes, group_changes, remark_changes
-from mirrorc.bucket_changes import bucket_changes, pair_buckets
-from mirrorc.printed_program import PrintedProgram
+from mirrorc.comparison.body_changes import (
+    argument_changes,
+    body_changes,
+    device_changes,
+    group_changes,
+    remark_changes,
+)
+from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
+from mirrorc.comparison.printed_program import PrintedProgram
+from mirrorc.comparison.schedule_changes import schedule_changes
+from mirrorc.comparison.text_changes import text_changes
+from mirrorc.comparison.text_reader import read_program_text
 from mirrorc.program import Program
-from mirrorc.schedule_changes import schedule_changes
-from mirrorc.text_changes import text_changes
-from mirrorc.text_reader import read_program_text
 
 
 def diff_texts(old: str, new: str) -> str:

@@ -7,12 +7,13 @@ The printed form::
     bucket    = "# bucket INDEX" DTYPE SIZE VARIABLE[SHAPE] ... RULE [ "· shared" ] [ "· ready after REGION" ]
               | "# bucket INDEX" DTYPE SIZE "N gradients" RULE ... ( "#     VARIABLE[SHAPE]" )+
     remark    = "# note: TEXT"
-    function  = "def DEVICE(NAME: TYPE, ...):" [ "# DEVICE runs the same as replica N; ..." ] line+ "return NAME, ..."
-    line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# FILE:LINE  CODE" ]
+    function  = "def DEVICE(NAME: TYPE, ...):" [ "# " who ] line+ "return NAME, ..."
+    who       = DEVICE "runs the same as replica N; ..." | "replica N" | "will run on DEVICE, ..."
+    line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# FILE:LINE  CODE" | "# NOTE" ]
     region    = "region NAME(NAME: TYPE, ...):" statement+ "return [NAME, ...]"
     statement = "# FILE:LINE  CODE" | [ NAME ":" TYPE "=" ] OPERATOR "(" ARGUMENT, ... ")"
     VALUE     = NAME ":" TYPE | NAME | N KIND
-    TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE
+    TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
 ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the device of every line up to
@@ -20,7 +21,8 @@ SCHEDULED, and a function for each device in LOWERED, where devices that run the
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
-device's share of it; ``b0_parameters``, received); ``new(bn.running_mean)``; variables by their own names. Inside regions a
+device's share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received;
+``new(bn.running_mean)``; variables by their own names. Inside regions a
 value is called by the module and the operator that it comes from (`mirrorc.value_names`), with ``d_`` before it in backward.
 Many values of a kind are counted: ``93 saved`` are activations kept for backward, ``75 variables`` are parameters and
 buffers read. Bodies of regions are left out unless asked for.
@@ -45,6 +47,7 @@ _LISTED_SLOTS = 4  # so many gradients are listed in a bucket's line
 _RESULT_WIDTH = 32
 _COMMENT_COLUMN = 92
 _LINE_WIDTH = 158
+_LEAST_COMMENT = 40
 _AROUND = 5  # lines shown before and after one that an error is about
 
 
@@ -208,7 +211,10 @@ def _rendered_line(line: Line, sources: bool) -> str:
     source = line.source if sources and not ops.is_compute(line.node) else ""
     comment = line.note or source
     width = _COMMENT_COLUMN - 4
-    return f"{line.text:<{width}}  # {comment}"[: _LINE_WIDTH - 4].rstrip() if comment else line.text
+    if not comment:
+        return line.text
+    text = f"{line.text:<{width}}  # "
+    return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
 
 
 _PRINTED = (ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)

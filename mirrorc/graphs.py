@@ -33,7 +33,7 @@ _STEMS = {
     ops.all_reduce: "b{bucket}_pending",
     ops.reduce_scatter: "b{bucket}_pending",
     ops.broadcast: "b{bucket}_pending",
-    ops.recv: "b{bucket}_pending",
+    ops.recv: "b{bucket}_incoming",
     ops.wait: "b{bucket}_sum",
     ops.send: "send_b{bucket}_to_r{destination}",
     ops.update: "update_b{bucket}",
@@ -47,6 +47,8 @@ _STEMS = {
 
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     stem = _STEMS.get(target, "").format(**kwargs)
+    if target is ops.wait and getattr(args[0], "target", None) in (ops.broadcast, ops.recv):
+        stem = f"b{kwargs['bucket']}_parameters"
     if ops.is_operator(target):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
         stem = f"{operand}_{target._schema.name.split('::')[-1].strip('_')}"

@@ -22,9 +22,9 @@ class Pass(Protocol):
         input_stage: the earliest stage that it takes; later ones, up to its output stage, will do as well.
         output_stage: the stage of the program that it gives.
 
-    A pass that means to change what is computed up to the packed gradients (how a gradient is made, say) says so by an
-    attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every gradient and every written
-    buffer stay the same expressions.
+    A pass that means to change what is computed (how a gradient is made, or what is made of a bucket before its reduction or
+    update) says so by an attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every
+    gradient, every bucket's way to its update and every written buffer stay the same expressions.
     """
 
     @property

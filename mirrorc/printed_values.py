@@ -65,9 +65,9 @@ class PrintedValues:
         if node.target is ops.pack:
             return "bucket", f"b{bucket}"
         if node.target in ops.LAUNCHES:
-            return "pending", f"b{bucket}_pending"
+            return "pending", f"b{bucket}_{'incoming' if node.target is ops.recv else 'pending'}"
         if node.target is ops.wait:
-            launch = node.args[0]
+            launch = node.args[0] if node.args else None
             target: Any = launch.target if isinstance(launch, fx.Node) else None
             given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(target, "parameters")
             return "reduced", f"b{bucket}_{given}"
@@ -105,7 +105,7 @@ class PrintedValues:
     def _whole(self, node: fx.Node) -> torch.Tensor | None:
         """The bucket of which a value is a share, after a reduce_scatter."""
         origin = ops.origin(node)
-        launch = origin.args[0] if origin.target is ops.wait else None
+        launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:

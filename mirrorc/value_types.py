@@ -69,7 +69,8 @@ def set_type(program: Program, node: fx.Node) -> None:
         node.meta["val"] = tuple(result.meta["val"] for result in _region_results(program, node))
     elif node.target is operator.getitem:
         _part(program, node)
-        node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        source: Any = node.args[0]
+        node.meta["val"] = source.meta["val"][node.args[1]]
     else:
         node.meta["val"] = _materialized(infer_type(program, node), _any_value(node.graph).fake_mode)
 

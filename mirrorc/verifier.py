@@ -18,15 +18,22 @@ from mirrorc.source_lines import source_line
 
 Rule = Callable[[Program], Iterator[Violation]]
 GraphRule = Callable[[Program, fx.Graph], Iterator[Violation]]
+Relation = Callable[[Program, Program, KnownFlows], Iterator[Violation]]
 
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.CAPTURED: (
-        rules.slots_are_disjoint,
-        rules.every_gradient_has_one_slot,
+        rules.graphs_are_those_of_the_stage,
+        rules.references_lead_somewhere,
+        rules.operations_have_their_arguments,
         rules.every_operation_is_known,
+        rules.arguments_are_in_order,
+        rules.slots_are_disjoint,
+        rules.slots_fit_their_variables,
+        rules.every_gradient_has_one_slot,
+        rules.regions_write_only_slots,
     ),
     Stage.OUTLINED: (rules.slots_are_given_for_their_gradients,),
-    Stage.REPLICATED: (),
+    Stage.REPLICATED: (rules.results_are_each_replicas_own,),
     Stage.PACKED: (
         rules.every_bucket_is_packed_once,
         rules.every_gradient_is_packed_once,
@@ -56,7 +63,10 @@ GRAPHS_LAST: tuple[GraphRule, ...] = (rules.values_have_their_types,)
 """The rules of every stage, on the program and on each of its graphs, regions' bodies included: the one that the others need,
 and those that are checked last, because what breaks them often breaks another, which says better what is wrong."""
 
-RELATIONS: tuple[Callable[[Program, Program, KnownFlows], Iterator[Violation]], ...] = (rules.dataflow_is_kept,)
+RELATIONS: tuple[Callable[[Program, Program, KnownFlows], Iterator[Violation]], ...] = (
+    rules.tables_are_kept,
+    rules.dataflow_is_kept,
+)
 """The rules on the programs before and after a pass."""
 
 
@@ -67,8 +77,13 @@ class Checked:
         self.flows = KnownFlows()
         self._checked: dict[int, tuple[fx.Graph, list[Any]]] = {}
 
+    def was_changed(self, graph: fx.Graph) -> bool:
+        """Whether a graph that was checked has been changed since: by a pass that must give a new one."""
+        known = self._checked.get(id(graph))
+        return known is not None and known[0] is graph and not self.has(graph)
+
     def has(self, graph: fx.Graph) -> bool:
-        """Whether this body was checked, and none of its nodes has been changed since."""
+        """Whether this graph was checked, and none of its nodes has been changed since."""
         known = self._checked.get(id(graph))
         if known is None or known[0] is not graph:
             return False
@@ -76,8 +91,8 @@ class Checked:
         return len(now) == len(known[1]) and all(a is b for a, b in zip(now, known[1], strict=True))
 
     def add(self, program: Program) -> None:
-        """Notes that a program's regions are right."""
-        graphs = [region.graph_module.graph for region in program.regions.values()]
+        """Notes that a program's graphs are right."""
+        graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
         self._checked = {id(graph): (graph, _parts(graph)) for graph in graphs}
 
 
@@ -86,9 +101,7 @@ def _parts(graph: fx.Graph) -> list[Any]:
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 
-def verify(
-    program: Program, *, after: str = "", before: Program | None = None, checked: Checked | None = None
-) -> None:
+def verify(program: Program, *, after: str = "", before: Program | None = None, checked: Checked | None = None) -> None:
     """Checks every rule of a program's stage.
 
     Args:
@@ -114,16 +127,31 @@ def verify(
         for graph in graphs:
             _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)
     flows = checked.flows if checked is not None else KnownFlows()
+    if before is not None and checked is not None:
+        _refuse_first(program, _changed_in_place(before, checked), given_programs_are_not_changed, "on passes", after)
     for relation in RELATIONS if before is not None else ():
         _refuse_first(program, relation(before, program, flows), relation, "on passes", after)  # type: ignore[arg-type]
     if checked is not None:
         checked.add(program)
 
 
+def given_programs_are_not_changed(program: Program) -> None:
+    """A pass gives a new program and leaves the graphs of the one that it is given alone; `mirrorc.graphs.copied` copies one."""
+
+
+def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:
+    graphs = [*before.graphs(), *(region.graph_module.graph for region in before.regions.values())]
+    if any(checked.was_changed(graph) for graph in graphs):
+        yield Violation("a graph of the program that the pass was given is no longer as it was")
+
+
 def _refuse_first(
     program: Program, violations: Iterator[Violation], rule: Callable[..., object], kind: str, after: str
 ) -> None:
-    violation = next(violations, None)
+    try:
+        violation = next(violations, None)
+    except (LookupError, TypeError, AttributeError, AssertionError, StopIteration) as error:
+        violation = Violation(f"it cannot be checked, as the program is malformed ({type(error).__name__}: {error})")
     if violation is None:
         return
     by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mirrorc.pass_manager import Pass
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
 from mirrorc.passes.insert_update import InsertUpdate
-from mirrorc.passes.lower_collectives import LowerCollectives, check_link
+from mirrorc.passes.lower_collectives import LowerCollectives
 from mirrorc.passes.lower_devices import LowerDevices
 from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.pack_gradients import PackGradients
@@ -30,7 +30,6 @@ __all__ = [
     "Replicate",
     "ScheduleOverlap",
     "ShareParameters",
-    "check_link",
     "default_pipeline",
 ]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from mirrorc import ops
 from mirrorc.graphs import copied, insert
-from mirrorc.program import Device, Program, Stage
-
-LINKS = ("shared-memory", "nccl", "copy")
+from mirrorc.links import LINKS, check_link
+from mirrorc.program import Program, Stage
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,3 @@ def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
         received = insert(program, broadcast, ops.recv, (), {**ends, "source": root, "replica": replica})
         wait.args = (received,)
     broadcast.graph.erase_node(broadcast)
-
-
-def check_link(link: str | None, devices: Sequence[Device]) -> None:
-    """Refuses a link that does not exist or cannot join these devices; None, for the best one, always can.
-
-    Raises:
-        ValueError: names the devices and the remedy.
-    """
-    if link is None:
-        return
-    if link not in LINKS:
-        raise ValueError(f"all_reduce is {link!r}: give one of {', '.join(LINKS)}, or None for the best")
-    held_by = [device.torch_device for device in devices]
-    kind = {"shared-memory": "cpu", "nccl": "cuda"}.get(link, held_by[0].type)
-    if held_by[0].type != kind:
-        names = ", ".join(device.name for device in devices)
-        raise ValueError(f"all_reduce={link!r} cannot join {names}; use 'copy', or None for the best")
-    if link == "nccl" and len(set(held_by)) < len(held_by):
-        raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")

@@ -108,7 +108,8 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
         left_bytes = max(least_bytes, int(cap_bytes))
         num_more = sum(min(len(bucket.slots), math.ceil(bucket.num_bytes / cap_bytes)) - 1 for bucket in planned)
         saved_ms = min(last.transfer_ms, (last.num_bytes - left_bytes) * costs.moving_ms_per_byte)
-        change = f"a smaller last bucket, {size_text(left_bytes)} instead of {size_text(last.num_bytes)}: nothing is left to hide it"
+        sizes = f"{size_text(left_bytes)} instead of {size_text(last.num_bytes)}"
+        change = f"a smaller last bucket, {sizes}: nothing is left to hide it"
         candidates.append((saved_ms - num_more * costs.fixed_ms, f"{change} (bucket_cap_mb={cap_bytes / 2**20:.2g})"))
     return max(candidates)
 

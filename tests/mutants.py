@@ -11,6 +11,7 @@ must be accepted. Exits with 1 where that is not so.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -146,18 +147,19 @@ def examine_some(subjects: Sequence[Subject], kinds: Iterable[Kind], quota: int,
     examiners: dict[int, Examiner] = {}
     for i, kind in enumerate(kinds):
         tally, wanted = report.tallies[kind.name], report.tallies[kind.name].mutants + quota
-        order = (
-            [(i * 7 + j * 5) % len(subjects) for j in range(len(subjects))]
-            if len(subjects) % 5
-            else range(len(subjects))
-        )
-        for number in order:
+        for number in _scattered(len(subjects), i):
             count = sum(1 for _ in kind.places(subjects[number].program)) if tally.mutants < wanted else 0
             if count:
                 if number not in examiners:
                     examiners[number] = Examiner(subjects[number])
-                examiners[number].examine(kind, i * 11 % count, tally)
+                examiners[number].examine(kind, (i + number) * 11 % count, tally)
     report.valid += len(examiners)
+
+
+def _scattered(count: int, begin: int) -> list[int]:
+    """All numbers below ``count``, in an order that jumps about."""
+    step = next(step for step in range(max(2, count * 3 // 8), count + 2) if math.gcd(step, count) == 1)
+    return [(begin * 7 + i * step) % count for i in range(count)]
 
 
 def _rows(report: Report, is_harmless: bool) -> Iterator[str]:

@@ -136,6 +136,8 @@ def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
             add_passes=[mirrorc.after("pack-gradients", my_passes.Fails())],
             example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
         )
-    command = str(caught.value).partition("Reproduce it with: ")[2].replace("mirrorc", f"{sys.executable} -m mirrorc.cli", 1)
+    command = (
+        str(caught.value).partition("Reproduce it with: ")[2].replace("mirrorc", f"{sys.executable} -m mirrorc.cli", 1)
+    )
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "pass 'fails' failed on a PACKED program: RuntimeError: lost my keys" in done.stderr

@@ -14,12 +14,13 @@ from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, captured_model
 from torch import nn
 
 from mirrorc import Program
+from mirrorc.comparison.text_reader import read_program_text
 from mirrorc.diff import diff_programs, diff_texts
 from mirrorc.dump import program_to_text
 from mirrorc.pass_manager import run_passes, select_passes
+from mirrorc.pass_report import PassReport
 from mirrorc.passes import default_pipeline
 from mirrorc.program import UpdateRule
-from mirrorc.text_reader import read_program_text
 
 LARGE = [Weight("large", (512,))]  # every device has a share of it
 THREE_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
@@ -52,6 +53,15 @@ def test_a_program_is_equal_to_itself_at_every_stage_and_in_every_form() -> None
             text = program_to_text(program, regions=True)
             again = program_to_text(program, regions=True, after=name, milliseconds=17.5)
             assert diff_texts(text, again) == "" and diff_texts(again, text) == "", (model, name)
+
+
+def test_what_a_dump_says_of_a_pass_does_not_count() -> None:
+    programs = list(stages_of("mlp").values())
+    for before, after in itertools.pairwise(programs):
+        text = PassReport("a-pass", after, before, 1.5).text()
+        if "# the program is as before" not in text:
+            regions = "\nregion " in text
+            assert "# the" not in text and diff_texts(text, after.to_text(regions=regions)) == ""
 
 
 def test_source_lines_and_where_they_are_do_not_count() -> None:
@@ -196,6 +206,15 @@ CHANGES: dict[str, Change] = {
         lambda: lowered(handmade(2, [Weight("a")]), **SMALL_BUCKETS),
         ["bucket 0 is gone, with its gradients: b", "1 bucket with another number: 1 is 0 now"],
     ),
+    "another model": (
+        lambda: lowered(handmade(2, [Weight(f"old{i}") for i in range(9)]), **SMALL_BUCKETS),
+        lambda: lowered(handmade(2, [Weight("new0"), Weight("new1")]), **SMALL_BUCKETS),
+        [
+            "bucket 0 is new, with new gradients: new1",
+            "bucket 1 is new, with new gradients: new0",
+            "buckets 0, 1, 2 and 6 more are gone",
+        ],
+    ),
     "another buffer": (
         lambda: lowered(handmade(2)),
         lambda: lowered(handmade(2, buffer=True)),
@@ -327,6 +346,10 @@ EDITS = {
     "no launch": (
         re.sub(r".*all_reduce\(bucket=1.*\n", "", BASE),
         ["all_reduce of bucket 1 is gone, on every device"],
+    ),
+    "no wait": (
+        re.sub(r".*wait\(bucket=2.*\n", "", BASE),
+        ["the wait for bucket 2 is gone, on every device"],
     ),
     "no update": (
         re.sub(r".*update\(bucket=1.*\n", "", BASE),

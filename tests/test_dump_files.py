@@ -93,7 +93,9 @@ def test_nodes_of_regions_are_counted_too() -> None:
 def test_a_diff_shows_the_lines_that_a_pass_changed() -> None:
     lines = dumped()["06-insert-all-reduce.diff"].splitlines()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
-    assert sum("all_reduce(bucket=" in line for line in added) == 2 and sum("wait(bucket=" in line for line in added) == 4
+    assert (
+        sum("all_reduce(bucket=" in line for line in added) == 2 and sum("wait(bucket=" in line for line in added) == 4
+    )
     assert not [line for line in lines if line.startswith("-") and "pack(" in line]
 
 
@@ -170,7 +172,9 @@ def test_print_after_prints_on_standard_error(capfd: pytest.CaptureFixture[str])
 def test_print_after_an_unknown_pass_is_refused() -> None:
     with pytest.raises(ValueError, match=r"print_after names 'pack', which is no pass of the pipeline: plan-buckets, "):
         step_with(print_after=("pack",))
-    with pytest.raises(TypeError, match=r"print_after is 'replicate': give a sequence of names, such as \('replicate',\)"):
+    with pytest.raises(
+        TypeError, match=r"print_after is 'replicate': give a sequence of names, such as \('replicate',\)"
+    ):
         step_with(print_after="replicate")
 
 

@@ -27,7 +27,11 @@ def test_every_pass_has_its_name() -> None:
     assert [compiler_pass.name for compiler_pass in default_pipeline()] == list(PASSES)
 
 
-@given(st.floats(min_value=1e-6, allow_nan=False), st.floats(min_value=1e-6, allow_nan=False), st.sampled_from([None, "copy"]))
+@given(
+    st.floats(min_value=1e-6, allow_nan=False),
+    st.floats(min_value=1e-6, allow_nan=False),
+    st.sampled_from([None, "copy"]),
+)
 def test_a_pipeline_survives_as_text(cap: float, first: float, link: str | None) -> None:
     passes = default_pipeline(bucket_cap_mb=cap, first_bucket_mb=first, all_reduce=link)
     assert parse_passes(format_passes(passes), PASSES) == passes
@@ -49,8 +53,14 @@ def test_a_pass_of_ones_own_is_named_by_its_module(monkeypatch: pytest.MonkeyPat
     ("text", "message"),
     [
         ("plan", r"there is no pass 'plan': there are plan-buckets, .*, and module:Class"),
-        ("plan-buckets{cap=3}", r"'plan-buckets' does not take these options .*cap.*; it has: bucket_cap_mb, first_bucket_mb"),
-        ("plan-buckets{bucket_cap_mb}", r"the options of 'plan-buckets', 'bucket_cap_mb', are not option=value with plain values: an option has no name"),
+        (
+            "plan-buckets{cap=3}",
+            r"'plan-buckets' does not take these options .*cap.*; it has: bucket_cap_mb, first_bucket_mb",
+        ),
+        (
+            "plan-buckets{bucket_cap_mb}",
+            r"the options of 'plan-buckets', 'bucket_cap_mb', are not option=value with plain values: an option has no name",
+        ),
         ("plan-buckets{bucket_cap_mb=open('x')}", r"are not option=value with plain values"),
         ("plan-buckets{bucket_cap_mb=-1}", r"bucket_cap_mb is -1: give a positive number"),
         ("plan-buckets outline", r"is no pass: write name, or name\{option=value"),

@@ -65,7 +65,9 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     failure(handmade(2), pipeline(), tmp_path)
     (path,) = tmp_path.glob("mirrorc-breaks-*/reproducer.json")
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["pass"] == "breaks" and record["error"].startswith("VerifyError: pass 'breaks' gave a program that breaks")
+    assert record["pass"] == "breaks" and record["error"].startswith(
+        "VerifyError: pass 'breaks' gave a program that breaks"
+    )
     assert record["pipeline"].startswith("plan-buckets{bucket_cap_mb=1e-06,first_bucket_mb=1e-06},outline-regions")
     assert record["passes"].startswith(f"{__name__}:Breaks,schedule-overlap") and {"torch", "python"} <= set(record)
 

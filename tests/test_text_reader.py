@@ -1,14 +1,17 @@
 import functools
+from pathlib import Path
 
 import pytest
+import torch
 from saved_programs import HANDMADE, MODELS_TO_SAVE, stages_of
-from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, every_stage, handmade, run_up_to
+from tiny_programs import SMALL_BUCKETS, TwoLayers, Weight, captured_two_layers, every_stage, handmade, run_up_to
 
+import mirrorc
 from mirrorc import Program
+from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram, PrintedValue, split_list
+from mirrorc.comparison.text_reader import read_program_text
 from mirrorc.dump import graph_lines, program_to_text
-from mirrorc.printed_program import PrintedLine, PrintedProgram, PrintedValue, split_list
 from mirrorc.program import Placement, Stage
-from mirrorc.text_reader import read_program_text
 
 FORMS = [
     {"regions": True, "slots": True, "sources": True},
@@ -91,6 +94,14 @@ def assert_all_lines(read: PrintedProgram, text: str) -> None:
             assert single_spaced(found[number]) == single_spaced(line)
         else:
             assert not line or line.startswith(("#", "    # ", "    return ", "def ", "region ")), line
+
+
+def test_names_of_modules_may_be_odd() -> None:
+    names = ["layers.e = f.weight", "größe.☃", "a, b.weight", "it's.weight", "x[1].weight", "1.weight"]
+    for program in every_stage(handmade(2, [Weight(name) for name in names]), **SMALL_BUCKETS).values():
+        read = read_program_text(program.to_text(slots=True))
+        assert_same_devices(read, program)
+        assert_same_buckets(read, program, is_listed=True)
 
 
 def test_the_parts_of_a_line() -> None:
@@ -218,6 +229,28 @@ def test_a_function_after_a_region_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=expected):
             read_program_text(text)
+
+
+def test_dumps_of_passes_are_read_but_for_those_that_leave_the_program_out(tmp_path: Path) -> None:
+    weights = TwoLayers()
+    optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
+    inputs = ((torch.zeros(4, 4),), {"target": torch.zeros(4, dtype=torch.int64)})
+    options = {"loss_fn": torch.nn.functional.cross_entropy, "backend": "eager", "dump": tmp_path}
+    with mirrorc.compile(weights, 1, optimizer=optimizer, example_inputs=inputs, **options) as step:  # type: ignore[arg-type]
+        last = step.program
+    texts = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "program-0").glob("*.txt"))]
+    as_before = [text for text in texts if "# the program is as before" in text]
+    read = [read_program_text(text) for text in texts if text not in as_before]
+    assert len(as_before) > 0 and {program.stage for program in read} == {stage.name for stage in Stage}
+    assert all(program.after and program.report for program in read)
+    plain = read_program_text(last.to_text(regions=True))
+    assert (read[-1].buckets[0].rule, read[-1].devices, read[-1].regions.keys()) == (
+        plain.buckets[0].rule,
+        plain.devices,
+        plain.regions.keys(),
+    )
+    with pytest.raises(ValueError, match="this dump says that the pass before has left the same one"):
+        read_program_text(as_before[0])
 
 
 def test_only_text_is_read() -> None:

@@ -14,11 +14,20 @@ from mirrorc.rules.gradients import (
     every_gradient_has_one_slot,
     every_gradient_is_packed_once,
     gradients_are_in_their_own_slots,
+    regions_write_only_slots,
     slots_are_disjoint,
     slots_are_given_for_their_gradients,
 )
 from mirrorc.rules.ordering import collectives_have_one_order, every_send_is_received, no_device_waits_for_ever
 from mirrorc.rules.programs import Violation
+from mirrorc.rules.tables import (
+    arguments_are_in_order,
+    graphs_are_those_of_the_stage,
+    operations_have_their_arguments,
+    references_lead_somewhere,
+    slots_fit_their_variables,
+    tables_are_kept,
+)
 from mirrorc.rules.updates import (
     every_bucket_is_updated_once,
     reductions_fit_the_placement,
@@ -29,12 +38,14 @@ from mirrorc.rules.values import (
     every_operation_is_known,
     graphs_are_well_formed,
     replicas_meet_only_in_collectives,
+    results_are_each_replicas_own,
     values_have_their_types,
 )
 
 __all__ = [
     "Violation",
     "all_replicas_take_part",
+    "arguments_are_in_order",
     "buckets_in_flight_are_not_used",
     "collectives_are_waited_for_once",
     "collectives_have_one_order",
@@ -48,14 +59,21 @@ __all__ = [
     "every_operation_is_known",
     "every_send_is_received",
     "gradients_are_in_their_own_slots",
+    "graphs_are_those_of_the_stage",
     "graphs_are_well_formed",
     "no_device_waits_for_ever",
     "nothing_is_written_in_flight",
+    "operations_have_their_arguments",
     "reductions_fit_the_placement",
+    "references_lead_somewhere",
+    "regions_write_only_slots",
     "replicas_meet_only_in_collectives",
+    "results_are_each_replicas_own",
     "shared_parameters_are_written_last",
     "slots_are_disjoint",
     "slots_are_given_for_their_gradients",
+    "slots_fit_their_variables",
+    "tables_are_kept",
     "values_have_their_types",
     "variables_are_written_after_reads",
 ]

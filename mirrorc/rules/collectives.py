@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.links import check_link
 from mirrorc.program import Program, Stage
 from mirrorc.rules.programs import Violation, last_of_bucket, replica_at, say, scopes, written_buckets
 
@@ -121,8 +122,13 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
 
 
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
-    """Every collective of a lowered program names the link that carries it out; broadcasts are sends and receipts by then."""
+    """Every collective of a lowered program names a link that its devices can use; broadcasts are sends and receipts."""
     for _, graph, _ in scopes(program):
         for node in ops.calls(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             if not node.kwargs.get("link") or node.target is ops.broadcast:
                 yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
+                continue
+            try:
+                check_link(str(node.kwargs["link"]), program.devices)
+            except ValueError as error:
+                yield Violation(f"{say(node)} cannot go over {node.kwargs['link']}: {error}", node)

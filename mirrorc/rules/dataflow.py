@@ -7,26 +7,42 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from mirrorc import ops
+from mirrorc import kernels, ops
 from mirrorc.program import Program, Region, Stage
-from mirrorc.rules.programs import Violation, scopes
+from mirrorc.rules.programs import Violation, scopes, written_buckets
+from mirrorc.value_types import is_same_type, value_type
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
+_WAYS = ("way to the reduction of", "way to the update of")
+_UNCHANGED = -1  # a way on which nothing is made of the bucket
+_VIEWS = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+)
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica the loss, each gradient and each buffer's new value are the same expressions as before the pass.
+    """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same.
 
-    Expressions are compared by structure, over region calls; where a pass outlines the regions, over the operators in them.
+    Expressions are compared by structure: over region calls where regions stay as they are, else over the operators in them.
     """
     known = known or KnownFlows()
-    is_outlining = before.stage < Stage.OUTLINED <= after.stage
-    expected = known.flows(before, is_outlining)
-    found = known.flows(after, is_outlining)
+    inlined = before.regions != after.regions
+    expected, found = known.flows(before, inlined), known.flows(after, inlined, is_new=True)
     for key in [*expected, *(key for key in found if key not in expected)]:
+        if key[1] in _WAYS and (
+            key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
+        ):
+            continue  # of what is not there yet, or not any more, other rules speak
         old, new = (Counter(number for number, _ in flows.get(key, [])) for flows in (expected, found))
         if old != new:
             replica, kind, name = key
@@ -44,12 +60,13 @@ class KnownFlows:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+        self._roots: dict[int, Any] = {}
         self._last: tuple[Program, bool, Flows] | None = None
 
-    def flows(self, program: Program, inlined: bool) -> Flows:
-        """What each replica computes; ``inlined``: looking into regions."""
-        if self._last is None or self._last[0] is not program or self._last[1] is not inlined:
-            self._last = (program, inlined, _Expressions(program, self._numbers, inlined).flows())
+    def flows(self, program: Program, inlined: bool, *, is_new: bool = False) -> Flows:
+        """What each replica computes; ``inlined``: looking into regions; ``is_new``: a pass has just made the program."""
+        if is_new or self._last is None or self._last[0] is not program or self._last[1] is not inlined:
+            self._last = (program, inlined, _Expressions(program, self._numbers, self._roots, inlined).flows())
         return self._last[2]
 
 
@@ -59,11 +76,12 @@ class _Expressions:
     Args:
         program: the program.
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
+        roots: for the number of a view, the number and the type of what is viewed.
         inlined: whether to look into regions.
     """
 
-    def __init__(self, program: Program, numbers: dict[Any, int], inlined: bool) -> None:
-        self.program, self.numbers, self.inlined = program, numbers, inlined
+    def __init__(self, program: Program, numbers: dict[Any, int], roots: dict[int, Any], inlined: bool) -> None:
+        self.program, self.numbers, self.roots, self.inlined = program, numbers, roots, inlined
 
     def flows(self) -> Flows:
         """The expressions of what each replica computes, each with the node that gives it (None: an output)."""
@@ -80,15 +98,33 @@ class _Expressions:
             for kind, name, node, value in _results(self.program, graph):
                 of = own if own is not None else ops.replica_of(node)
                 found.setdefault((of or 0, kind, name), []).append((numbered[value], node))
+            for kind, bucket, node, value in _ways(graph):
+                of = own if own is not None else ops.replica_of(value)
+                found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((self._way(value), node))
             output: Any = graph.output_node().args[0]
             for r, loss in enumerate([output] if isinstance(output, fx.Node) else output["losses"]):
                 found.setdefault((own if own is not None else r, "loss", ""), []).append((numbered[loss], None))
             if isinstance(output, dict):
+                is_moved = self.program.num_replicas > 1
+                for key, kind in (("packed", _WAYS[not is_moved]), ("reduced", _WAYS[1])):
+                    for bucket, values in enumerate(output.get(key, ())):
+                        for r, value in enumerate(values):
+                            found.setdefault((r, kind, f"bucket {bucket}"), []).append((self._way(value), None))
                 for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
                     for name, values in output.get(key, {}).items():
                         for r, value in enumerate(values):
                             found.setdefault((r, kind, name), []).append((numbered[value], None))
         return found
+
+    def _way(self, value: fx.Node) -> int:
+        """What operators of torch make of a packed or a summed bucket, all other values left out."""
+        steps = []
+        while ops.is_compute(value) and value.args and isinstance(value.args[0], fx.Node):
+            others = (fx.node.map_arg(part, lambda n: "value") for part in (value.args[1:], value.kwargs))
+            if value.target not in _COPIES:
+                steps.append((str(value.target), *(_hashable(part) for part in others)))
+            value = value.args[0]
+        return self._number("way", *steps) if steps else _UNCHANGED
 
     def _outputs(self, graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str, Any]]:
         output: Any = graph.output_node().args[0]
@@ -109,7 +145,8 @@ class _Expressions:
             if node in numbered or node.op == "output":
                 continue
             if node.op == "placeholder" or node.target is ops.argument:
-                numbered[node] = self._number("argument", str(node.kwargs.get("name", node.target)))
+                kind = value_type(node.meta.get("val"))
+                numbered[node] = self._number("argument", str(node.kwargs.get("name", node.target)), kind)
             elif node.target is ops.read:
                 numbered[node] = self._number("read", node.kwargs["variable"])
             elif ops.is_region_call(node):
@@ -117,18 +154,48 @@ class _Expressions:
             elif node.target is operator.getitem:
                 source, index = numbered[node.args[0]], node.args[1]
                 numbered[node] = source[index] if isinstance(source, tuple) else self._number("part", source, index)
+            elif node.target in _VIEWS:
+                numbered[node] = self._view(node, numbered)
+            elif ops.is_compute(node) and node.target._schema.is_mutable:
+                self._write(node, numbered)
             else:
-                parts = (fx.node.map_arg(part, lambda n: ("value", numbered[n])) for part in (node.args, node.kwargs))
-                numbered[node] = self._number(node.target, *(_hashable(part) for part in parts))
+                numbered[node] = self._number_operator(node, numbered)
         return numbered
+
+    def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        root, kind = self.roots.get(numbered[source], (numbered[source], value_type(source.meta.get("val"))))
+        if is_same_type(value_type(node.meta.get("val")), kind):
+            return int(root)
+        number = self._number_operator(node, numbered)
+        self.roots[number] = (root, kind)
+        return number
+
+    def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        parts = (fx.node.map_arg(part, lambda n: ("value", numbered[n])) for part in (node.args, node.kwargs))
+        return self._number(node.target, *(_hashable(part) for part in parts))
+
+    def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
+        """An operator that writes its first argument, which is from then on what was written."""
+        target, *sources = node.args
+        written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
+        if node.target is kernels.mm_into:
+            factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self._number(torch.ops.aten.mm.default, _hashable(factors), ())
+        elif written is None:
+            written = self._number(node.target, *(numbered.get(n) for n in node.all_input_nodes))
+        numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
         """A region's results: by name and arguments, slots apart; or its own expressions, as a tuple."""
-        given = [numbered[n] for n in node.args if isinstance(n, fx.Node) and n.target is not ops.slot]
-        region = self.program.regions.get(ops.region_of(node))
-        if region is None or not self.inlined:
-            return self._number("region", ops.region_of(node), *given)
-        return self._inline(region, given)
+        nodes = [n for n in node.args if isinstance(n, fx.Node)]
+        given = [self._number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
+        if self.inlined:
+            return self._inline(self.program.regions[ops.region_of(node)], given)
+        without_slots = [number for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
+        return self._number("region", ops.region_of(node), *without_slots)
 
     def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
         body = region.graph_module.graph
@@ -136,6 +203,16 @@ class _Expressions:
         numbered = self._number_graph(body, dict(zip(placeholders, given, strict=False)))
         results: Any = body.output_node().args[0]
         return tuple(numbered[result] for result in results)
+
+
+def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
+    """What reductions and updates are given: kind, bucket, the node that takes it, the value."""
+    for node in graph.nodes:
+        if node.target in ops.REDUCTIONS:
+            yield from ((_WAYS[0], ops.bucket_of(node), node, value) for value in node.all_input_nodes)
+        elif node.target in (ops.update, ops.step_optimizer, ops.store):
+            for bucket, value in zip(written_buckets(node), node.all_input_nodes, strict=False):
+                yield _WAYS[1], bucket, node, value
 
 
 def _hashable(value: Any) -> Any:

@@ -117,6 +117,29 @@ def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]
                 yield from _wrong_slots(program, call)
 
 
+def regions_write_only_slots(program: Program) -> Iterator[Violation]:
+    """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
+    for graph in program.graphs():
+        for node in graph.nodes:
+            if ops.is_region_call(node):
+                yield from _foreign_writes(program, node)
+            elif ops.is_compute(node) and node.target._schema.is_mutable:
+                yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
+
+
+def _foreign_writes(program: Program, call: fx.Node) -> Iterator[Violation]:
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    slots = {
+        placeholder
+        for placeholder, given in zip(placeholders, call.args, strict=False)
+        if isinstance(given, fx.Node) and given.target is ops.slot
+    }
+    for node in body.nodes:
+        if ops.is_compute(node) and node.target._schema.is_mutable and node.args[0] not in slots:
+            yield Violation(f"{node.name} in {ops.region_of(call)} writes {node.args[0]}, which is no slot", node)
+
+
 def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
     body = program.regions[ops.region_of(call)].graph_module.graph
     results: Any = body.output_node().args[0]

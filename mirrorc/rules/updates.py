@@ -12,7 +12,7 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Bucket, Placement, Program
-from mirrorc.rules.programs import Violation, last_of_bucket, place_of, say, scopes, tag, written_buckets
+from mirrorc.rules.programs import Violation, last_of_bucket, place_of, replica_at, say, scopes, tag, written_buckets
 
 
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
@@ -31,7 +31,12 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
                         last_of_bucket(graph, bucket.index, replica),
                     )
         for node in ops.calls(graph, ops.update, ops.step_optimizer, ops.store):
-            for index, source in zip(written_buckets(node), node.all_input_nodes, strict=False):
+            if node.target is ops.step_optimizer and replica_at(program, node) != 0:
+                yield Violation(
+                    f"{node.name} is on replica {replica_at(program, node)}, but the optimizer is replica 0's", node
+                )
+            for index, source in zip(written_buckets(node), node.args, strict=False):
+                assert isinstance(source, fx.Node), "operations_have_their_arguments holds"
                 if not _is_for(program, node, index, source):
                     yield Violation(f"bucket {index} is updated from {source}, which is not its sum", node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -51,15 +52,26 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
 
 
+def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
+    """What the mirrored graph gives for a replica is that replica's, and what it gives for a bucket is that bucket."""
+    output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
+    rows = [("loss", None, output.get("losses", ()))] if output else []
+    for key in ("packed", "reduced"):
+        rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get(key, ()))]
+    for key in ("gradients", "writes"):
+        rows += [(name, None, values) for name, values in output.get(key, {}).items()]
+    for what, bucket, values in rows:
+        if [ops.replica_of(value) for value in values] != list(range(program.num_replicas)):
+            yield Violation(
+                f"the results for {what} are not those of replicas 0 to {program.num_replicas - 1} in order"
+            )
+        if bucket is not None and any(ops.origin(value).kwargs.get("bucket") != bucket for value in values):
+            yield Violation(f"the results for {what} are of another bucket")
+
+
 def every_operation_is_known(program: Program) -> Iterator[Violation]:
-    """Outside of regions there are operations of mirrorc and operators of torch that write nothing: what the runtime can run."""
+    """Outside of regions there are operations of mirrorc and operators of torch: what the runtime can run."""
     for _, graph, _ in scopes(program):
         for node in graph.nodes:
-            if ops.is_compute(node) and _writes(node):
-                yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
-            elif node.op == "get_attr" or (node.op == "call_function" and not ops.is_known(node)):
+            if node.op == "get_attr" or (node.op == "call_function" and not ops.is_known(node)):
                 yield Violation(f"{ops.name_of(node)} is no operation of mirrorc, nor an operator of torch", node)
-
-
-def _writes(node: fx.Node) -> bool:
-    return bool(node.target._schema.is_mutable)  # type: ignore[union-attr]

@@ -71,6 +71,7 @@ def check(program: Program | Step | str, directives: str) -> None:
         ValueError: there is no directive, or a line is neither a directive nor a comment.
         TypeError: no program, step or text is given, or the directives are no string.
     """
+    __tracebackhide__ = True
     text = _text_of(program)
     parsed = _parse(directives)
     lines = text.splitlines()

@@ -40,6 +40,7 @@ class ClipBuckets:
     """Clamps every summed bucket: a pass with an operator of torch between a wait and its update."""
 
     limit: float
+    changes_dataflow: bool = True
     name: str = field(default="clip-buckets", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.UPDATED, init=False)
@@ -72,7 +73,9 @@ class ScaleGradients:
         return program
 
 
-def trained(num_devices: int, steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Program]:
+def trained(
+    num_devices: int, steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, Program]:
     model = make_mlp(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with mirrorc.compile(

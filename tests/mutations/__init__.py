@@ -1,6 +1,8 @@
-"""Ways to change a valid program, in one table; see `mutations.table.KINDS`."""
+"""Ways to change a valid program, in one table: `KINDS`."""
 
-from mutations import bodies, buckets, collectives, harmless, tables, updates, values
+from mutations import bodies, buckets, collectives, harmless, packs, sends, tables, updates, values
 from mutations.table import KINDS, Kind
 
-__all__ = ["KINDS", "Kind", "bodies", "buckets", "collectives", "harmless", "tables", "updates", "values"]
+__all__ = [
+    "KINDS", "Kind", "bodies", "buckets", "collectives", "harmless", "packs", "sends", "tables", "updates", "values",
+]  # fmt: skip

@@ -17,9 +17,9 @@ from mutations.places import (
     insert_like,
     is_value,
     placed_nodes,
-    read_variable,
     region_calls,
     timelines,
+    variables_read,
     with_bucket,
 )
 from mutations.table import Edit, keeps
@@ -134,16 +134,18 @@ def update_early(program: Program) -> Iterator[Edit]:
             wait.all_input_nodes[0].append(update)
             wait.all_input_nodes[0].append(wait)
 
+    lines = (
+        [(line, variables_read(program, line)) for line in timelines(program)] if program.stage >= Stage.UPDATED else []
+    )
     for bucket in program.buckets:
         found, names = [], {slot.variable for slot in bucket.slots}
         may_read = bucket.placement is Placement.SHARED
-        for timeline in timelines(program):
+        for timeline, reads in lines:
             for update in (n for n in timeline if n.target is ops.update and ops.bucket_of(n) == bucket.index):
                 wait = update.all_input_nodes[0]
                 if wait.target is ops.wait:
                     launch = wait.all_input_nodes[0]
-                    given = [n for call in region_calls(timeline) if launch < call for n in call.all_input_nodes]
-                    may_read = may_read or any(read_variable(program, node) in names for node in given)
+                    may_read = may_read or any(launch < call and names & read for call, read in reads.items())
                     found.append((wait, update))
         if found and not may_read:
             yield partial(edit, found)

@@ -87,6 +87,13 @@ def read_variable(program: Program, node: fx.Node) -> str:
     return read_variable(program, source.args[placeholders.index(value)]) if value in placeholders else ""  # type: ignore[arg-type]
 
 
+def variables_read(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, set[str]]:
+    """The region calls, each with the variables that it reads, itself or through a view that it was given."""
+    return {
+        call: {read_variable(program, given) for given in call.all_input_nodes} - {""} for call in region_calls(nodes)
+    }
+
+
 def kind_of(value: Any) -> Any:
     """The type of a (fake) value, as something to compare."""
     if isinstance(value, torch.Tensor):

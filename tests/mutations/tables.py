@@ -15,13 +15,9 @@ from mutations.places import kind_of
 from mutations.table import Edit, breaks
 
 
-def _text(graph: fx.Graph) -> str:
-    """What a graph does, whatever its values are called."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    shown = [fx.node.map_arg((n.args, n.kwargs), lambda n: f"%{number[n]}") for n in graph.nodes]
-    return "\n".join(
-        f"{n.target} {text} {kind_of(n.meta.get('val'))}" for n, text in zip(graph.nodes, shown, strict=True)
-    )
+def _operations(graph: fx.Graph) -> list[str]:
+    """What a graph does, whatever its values are called and in whatever order."""
+    return sorted(f"{n.target} {n.kwargs} {kind_of(n.meta.get('val'))}" for n in graph.nodes)
 
 
 @breaks
@@ -38,7 +34,7 @@ def exchange_the_programs_of_two_devices(program: Program) -> Iterator[Edit]:
     """Two devices run each other's programs, which differ."""
     found = list(program.device_graphs.items())
     for i, ((name, one), (other_name, other)) in enumerate(pairwise(found)):
-        if _text(one.graph) != _text(other.graph):
+        if _operations(one.graph) != _operations(other.graph):
             exchanged = dict([*found[:i], (name, other), (other_name, one), *found[i + 2 :]])
             yield partial(program.evolve, device_graphs=exchanged)
 

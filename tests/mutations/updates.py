@@ -16,11 +16,11 @@ from mutations.places import (
     next_like,
     pairs_alike,
     placed_nodes,
-    read_variable,
     region_calls,
     repeat,
     timelines,
     type_of,
+    variables_read,
     with_argument,
     with_bucket,
     with_keywords,
@@ -90,14 +90,15 @@ def update_before_a_later_read(program: Program) -> Iterator[Edit]:
                 reader.prepend(node)
 
     for timeline in timelines(program):
-        for writer in timeline:
-            names = _variables_written(program, writer)
-            wait = writer.all_input_nodes[0] if names and writer.all_input_nodes[0].target is ops.wait else None
-            needed = wait.all_input_nodes if wait is not None else writer.all_input_nodes if names else []
-            for reader in region_calls(timeline) if len(writer.all_input_nodes) == 1 else ():
-                reads = any(read_variable(program, given) in names for given in reader.all_input_nodes)
-                if reads and reader < writer and all(node < reader for node in needed):
-                    yield partial(edit, writer, wait, reader)
+        writers = [node for node in timeline if _variables_written(program, node) and len(node.all_input_nodes) == 1]
+        reads = variables_read(program, timeline) if writers else {}
+        for writer in writers:
+            (given,) = writer.all_input_nodes
+            needed = given.all_input_nodes if given.target is ops.wait else [given]
+            for reader, names in reads.items():
+                is_read = names & _variables_written(program, writer) and reader < writer
+                if is_read and all(node < reader for node in needed):
+                    yield partial(edit, writer, given if given.target is ops.wait else None, reader)
 
 
 def _variables_written(program: Program, node: fx.Node) -> set[str]:
@@ -137,13 +138,14 @@ def write_shared_parameters_too_early(program: Program) -> Iterator[Edit]:
 
 @breaks
 def step_on_other_buckets(program: Program) -> Iterator[Edit]:
-    """The optimizer that runs by itself is given buckets in another order than it is told, or fewer."""
+    """The optimizer that runs by itself is given sums in another order than it is told, or fewer."""
     for node in placed_nodes(program, ops.step_optimizer):
         if len(node.args) > 1:
             yield partial(with_keywords, node, buckets=_buckets_of(node)[::-1])
             yield partial(setattr, node, "args", node.args[1:] + node.args[:1])
             yield partial(setattr, node, "args", node.args[:-1])
             yield partial(with_keywords, node, buckets=_buckets_of(node)[:-1])
+            yield partial(with_argument, node, len(node.args) - 1, node.args[0])
 
 
 @breaks

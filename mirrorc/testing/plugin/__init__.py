@@ -32,11 +32,10 @@ def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]
         )
     from mirrorc.testing.snapshots import ProgramSnapshot
 
-    trace = logging.getLogger(
-        "torch.__trace"
-    )  # pytest collects its records, thousands of them, and shows them on a failure
+    snapshot = ProgramSnapshot(request.getfixturevalue("snapshot"))
+    trace = logging.getLogger("torch.__trace")  # pytest would show its thousands of records on a failure
     trace.addFilter(_is_wanted)
-    yield ProgramSnapshot(request.getfixturevalue("snapshot"))
+    yield snapshot
     trace.removeFilter(_is_wanted)
 
 

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mirrorc.printed_program import PrintedBucket, PrintedProgram
-from mirrorc.wording import capped, counted, listed, numbered
+from mirrorc.comparison.printed_program import PrintedBucket, PrintedProgram
+from mirrorc.comparison.wording import capped, counted, listed, numbered
 
 _LISTED = 3  # so many gradients are named, others are counted
-_FEW = 2  # of so many parts of a split or merge it is said what is in them
+_FEW = 2  # of so many buckets, and parts of a split or merge, it is said what is in them
 _SENTENCES = 12  # so many are said about one topic
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -139,16 +139,18 @@ def _whole_buckets(
     pairs: BucketPairs, made: set[int], used_up: set[int], old_place: Mapping[str, int], new_place: Mapping[str, int]
 ) -> Iterator[str]:
     """Buckets that are new or gone and not part of a split or a merge."""
-    for j in pairs.added:
-        names = [gradient.variable for gradient in pairs.new[j].gradients]
-        if j not in made:
-            kept = sum(name in old_place for name in names)
-            yield f"bucket {j} is new" + ("" if kept else f", with new gradients: {listed(names, _LISTED)}")
-    for i in pairs.gone:
-        names = [gradient.variable for gradient in pairs.old[i].gradients]
-        if i not in used_up:
-            kept = sum(name in new_place for name in names)
-            yield f"bucket {i} is gone" + ("" if kept else f", with its gradients: {listed(names, _LISTED)}")
+    for said, whose, table, indices, explained, other in (
+        ("new", "with new gradients", pairs.new, pairs.added, made, old_place),
+        ("gone", "with its gradients", pairs.old, pairs.gone, used_up, new_place),
+    ):
+        alone = [index for index in indices if index not in explained]
+        if len(alone) > _FEW:
+            yield f"{numbered('bucket', alone)} are {said}"
+            continue
+        for index in alone:
+            names = [gradient.variable for gradient in table[index].gradients]
+            has_moved = any(name in other for name in names)
+            yield f"bucket {index} is {said}" + ("" if has_moved else f", {whose}: {listed(names, _LISTED)}")
 
 
 def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_place: Mapping[str, int]) -> Iterator[str]:

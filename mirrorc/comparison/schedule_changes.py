@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mirrorc import ops
-from mirrorc.printed_program import PrintedLine, PrintedProgram, split_list
-from mirrorc.printed_schedule import PACK, WAIT, WRITE, Key, Schedule, schedule_of
-from mirrorc.wording import capped, listed, numbered
+from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram, split_list
+from mirrorc.comparison.printed_schedule import PACK, WAIT, WRITE, Key, Schedule, schedule_of
+from mirrorc.comparison.wording import capped, listed, numbered
 
 _SENTENCES = 8  # so many are said about one topic
 _ORDER = 8  # so many buckets of an order are listed
@@ -60,7 +60,7 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
     instead: dict[tuple[str, str], list[str]] = defaultdict(list)
     alone: dict[tuple[str, str], list[str]] = defaultdict(list)
     details: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for said, these, others in (("is new", launches[1], launches[0]), ("is gone", *launches)):
+    for said, these, others in (("is new", launches[1], launches[0]), ("is gone", launches[0], launches[1])):
         for key, event in these.items():
             if key not in others:
                 alone[event.line.operation, said].append(event.subject)
@@ -78,6 +78,15 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
         yield f"{operation} of {numbered('bucket', buckets)} {said}"
     for (operation, name, was, now), buckets in details.items():
         yield f"{name} {now} instead of {was} for {operation} of {numbered('bucket', buckets)}"
+
+
+def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+    """Waits that are new or gone although their collective is not."""
+    waits, launches = ([{event.key[1:] for event in part.of(kind)} for part in (old, new)] for kind in (WAIT, "launch"))
+    for said, found in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
+        buckets = [key[0] for key in sorted(found & launches[0] & launches[1])]
+        if buckets:
+            yield f"the wait for {numbered('bucket', buckets)} is {said}"
 
 
 def _order_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
@@ -206,13 +215,21 @@ def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]) -> Iterator[str]:
-    for key in (key for key in new if key in old):
+    for key in new:
+        if _gradients(old[key]) != _gradients(new[key]):
+            continue  # backward is cut elsewhere, as is said of the buckets
         for verb, was, now in (
             ("gives", old[key].outcome, new[key].outcome),
             ("is given", old[key].inside, new[key].inside),
         ):
             if was != now:
                 yield f"{key[1]} {verb} {_difference(split_list(was), split_list(now))}"
+
+
+def _gradients(line: PrintedLine) -> list[tuple[str, int]]:
+    """The gradients that a call gives."""
+    values = [(value.name, value.count) for value in line.results]
+    return [value for value in values if value[0].startswith("d(") or value[0] == "gradients"]
 
 
 def _difference(old: Sequence[str], new: Sequence[str]) -> str:
@@ -236,6 +253,7 @@ _TOPICS: tuple[Callable[[Schedule, Schedule], Iterable[str]], ...] = (
     _launch_changes,
     _order_of("launch", "collectives are launched in the order of buckets {} instead of {}"),
     _moves_of("launch", "the launch{} for {}"),
+    _wait_changes,
     _moves_of(WAIT, "the wait{} for {}"),
     _update_changes,
     _order_of("update", "updates run in the order of buckets {} instead of {}"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from mirrorc.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
-from mirrorc.schedule_changes import where
-from mirrorc.wording import capped, counted, listed, numbered
+from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
+from mirrorc.comparison.schedule_changes import where
+from mirrorc.comparison.wording import capped, counted, listed, numbered
 
 _LISTED = 6  # so many devices are named
 _SENTENCES = 8  # so many are said about one topic
@@ -81,7 +81,7 @@ def _are(names: Sequence[str]) -> str:
 
 def _signature_changes(old: Sequence[PrintedValue], new: Sequence[PrintedValue]) -> Iterator[str]:
     types = [{value.name: value.type for value in signature} for signature in (old, new)]
-    for said, these, others in (("new", types[1], types[0]), ("gone", *types)):
+    for said, these, others in (("new", types[1], types[0]), ("gone", types[0], types[1])):
         names = [name for name in these if name not in others]
         if names:
             yield f"{numbered('argument', names)} {_are(names)} {said}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mirrorc import ops
-from mirrorc.printed_program import PrintedLine, PrintedProgram
+from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram
 
 PACK, WAIT, WRITE = ops.pack.__name__, ops.wait.__name__, ops.write.__name__
 _KINDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from mirrorc.printed_program import (
+from mirrorc.comparison.printed_program import (
     PrintedBucket,
     PrintedFunction,
     PrintedGradient,
@@ -29,11 +29,13 @@ _GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |
 _MORE = re.compile(r"… (\d+) more … ")
 _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>\w+)\((?P<arguments>.*)\):(?:  # (?P<comment>.*))?")
 _COLUMN = re.compile(r"(?P<device>\S+) +\| (?P<rest>.*)")
-_CALL = re.compile(r"(?P<operation>[A-Za-z_][\w.]*)\((?P<inside>.*)\)")
+_LINE = re.compile(r"(?:(?P<outcome>.*?) = )?(?P<call>(?P<operation>[A-Za-z_][\w.]*)\((?P<inside>.*)\)) *")
 _TYPE = re.compile(r"(?:pending |share of )*(?:\w+\[(?:\d+(?:, \d+)*)?\]|\(.*\)|\w+)")
 _FUNCTION_OF_DEVICE = re.compile(r"(cpu|cuda)_(\d+)(?:_(\d+))?")
 _ALSO_RUN_BY = re.compile(r"(\S+) runs the same as replica \d+")
 _USERS = "will run on "
+_AS_BEFORE = "the program is as before"
+_REPORT = re.compile(rf"# (?:\d+ nodes.*|remark of this pass: .*|{_AS_BEFORE})")  # what a dump says of a pass
 _INDENT = "    "
 _SHOWN = 300  # so much of a line is quoted
 
@@ -59,6 +61,10 @@ class _Reader:
 
     def program(self) -> PrintedProgram:
         heading = self.match(_HEADING, self.take(), "the heading '# mirrorc · stage STAGE · N devices · N buckets'")
+        report = []
+        while _REPORT.fullmatch(self.next):
+            report.append(self.take().removeprefix("# "))
+        self.expect(_AS_BEFORE not in report, "the program; this dump says that the pass before has left the same one")
         buckets = self.buckets(int(heading["buckets"]))
         remarks = []
         while self.next.startswith("# note: "):
@@ -82,6 +88,7 @@ class _Reader:
             num_devices=int(heading["devices"]),
             after=heading["after"] or "",
             milliseconds=float(heading["milliseconds"]) if heading["milliseconds"] else None,
+            report=tuple(report),
             buckets=buckets,
             remarks=tuple(remarks),
             functions=tuple(functions),
@@ -193,7 +200,7 @@ class _Reader:
 
     def body(self, *, has_column: bool, has_comments: bool) -> tuple[tuple[PrintedLine, ...], str]:
         """The lines up to 'return', and what that gives. Lines that say no more than the user's source are left out."""
-        lines = []
+        lines: list[PrintedLine] = []
         while True:
             text = self.take()
             self.expect(text.startswith(_INDENT), "a line of a body, four columns in, or 'return ...' at its end")
@@ -210,14 +217,11 @@ class _Reader:
             device, text = column["device"], column["rest"]
         if has_comments:
             text, _, comment = text.partition("  # ")
-        outcome, is_assignment, call = text.partition(" = ")
-        if not is_assignment:
-            outcome, call = "", text
-        parts = self.match(_CALL, call.rstrip(), "'VALUE, ... = OPERATION(ARGUMENT, ...)'")
-        outcome = outcome.rstrip()
+        parts = self.match(_LINE, text, "'VALUE, ... = OPERATION(ARGUMENT, ...)'")
+        outcome = (parts["outcome"] or "").rstrip()
         line = PrintedLine(
             number=self.number,
-            text=f"{outcome} = {parts[0]}" if is_assignment else parts[0],
+            text=f"{outcome} = {parts['call']}" if outcome else parts["call"],
             device=device,
             outcome="" if outcome == "_" else outcome,
             operation=parts["operation"],

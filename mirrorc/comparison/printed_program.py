@@ -1,4 +1,4 @@
-"""What a printed program says, part by part: what `mirrorc.text_reader` makes of a text."""
+"""What a printed program says, part by part: what `mirrorc.comparison.text_reader` makes of a text."""
 
 from __future__ import annotations
 
@@ -151,6 +151,7 @@ class PrintedProgram:
         num_devices: as the heading says.
         after: the pass that the heading names; empty if it names none.
         milliseconds: the time that the heading gives, if it does.
+        report: what dumps say of a pass, below the heading.
         buckets: the bucket table.
         remarks: the notes of the passes.
         functions: what the devices run.
@@ -161,6 +162,7 @@ class PrintedProgram:
     num_devices: int
     after: str = ""
     milliseconds: float | None = None
+    report: tuple[str, ...] = ()
     buckets: tuple[PrintedBucket, ...] = ()
     remarks: tuple[str, ...] = ()
     functions: tuple[PrintedFunction, ...] = ()

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mirrorc.printed_program import PrintedProgram
-from mirrorc.printed_schedule import is_region_call
+from mirrorc.comparison.printed_program import PrintedProgram
+from mirrorc.comparison.printed_schedule import is_region_call
 
 _MOST_LINES = 200  # so many are shown
 _CONTEXT = 2  # lines around those that differ
@@ -57,7 +57,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """The parts of a text by name, without what does not count: pass and time in the heading, the user's source lines."""
+    """The parts of a text by name, without what does not count: pass and time and what a dump says of them, the user's source."""
     with_source = {line.number for f in program.functions for line in f.lines if line.comment and is_region_call(line)}
     parts: dict[str, _Part] = {}
     part = _Part()
@@ -67,7 +67,8 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
             while name in parts:
                 name += "'"
             part = parts[name] = _Part()
-        if line and not line.startswith("    # "):
+        is_report = 1 < number <= 1 + len(program.report)
+        if line and not is_report and not line.startswith("    # "):
             kept = line.partition("  # ")[0].rstrip() if number in with_source else line
             part.lines.append(kept if number > 1 else _MEASURED.sub("", kept))
             part.numbers.append(number)
@@ -86,16 +87,16 @@ def _hunks(one: _Part, other: _Part) -> Iterator[str]:
     start = next((i for i in range(limit) if one.lines[i] != other.lines[i]), limit)
     end = next((i for i in range(limit - start) if one.lines[-1 - i] != other.lines[-1 - i]), limit - start)
     first, after = max(0, start - _CONTEXT), max(0, end - _CONTEXT)
-    compared = [part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (one, other)]
-    for group in difflib.SequenceMatcher(None, *compared).get_grouped_opcodes(_CONTEXT):
+    before, now = (part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (one, other))
+    for group in difflib.SequenceMatcher(None, before, now).get_grouped_opcodes(_CONTEXT):
         spans = (group[0][1], group[-1][2]), (group[0][3], group[-1][4])
         yield f"@@ -{_span(one, first, *spans[0])} +{_span(other, first, *spans[1])} @@"
         for kind, i, j, k, m in group:
             if kind == "equal":
-                yield from (f" {line}" for line in compared[0][i:j])
+                yield from (f" {line}" for line in before[i:j])
             else:
-                yield from (f"-{line}" for line in compared[0][i:j])
-                yield from (f"+{line}" for line in compared[1][k:m])
+                yield from (f"-{line}" for line in before[i:j])
+                yield from (f"+{line}" for line in now[k:m])
 
 
 def _span(part: _Part, first: int, start: int, stop: int) -> str:

@@ -1,0 +1,28 @@
+"""What carries collectives between devices, and which devices each link can join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mirrorc.program import Device
+
+LINKS = ("shared-memory", "nccl", "copy")
+
+
+def check_link(link: str | None, devices: Sequence[Device]) -> None:
+    """Refuses a link that does not exist or cannot join these devices; None, for the best one, always can.
+
+    Raises:
+        ValueError: names the devices and the remedy.
+    """
+    if link is None:
+        return
+    if link not in LINKS:
+        raise ValueError(f"all_reduce is {link!r}: give one of {', '.join(LINKS)}, or None for the best")
+    held_by = [device.torch_device for device in devices]
+    kind = {"shared-memory": "cpu", "nccl": "cuda"}.get(link, held_by[0].type)
+    if held_by[0].type != kind:
+        names = ", ".join(device.name for device in devices)
+        raise ValueError(f"all_reduce={link!r} cannot join {names}; use 'copy', or None for the best")
+    if link == "nccl" and len(set(held_by)) < len(held_by):
+        raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")
