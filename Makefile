@@ -21,7 +21,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/wheel
+	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m zipfile -e build/wheel/mirrorc-*.whl build/wheel
 	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc mirrorc_pytest

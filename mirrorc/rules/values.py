@@ -55,7 +55,7 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     """What the mirrored graph gives for a replica is that replica's, and what it gives for a bucket is that bucket."""
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
-    rows = [("loss", None, output.get("losses", ()))] if output else []
+    rows: list[tuple[str, int | None, Any]] = [("loss", None, output.get("losses", ()))] if output else []
     for key in ("packed", "reduced"):
         rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get(key, ()))]
     for key in ("gradients", "writes"):
