@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc import ops
 from mirrorc.devices import parse_devices
 from mirrorc.pass_manager import Instrument, Pass, run_passes
+from mirrorc.pass_report import PassReport
 from mirrorc.passes import default_pipeline
 from mirrorc.program import Argument, Program, Role, Stage, UpdateRule, Variable
 from mirrorc.verifier import Checked, verify
@@ -109,10 +110,10 @@ class Stopwatch(Instrument):
         self._timed("verifier", lambda: verify(program, checked=self._checked))
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Verifies and prints, as with ``dump=``."""
+        """Verifies, and prints as ``dump=`` does: in full what has changed."""
         self.seconds["passes"] += seconds
         checked = self._timed("verifier", lambda: verify(after, before=before, checked=self._checked))
-        printed = self._timed("printing", lambda: after.to_text(regions=True))
+        printed = self._timed("printing", lambda: PassReport(compiler_pass.name, after, before, seconds * 1e3).text())
         self.by_pass[compiler_pass.name] = [seconds, checked, printed]
 
     def _timed(self, what: str, action: Any) -> float:

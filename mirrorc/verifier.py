@@ -114,7 +114,9 @@ def verify(program: Program, *, after: str = "", before: Program | None = None, 
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
     """
     bodies = [region.graph_module.graph for region in program.regions.values()]
-    graphs = [*program.graphs(), *(body for body in bodies if checked is None or not checked.has(body))]
+    plain = program.graphs() if program.stage < Stage.OUTLINED else []  # what is in them depends on no table
+    graphs = [] if plain else program.graphs()
+    graphs += [graph for graph in (*plain, *bodies) if checked is None or not checked.has(graph)]
     for graph_rule in GRAPHS_FIRST:
         for graph in graphs:
             _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)

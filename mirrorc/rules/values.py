@@ -10,7 +10,7 @@ from torch import fx
 from mirrorc import ops
 from mirrorc.program import Program
 from mirrorc.rules.programs import Violation, scopes
-from mirrorc.value_types import infer_type, is_inferable, is_same_type, say_type, value_type
+from mirrorc.value_types import infer_type, is_inferable, is_noted_rightly, say_type, value_type
 
 
 def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violation]:
@@ -27,13 +27,11 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
         if not is_inferable(node):
             continue
         try:
-            found = infer_type(program, node)
+            if not is_noted_rightly(program, node):
+                found, noted = infer_type(program, node), value_type(node.meta.get("val"))
+                yield Violation(f"{node.name} is {say_type(found)}, but is noted as {say_type(noted)}", node)
         except TypeError as error:
             yield Violation(f"{node.name}: {error}", node)
-            continue
-        noted = value_type(node.meta.get("val"))
-        if not is_same_type(noted, found):
-            yield Violation(f"{node.name} is {say_type(found)}, but is noted as {say_type(noted)}", node)
 
 
 def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
