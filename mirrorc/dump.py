@@ -301,7 +301,7 @@ def _statements(graph: fx.Graph) -> list[Line]:
         if node.op == "output":
             lines.append(Line(f"return {_shown(node.args[0], name)}", node))
         elif node.op == "call_function" and node.target is not ops.read:
-            target = str(node.target) if ops.is_compute(node) else ops.name_of(node)
+            target = ops.target_name(node.target)
             kind = type_of(node.meta.get("val"))
             result = f"{node.name}: {kind} = " if kind else ""
             source = source_line(node) if ops.is_compute(node) else ""

@@ -10,22 +10,54 @@ from torch import fx
 from mirrorc import ops
 from mirrorc.inputs import identifier
 from mirrorc.program import Program
+from mirrorc.torch_internals import add_node
 from mirrorc.value_types import set_type
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph: names, order and notes (`node.meta`) stay."""
     copy = fx.Graph()
+    copy.output(copy_into(copy, graph))
+    return copy
+
+
+def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
+    """Copies a graph's nodes to the end of another, which has no output yet; gives the source's output, of the new nodes."""
     values: dict[fx.Node, fx.Node] = {}
-    copy.graph_copy(graph, values)
-    copy.output(fx.node.map_arg(graph.output_node().args[0], values.__getitem__))
+    for node in source.nodes:
+        if node.op != "output":
+            values[node] = copy_node(graph, node, values)
+    return fx.node.map_arg(source.output_node().args[0], values.__getitem__)
+
+
+def copy_node(
+    graph: fx.Graph,
+    node: fx.Node,
+    values: Mapping[fx.Node, fx.Node],
+    *,
+    name: str | None = None,
+    **more: Any,
+) -> fx.Node:
+    """Copies a node to a graph's point of insertion.
+
+    Args:
+        graph: the graph that gets the node.
+        node: of another graph.
+        values: what stands in ``graph`` for each node that it uses.
+        name: its new name, if it is to have another.
+        more: keyword arguments that it gets besides.
+    """
+    args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
+    given = {**kwargs, **more} if more else kwargs  # type: ignore[dict-item]
+    copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type)  # type: ignore[arg-type]
+    copy.meta.update(node.meta)  # not by assignment, for which a node does much more
     return copy
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
     """Calls an operation at the graph's point of insertion; the node is named after what it is about, as in the dump."""
     given = dict(kwargs or {})
-    return graph.create_node("call_function", target, args, given, name=_name(target, args, given))
+    return add_node(graph, "call_function", target, args, given, _name(target, args, given))
 
 
 _STEMS = {

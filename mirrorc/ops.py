@@ -202,6 +202,11 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def target_name(target: Any) -> str:
+    """What an operation is called in print: an operator of torch with its namespace and overload."""
+    return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
+
+
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
     """The nodes of a graph that call one of these operations, in program order."""
     for node in graph.nodes:

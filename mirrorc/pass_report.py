@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import fx
-
 from mirrorc import ops
 from mirrorc.dump import program_to_text, region_to_text
 from mirrorc.program import Program, Stage
@@ -101,11 +99,7 @@ def _count_operations(program: Program | None) -> Counter[str]:
     if program is None:
         return counts
     for graph in [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]:
-        counts.update(_operation(node) for node in graph.nodes if node.op not in ("placeholder", "output"))
+        targets = Counter((node.op, node.target) for node in graph.nodes if node.op not in ("placeholder", "output"))
+        for (op, target), number in targets.items():
+            counts["call_region" if op == "call_module" else ops.target_name(target)] += number
     return counts
-
-
-def _operation(node: fx.Node) -> str:
-    if ops.is_region_call(node):
-        return "call_region"
-    return str(node.target) if ops.is_compute(node) else ops.name_of(node)

@@ -101,6 +101,11 @@ def is_noted_rightly(program: Program, node: fx.Node) -> bool:
         values = source.meta.get("val") if isinstance(source, fx.Node) else None
         if isinstance(values, tuple) and isinstance(index, int) and 0 <= index < len(values) and values[index] is noted:
             return True
+    elif ops.is_region_call(node):
+        results = _region_results(program, node)
+        own = [result.meta.get("val") for result in results]
+        if isinstance(noted, tuple) and len(noted) == len(own) and all(map(operator.is_, noted, own)):
+            return True
     return is_same_type(value_type(noted), infer_type(program, node))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,29 +77,44 @@ class Checked:
     def __init__(self) -> None:
         self.flows = KnownFlows()
         self._checked: dict[int, tuple[fx.Graph, list[Any]]] = {}
+        self._changed: set[int] = set()
+
+    def look_again(self) -> None:
+        """Finds out which of the graphs that were checked have been changed since, by a pass that must give new ones."""
+        self._changed = {
+            key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
+        }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Whether a graph that was checked has been changed since: by a pass that must give a new one."""
-        known = self._checked.get(id(graph))
-        return known is not None and known[0] is graph and not self.has(graph)
+        """Whether this graph was checked, and had been changed when last looked at."""
+        return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Whether this graph was checked, and none of its nodes has been changed since."""
-        known = self._checked.get(id(graph))
-        if known is None or known[0] is not graph:
-            return False
-        now = _parts(graph)
-        return len(now) == len(known[1]) and all(a is b for a, b in zip(now, known[1], strict=True))
+        """Whether this graph was checked, and was as it had been when last looked at."""
+        return self._is_known(graph) and id(graph) not in self._changed
 
     def add(self, program: Program) -> None:
         """Notes that a program's graphs are right."""
-        graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
-        self._checked = {id(graph): (graph, _parts(graph)) for graph in graphs}
+        graphs = _all_graphs(program)
+        parts = [self._checked[id(graph)][1] if self.has(graph) else _parts(graph) for graph in graphs]
+        self._checked = {id(graph): (graph, found) for graph, found in zip(graphs, parts, strict=True)}
+        self._changed = set()
+
+    def _is_known(self, graph: fx.Graph) -> bool:
+        return id(graph) in self._checked and self._checked[id(graph)][0] is graph
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
     """What a graph consists of. Nodes' arguments are immutable, so a changed one is another object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
+
+
+def _are_the_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _all_graphs(program: Program) -> list[fx.Graph]:
+    return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
 
 
 def verify(program: Program, *, after: str = "", before: Program | None = None, checked: Checked | None = None) -> None:
@@ -113,6 +129,8 @@ def verify(program: Program, *, after: str = "", before: Program | None = None, 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
     """
+    if checked is not None:
+        checked.look_again()
     bodies = [region.graph_module.graph for region in program.regions.values()]
     plain = program.graphs() if program.stage < Stage.OUTLINED else []  # what is in them depends on no table
     graphs = [] if plain else program.graphs()
@@ -142,8 +160,7 @@ def given_programs_are_not_changed(program: Program) -> None:
 
 
 def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:
-    graphs = [*before.graphs(), *(region.graph_module.graph for region in before.regions.values())]
-    if any(checked.was_changed(graph) for graph in graphs):
+    if any(checked.was_changed(graph) for graph in _all_graphs(before)):
         yield Violation("a graph of the program that the pass was given is no longer as it was")
 
 

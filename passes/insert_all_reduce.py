@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.graphs import call
+from mirrorc.graphs import call, copy_into
 from mirrorc.program import Program, Stage
 
 
@@ -36,9 +35,7 @@ class InsertAllReduce:
 
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        output = copy_into(graph, program.mirrored_graph)
         reduced = output["packed"]
         if program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}

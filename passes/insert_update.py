@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.graphs import call
+from mirrorc.graphs import call, copy_into
 from mirrorc.program import Bucket, Program, Stage
 
 
@@ -39,9 +39,7 @@ class InsertUpdate:
 
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        output = copy_into(graph, program.mirrored_graph)
         for bucket in program.buckets:
             if bucket.rule.elementwise:
                 for replica, gradient in enumerate(output["reduced"][bucket.index]):

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from mirrorc import ops
 from mirrorc.program import Program, Stage
-from mirrorc.torch_internals import lazy_graph_module
+from mirrorc.torch_internals import add_node, lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], repli
     elif node.target is ops.call_region:
         args = fx.node.map_arg(node.args, values.__getitem__)
         named = {"gradients": kwargs["gradients"]}
-        lowered = graph.create_node("call_module", str(kwargs["region"]), args, named, name=name)
+        lowered = add_node(graph, "call_module", str(kwargs["region"]), args, named, name)
     elif node.target in ops.COLLECTIVES:
         own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
-        lowered = graph.create_node("call_function", node.target, own, kwargs, name=name)
+        lowered = add_node(graph, "call_function", node.target, own, kwargs, name)
     else:
         args = fx.node.map_arg(node.args, values.__getitem__)
         named = fx.node.map_arg(kwargs, values.__getitem__)
-        lowered = graph.create_node("call_function", node.target, args, named, name=name)
-    lowered.meta = dict(node.meta)
+        lowered = add_node(graph, "call_function", node.target, args, named, name)
+    lowered.meta.update(node.meta)
     return lowered

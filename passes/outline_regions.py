@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.graphs import call
+from mirrorc.graphs import call, copy_node
 from mirrorc.inputs import identifier
 from mirrorc.program import Program, Region, Stage
-from mirrorc.torch_internals import lazy_graph_module
+from mirrorc.torch_internals import add_node, lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node.target is ops.read:
-            values[node] = outer.node_copy(node)
+            values[node] = copy_node(outer, node, {})
     pieces = _pieces(graph, program)
     used_outside = _used_outside(graph, pieces)
     captured: Any = graph.output_node().args[0]
@@ -155,14 +155,14 @@ def _call(
         inside[source] = body.placeholder(_argument_name(source))
         inside[source].meta["val"] = source.meta["val"]
     for node in nodes:
-        inside[node] = body.node_copy(node, inside.__getitem__)
+        inside[node] = copy_node(body, node, inside)
     results = [node for node in nodes if node in used_outside]
     body.output(tuple(inside[node] for node in results))
     region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(phase, body)})
     region.meta = _call_meta(results, nodes)
     for i, node in enumerate(results):
-        values[node] = outer.create_node("call_function", operator.getitem, (region, i), name=node.name)
-        values[node].meta = dict(node.meta)
+        values[node] = add_node(outer, "call_function", operator.getitem, (region, i), {}, node.name)
+        values[node].meta.update(node.meta)
     return region
 
 

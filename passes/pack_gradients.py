@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.graphs import call
+from mirrorc.graphs import call, copy_into
 from mirrorc.program import Bucket, Program, Stage
 
 
@@ -32,9 +32,7 @@ class PackGradients:
 
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(program.mirrored_graph, values)
-        output: Any = fx.node.map_arg(program.mirrored_graph.output_node().args[0], values.__getitem__)
+        output = copy_into(graph, program.mirrored_graph)
         order = {node: i for i, node in enumerate(graph.nodes)}
         packed = []
         for bucket in program.buckets:

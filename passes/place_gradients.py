@@ -12,7 +12,7 @@ from torch import fx
 
 from mirrorc import kernels, ops
 from mirrorc.errors import PassError
-from mirrorc.graphs import copied, insert
+from mirrorc.graphs import call, copied
 from mirrorc.inputs import identifier
 from mirrorc.program import Program, Region, Slot, Stage
 from mirrorc.torch_internals import lazy_graph_module
@@ -178,10 +178,15 @@ def _pass_slots(
     slots: Mapping[str, tuple[int, Slot]],
 ) -> None:
     of_index = {part.args[1]: names[part] for part in node.users if part in names}
+    body = program.regions[ops.region_of(node)].graph_module.graph
+    placeholders = [argument for argument in body.nodes if argument.op == "placeholder"][len(node.args) :]
     arguments = []
-    for index in indices:
+    for index, placeholder in zip(indices, placeholders, strict=True):
         bucket, slot = slots[of_index[index]]
-        arguments.append(insert(program, node, ops.slot, (), {"bucket": bucket, "variable": slot.variable}))
+        with node.graph.inserting_before(node):
+            argument = call(node.graph, ops.slot, (), {"bucket": bucket, "variable": slot.variable})
+        argument.meta["val"] = placeholder.meta["val"]
+        arguments.append(argument)
     node.args = (*node.args, *arguments)
     set_type(program, node)  # gradients lie as their slots do
     for part in node.users:

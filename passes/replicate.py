@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.graphs import call
+from mirrorc.graphs import call, copy_node
 from mirrorc.program import Program, Stage
 
 
@@ -71,11 +71,7 @@ def _turns(source: fx.Graph) -> list[list[fx.Node]]:
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], replica: int) -> fx.Node:
     if node.op == "placeholder":
         copy = call(graph, ops.argument, (), {"name": str(node.target), "replica": replica})
-        copy.meta = dict(node.meta)
+        copy.meta.update(node.meta)
         return copy
-    args, kwargs = (fx.node.map_arg(part, copies.__getitem__) for part in (node.args, node.kwargs))
-    if node.target is not operator.getitem:
-        kwargs = {**kwargs, "replica": replica}  # type: ignore[dict-item]
-    copy = graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_r{replica}")  # type: ignore[arg-type]
-    copy.meta = dict(node.meta)
-    return copy
+    more = {} if node.target is operator.getitem else {"replica": replica}
+    return copy_node(graph, node, copies, name=f"{node.name}_r{replica}", **more)

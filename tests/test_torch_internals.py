@@ -1,6 +1,7 @@
 """Calls every private API of torch that mirrorc uses, and checks what it does."""
 
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -332,3 +333,23 @@ def test_artifacts_reach_torchs_structured_trace() -> None:
     (record,) = records
     assert record.metadata["artifact"] == {"name": "name of it", "encoding": "string"}  # type: ignore[attr-defined]
     assert record.payload == "line one\nline two"  # type: ignore[attr-defined]
+
+
+def test_add_node_does_what_create_node_does() -> None:
+    slow, fast = fx.Graph(), fx.Graph()
+    slow_x, fast_x = slow.placeholder("x"), fast.placeholder("x")
+    given = {"alpha": 2}
+    made = slow.create_node("call_function", torch.add, (slow_x, slow_x), given, name="x")
+    added = internals.add_node(fast, "call_function", torch.add, (fast_x, fast_x), given, "x")
+    for graph, node in ((slow, made), (fast, added)):
+        with graph.inserting_before(node):
+            first = graph.create_node if graph is slow else functools.partial(internals.add_node, graph)
+            source = next(iter(graph.nodes))
+            first("call_function", torch.neg, (source,), {}, "y")
+        graph.output(node)
+        graph.lint()
+    assert [str(n.format_node()) for n in fast.nodes] == [str(n.format_node()) for n in slow.nodes]
+    assert len(fast.nodes) == len(slow.nodes) == 4
+    assert set(fast_x.users) == set(list(fast.nodes)[1:3])
+    assert fast.find_nodes(op="call_function", target=torch.add) == [added]
+    assert fast.create_node("placeholder", "x").name == slow.create_node("placeholder", "x").name

@@ -45,8 +45,9 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
             key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
         ):
             continue  # of what is not there yet, or not any more, other rules speak
-        old, new = (Counter(number for number, _ in flows.get(key, [])) for flows in (expected, found))
-        if old != new:
+        numbers = [[number for number, _ in flows.get(key, [])] for flows in (expected, found)]
+        if numbers[0] != numbers[1] and Counter(numbers[0]) != Counter(numbers[1]):
+            old, new = map(Counter, numbers)
             replica, kind, name = key
             node = next((node for number, node in found.get(key, []) if old[number] == 0), None)
             what = f"{kind} {name}".strip() + f" on {after.devices[replica]}"
@@ -176,8 +177,7 @@ class _Expressions:
         return number
 
     def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        parts = (fx.node.map_arg(part, lambda n: ("value", numbered[n])) for part in (node.args, node.kwargs))
-        return self._number(node.target, *(_hashable(part) for part in parts))
+        return self._number(node.target, _hashable(node.args, numbered), _hashable(node.kwargs, numbered))
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
         """An operator that writes its first argument, which is from then on what was written."""
@@ -185,7 +185,7 @@ class _Expressions:
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is kernels.mm_into:
             factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
-            written = self._number(torch.ops.aten.mm.default, _hashable(factors), ())
+            written = self._number(torch.ops.aten.mm.default, factors, ())
         elif written is None:
             written = self._number(node.target, *(numbered.get(n) for n in node.all_input_nodes))
         numbered[node] = numbered[target] = written  # type: ignore[index]
@@ -217,11 +217,14 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
                 yield _WAYS[1], bucket, node, value
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
+    """An argument as part of a key, nodes in it by their numbers."""
+    if isinstance(value, fx.Node) and numbered is not None:
+        return ("value", numbered[value])
     if isinstance(value, list | tuple):
-        return tuple(_hashable(item) for item in value)
+        return tuple([_hashable(item, numbered) for item in value])
     if isinstance(value, dict):
-        return tuple((key, _hashable(item)) for key, item in value.items())
+        return tuple([(key, _hashable(item, numbered)) for key, item in value.items()])
     return (type(value), value) if isinstance(value, bool | int | float) else value
 
 
