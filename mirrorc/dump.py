@@ -2,8 +2,9 @@
 
 The printed form::
 
-    text      = heading bucket* remark* function+ region*
+    text      = heading [ change ] bucket* remark* function+ region*
     heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices · N buckets" [ "· MS ms" ]
+    change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE VARIABLE[SHAPE] ... RULE [ "· shared" ] [ "· ready after REGION" ]
               | "# bucket INDEX" DTYPE SIZE "N gradients" RULE ... ( "#     VARIABLE[SHAPE]" )+
     remark    = "# note: TEXT"
@@ -16,7 +17,7 @@ The printed form::
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the device of every line up to
+``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the device of every line up to
 SCHEDULED, and a function for each device in LOWERED, where devices that run the same program are printed once.
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
@@ -160,13 +161,13 @@ def _size(num_bytes: int) -> str:
 
 
 def _ready_after(program: Program) -> dict[int, str]:
-    """The region that gives the last gradient of each bucket, once buckets are packed."""
-    found = {}
+    """The region that gives the last gradient of each bucket on the first device, once buckets are packed."""
+    found: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     for node in ops.calls(graphs[0], ops.pack) if graphs else ():
         calls = [gradient.args[0] for gradient in node.all_input_nodes if gradient.args]
         regions = [call for call in calls if isinstance(call, fx.Node) and ops.is_region_call(call)]
-        found[ops.bucket_of(node)] = ops.region_of(max(regions)) if regions else ""
+        found.setdefault(ops.bucket_of(node), ops.region_of(max(regions)) if regions else "")
     return found
 
 
@@ -294,6 +295,8 @@ def _statements(graph: fx.Graph) -> list[Line]:
     """The lines of a graph of operators of torch."""
 
     def name(node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return str(node.target)  # as in the signature
         return str(node.kwargs["variable"]) if node.target is ops.read else node.name
 
     lines = []
