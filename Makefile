@@ -27,6 +27,7 @@ lint: $(VENV)/.installed
 	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc mirrorc_pytest
 
 bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	$(BIN)/python benchmarks/local.py
 
 clean:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch import multiprocessing, nn
 from workloads import WORKLOADS, Workload
@@ -125,6 +126,20 @@ class Contender:
             self._connections.append(ours)
             self._processes.append(process)
         self.seconds_to_first_step = max(connection.recv() for connection in self._connections)
+
+    def peak_memory(self, count: int) -> int:
+        """The most bytes that the processes have together at any time in ``count`` steps.
+
+        Proportional set size: what several processes map, such as torch's libraries, counts once.
+        """
+        for connection in self._connections:
+            connection.send(count)
+        processes, peak = [psutil.Process(process.pid) for process in self._processes], 0
+        while not all(connection.poll() for connection in self._connections):
+            peak = max(peak, sum(process.memory_full_info().pss for process in processes))
+        for connection in self._connections:
+            connection.recv()
+        return peak
 
     def run(self, count: int) -> list[float]:
         """Seconds of each of ``count`` steps; of the slowest process, where there are several."""

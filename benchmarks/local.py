@@ -1,9 +1,9 @@
 """Compares training steps on this machine: mirrorc, PyTorch DDP, and one process on the whole batch.
 
-    python benchmarks/local.py [--workloads mlp-64 gpt-8] [--contenders mirrorc DDP] [--rounds 8]
+    python benchmarks/local.py [--workloads mlp-64 gpt-8] [--contenders mirrorc DDP] [--rounds 8] [--no-memory]
 
-All contenders of a workload are started, then take turns of a few steps each, so that a noisy machine is noisy for all.
-Prints a Markdown table of medians and of ratios.
+All contenders of a workload are started, then take turns of a few steps each, so that a noisy machine is noisy for all. Then
+each is started alone, to see how much memory its processes take. Prints a Markdown table of medians and of ratios.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import socket
 import statistics
+from dataclasses import dataclass
 
 from contenders import CONTENDERS, Contender
 from workloads import WORKLOADS
@@ -23,8 +24,17 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def measure(workload: str, names: list[str], rounds: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Median step and time to the first step of each contender, in seconds."""
+@dataclass
+class Result:
+    """What was measured of a contender: seconds of a median step and to the first one, bytes at peak."""
+
+    step: float
+    first: float
+    memory: float = float("nan")
+
+
+def measure(workload: str, names: list[str], rounds: int, steps: int) -> dict[str, Result]:
+    """Median step and time to the first step of each contender."""
     running = {}
     try:
         for name in names:
@@ -35,10 +45,19 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> dict[st
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else reversed(names):
                 times[name] += running[name].run(steps)
-        return {name: (statistics.median(times[name]), running[name].seconds_to_first_step) for name in names}
+        return {name: Result(statistics.median(times[name]), running[name].seconds_to_first_step) for name in names}
     finally:
         for contender in running.values():
             contender.close()
+
+
+def peak_memory(workload: str, name: str, steps: int) -> int:
+    """Bytes at peak of a contender that runs alone."""
+    contender = Contender(name, workload, free_port())
+    try:
+        return contender.peak_memory(steps)
+    finally:
+        contender.close()
 
 
 def main() -> None:
@@ -47,15 +66,24 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a turn; a hundred times as many of the tiny one")
+    parser.add_argument("--no-memory", action="store_true", help="do not start each contender again to see its memory")
     options = parser.parse_args()
-    print("| workload | contender | median step, ms | mirrorc / contender | first step, s |")
-    print("|---|---|---|---|---|")
+    print(
+        "| workload | contender | median step, ms | mirrorc / contender | memory, MiB | mirrorc / contender | first step, s |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for workload in options.workloads:
-        results = measure(workload, options.contenders, options.rounds, options.steps)
-        own = results.get("mirrorc", (float("nan"), 0.0))[0]
-        for name, (median, first) in results.items():
-            print(f"| {workload} | {name} | {median * 1e3:.1f} | {own / median:.2f} | {first:.1f} |", flush=True)
+        steps = options.steps * (100 if workload == "tiny" else 1)
+        results = measure(workload, options.contenders, options.rounds, steps)
+        for name, result in results.items() if not options.no_memory else ():
+            result.memory = peak_memory(workload, name, 4 * steps)
+        own = results.get("mirrorc", Result(float("nan"), 0.0))
+        for name, result in results.items():
+            milliseconds, mebibytes = result.step * 1e3, result.memory / 2**20
+            row = f"| {workload} | {name} | {milliseconds:.{1 if milliseconds > 10 else 3}f} | {own.step / result.step:.2f} "
+            row += f"| {mebibytes:.0f} | {own.memory / result.memory:.2f} | {result.first:.1f} |"
+            print(row.replace("nan", ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,11 @@ import statistics
 import time
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 from workloads import WORKLOADS, Workload
 
 import mirrorc
 
 NUM_REPLICAS = 2
-
-
-def _tiny_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(n, 4), torch.randn(n, 4)
-
-
-TINY = Workload("tiny", lambda: nn.Linear(4, 4), F.mse_loss, _tiny_batch, 2)
-MEASURED = {"tiny": TINY, **WORKLOADS}
 DEFAULT_STEPS = {"tiny": 2000}
 
 
@@ -61,7 +51,7 @@ def measure(workload: Workload, backend: str, num_steps: int) -> dict[bool, floa
 def main() -> None:
     """Measures what the command line names and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=["tiny", "mlp-8"], choices=list(MEASURED))
+    parser.add_argument("--workloads", nargs="+", default=["tiny", "mlp-8"], choices=list(WORKLOADS))
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--steps", type=int, help="steps of each in a pair; 2000 of the tiny one, 20 of others")
     parser.add_argument("--pairs", type=int, default=7)
@@ -71,7 +61,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in options.workloads:
         num_steps = options.steps or DEFAULT_STEPS.get(name, 20)
-        pairs = [measure(MEASURED[name], options.backend, num_steps) for _ in range(options.pairs)]
+        pairs = [measure(WORKLOADS[name], options.backend, num_steps) for _ in range(options.pairs)]
         without, recording = (statistics.median(pair[record] for pair in pairs) * 1e3 for record in (False, True))
         ratios = sorted(pair[True] / pair[False] for pair in pairs)
         row = f"| {name} | {without:.3f} | {recording:.3f} | {statistics.median(ratios):.3f} "

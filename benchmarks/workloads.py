@@ -72,6 +72,21 @@ class ResNet(nn.Module):
         return self.head(h.mean((2, 3)))
 
 
+class Recommender(nn.Module):
+    """Embedding tables of 1 M rows together, and a small network on what is looked up: 32.1 M parameters."""
+
+    def __init__(self, num_tables: int = 8, num_rows: int = 125_000, width: int = 32) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(num_rows, width) for _ in range(num_tables))
+        self.head = nn.Sequential(
+            nn.Linear(num_tables * width, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = [table(rows[:, i]) for i, table in enumerate(self.tables)]
+        return self.head(torch.cat(found, 1)).squeeze(1)
+
+
 def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 2048), torch.randint(0, 10, (n,))
 
@@ -84,6 +99,14 @@ def _text(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128))
 
 
+def _clicks(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 125_000, (n, 8)), torch.randint(0, 2, (n,)).float()
+
+
+def _four(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 4), torch.randn(n, 4)
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -91,5 +114,7 @@ WORKLOADS = {
         Workload("mlp-8", make_mlp, F.cross_entropy, _vectors, 8),
         Workload("gpt-8", make_gpt, next_byte_loss, _text, 8),
         Workload("resnet-16", ResNet, F.cross_entropy, _images, 16),
+        Workload("recommender-256", Recommender, F.binary_cross_entropy_with_logits, _clicks, 256),
+        Workload("tiny", lambda: nn.Linear(4, 4), F.mse_loss, _four, 2),
     )
 }

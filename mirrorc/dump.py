@@ -17,8 +17,9 @@ The printed form::
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the device of every line up to
-SCHEDULED, and a function for each device in LOWERED, where devices that run the same program are printed once.
+``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
+up to OUTLINED, ``all_devices`` with a column that names the device of every line up to SCHEDULED, and a function for each
+device in LOWERED, where devices that run the same program are printed once.
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
