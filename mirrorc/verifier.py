@@ -47,6 +47,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         rules.all_replicas_take_part,
         rules.collectives_mean_what_runs,
         rules.every_send_is_received,
+        rules.links_join_their_devices,
     ),
     Stage.UPDATED: (rules.every_bucket_is_updated_once, rules.variables_are_written_after_reads),
     Stage.SCHEDULED: (rules.reductions_fit_the_placement, rules.shared_parameters_are_written_last),

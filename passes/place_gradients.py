@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,19 +12,16 @@ from mirrorc import kernels, ops
 from mirrorc.errors import PassError
 from mirrorc.graphs import call, copied
 from mirrorc.inputs import identifier
+from mirrorc.passes.region_gradients import (
+    calls_by_region,
+    gradient_names,
+    gradient_places,
+    matrix_product,
+    remove_unused,
+)
 from mirrorc.program import Program, Region, Slot, Stage
 from mirrorc.torch_internals import lazy_graph_module
 from mirrorc.value_types import set_type
-
-_VIEWS = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-)
-Calls = dict[str, list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -60,15 +55,10 @@ class PlaceGradients:
             raise PassError("pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: (bucket.index, slot) for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
-        calls: Calls = {}
-        names: dict[fx.Node, str] = {}
-        for graph in graphs:
-            names |= _gradient_names(graph)
-            for node in ops.calls(graph, ops.call_region):
-                calls.setdefault(str(node.kwargs["region"]), []).append(node)
+        names = {node: name for graph in graphs for node, name in gradient_names(graph).items()}
         regions = dict(program.regions)
         left: list[str] = []
-        for name, nodes in calls.items():
+        for name, nodes in calls_by_region(graphs).items():
             places = _places(nodes, names, slots, left)
             if places:
                 regions[name] = _place(program.regions[name], places)
@@ -83,32 +73,16 @@ class PlaceGradients:
         return program.evolve(shard_graphs=graphs, regions=regions, remarks=(*program.remarks, *remarks))
 
 
-def _gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    output: Any = graph.output_node().args[0]
-    found: dict[fx.Node, str] = {}
-    shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
-    for name, node in output["gradients"].items():
-        if node in found:
-            shared.add(node)
-        found[node] = name
-    return {node: name for node, name in found.items() if node not in shared}
-
-
 def _places(
     nodes: list[fx.Node], names: Mapping[fx.Node, str], slots: Mapping[str, tuple[int, Slot]], left: list[str]
 ) -> dict[int, Slot]:
     """Which outputs of a region are gradients in every call of it, and a slot of their shape."""
-    found: list[dict[int, Slot]] = []
+    found: list[dict[int, str]] = []
     for node in nodes:
-        own: dict[int, Slot] = {}
-        for part in node.users:
-            if part.target is operator.getitem and part in names:
-                if all(user.op == "output" for user in part.users):
-                    own[part.args[1]] = slots[names[part]][1]  # type: ignore[index]
-                else:
-                    left.append(names[part])
+        own, used = gradient_places(node, names)
         found.append(own)
-    return {i: slot for i, slot in found[0].items() if all(i in own for own in found)}
+        left += used
+    return {i: slots[name][1] for i, name in found[0].items() if all(i in own for own in found)}
 
 
 def _place(region: Region, places: Mapping[int, Slot]) -> Region:
@@ -125,13 +99,13 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
             argument.meta["val"] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=value.device)
         results[index] = _write(graph, gradient, argument)
     graph.output_node().args = (tuple(results),)
-    _remove_unused(graph)
+    remove_unused(graph)
     graph.lint()
     return replace(region, graph_module=lazy_graph_module({}, graph, region.name))
 
 
 def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
-    product = _matrix_product(gradient)
+    product = matrix_product(gradient)
     if product is not None and slot.meta["val"].is_contiguous():
         with graph.inserting_before(product):
             into = graph.create_node(
@@ -144,30 +118,6 @@ def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
         written = graph.create_node("call_function", torch.ops.aten.copy_.default, (slot, gradient), name=name)
     written.meta = {**gradient.meta, "val": slot.meta["val"]}
     return written
-
-
-def _matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The product whose memory a gradient is, as it lies there, if nothing else uses it."""
-    node = gradient
-    while node.target in _VIEWS and len(node.users) == 1:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
-        return None
-    value, product = gradient.meta["val"], node.meta["val"]
-    is_same = value.shape == product.shape and value.is_contiguous() and product.is_contiguous()
-    return node if is_same else None
-
-
-def _remove_unused(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _writes(node):
-            graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _pass_slots(

@@ -597,13 +597,16 @@ BAD: dict[str, list[Mutation]] = {
         sharded(lambda graph: move_to_end(graph, first(graph, ops.wait), first(graph, ops.update))),
         sharded(lambda graph: write_before_the_wait(graph, replica=1)),
     ],
-    "every_collective_has_a_link": [
+    "links_join_their_devices": [
+        sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), link="nccl")),
         on_every_device(
             "lower-devices", lambda graph: [with_kwargs(n, link="nccl") for n in targets(graph, ops.all_reduce)]
         ),
         on_every_device(
             "lower-devices", lambda graph: [with_kwargs(n, link="no-such") for n in targets(graph, ops.all_reduce)]
         ),
+    ],
+    "every_collective_has_a_link": [
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link=None)),
     ],
     "collectives_have_one_order": [

@@ -6,6 +6,7 @@ from mirrorc.rules.collectives import (
     collectives_are_waited_for_once,
     collectives_mean_what_runs,
     every_collective_has_a_link,
+    links_join_their_devices,
     nothing_is_written_in_flight,
 )
 from mirrorc.rules.dataflow import dataflow_is_kept
@@ -61,6 +62,7 @@ __all__ = [
     "gradients_are_in_their_own_slots",
     "graphs_are_those_of_the_stage",
     "graphs_are_well_formed",
+    "links_join_their_devices",
     "no_device_waits_for_ever",
     "nothing_is_written_in_flight",
     "operations_have_their_arguments",

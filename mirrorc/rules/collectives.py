@@ -122,13 +122,19 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
 
 
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
-    """Every collective of a lowered program names a link that its devices can use; broadcasts are sends and receipts."""
+    """Every collective of a lowered program names a link; broadcasts are sends and receipts."""
     for _, graph, _ in scopes(program):
         for node in ops.calls(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             if not node.kwargs.get("link") or node.target is ops.broadcast:
                 yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
-                continue
+
+
+def links_join_their_devices(program: Program) -> Iterator[Violation]:
+    """A link that a collective names exists, and can join the program's devices."""
+    for _, graph, _ in scopes(program):
+        for node in ops.calls(graph, *ops.COLLECTIVES, ops.send, ops.recv):
+            link = node.kwargs.get("link")
             try:
-                check_link(str(node.kwargs["link"]), program.devices)
+                check_link(None if link is None else str(link), program.devices)
             except ValueError as error:
-                yield Violation(f"{say(node)} cannot go over {node.kwargs['link']}: {error}", node)
+                yield Violation(f"{say(node)} cannot go over {link}: {error}", node)

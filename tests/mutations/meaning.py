@@ -78,7 +78,7 @@ class _Values:
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and isinstance(source, tuple):
             return source[node.args[1]]  # type: ignore[index]
-        if node.target in _SAME:
+        if node.target in _SAME or (node.target is aten.view.default and _is_like(node, node.args[0])):
             return source
         if node.target is aten.t.default and source in self.turned:
             return self.turned[source]
@@ -108,3 +108,8 @@ class _Values:
         inside = self.of(list(body.nodes), given)
         results: Any = body.output_node().args[0]
         return tuple(inside[result] for result in results)
+
+
+def _is_like(node: fx.Node, source: Any) -> bool:
+    """Whether a value has the type of another: a view that has changes nothing."""
+    return isinstance(source, fx.Node) and str(kind_of(node.meta.get("val"))) == str(kind_of(source.meta.get("val")))
