@@ -26,7 +26,7 @@ from mirrorc.instruments import instruments_for
 from mirrorc.links import check_link
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer, is_elementwise
-from mirrorc.options import StepOptions, check_choices, dump_directory, example_call
+from mirrorc.options import StepOptions, check_additions, check_choices, dump_directory, example_call
 from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
 from mirrorc.pass_manager import add_passes as put_in
 from mirrorc.passes import default_pipeline
@@ -93,6 +93,8 @@ def compile(
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
     check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record)
+    check_additions(add_passes)
+    dump_to = dump_directory(dump)
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
     check_model(model)
@@ -113,7 +115,7 @@ def compile(
         backend=backend,
         devices=parsed,
         pipeline=pipeline,
-        dump=dump_directory(dump),
+        dump=dump_to,
         print_after=tuple(print_after),
         print_after_all=print_after_all,
         timeout_seconds=timeout_seconds,

@@ -2,34 +2,102 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 
 from mirrorc.colours import print_coloured
-from mirrorc.diff import diff_texts
+from mirrorc.diff import diff_files
 from mirrorc.errors import MirrorcError, VerifyError
 from mirrorc.instruments import instruments_for
-from mirrorc.pass_manager import Pass, run_passes
-from mirrorc.pass_specs import parse_passes
+from mirrorc.options import checked_directory
+from mirrorc.pass_manager import Pass, check_pass_names, run_passes
+from mirrorc.pass_specs import import_module, parse_passes
 from mirrorc.passes import PASSES
 from mirrorc.program import Program
 from mirrorc.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+
+def _import_modules(names: list[str] | None) -> list[str] | None:
+    """Imports what ``--import`` names, before the command runs."""
+    for name in names or ():
+        _search_this_folder()
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise typer.BadParameter(f"{error}: run from where it is found") from None
+        except ImportError as error:
+            raise typer.BadParameter(str(error)) from None
+    return names
+
+
+@contextmanager
+def _blamed_on(option: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _search_this_folder() -> None:
+    """Modules are found in the working folder, as those of a script there are."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        sys.stdout.write(f"mirrorc {importlib.metadata.version('mirrorc')}, torch {torch.__version__}\n")
+        raise typer.Exit
+
+
 SavedProgram = Annotated[Path, typer.Argument(help="a file that program.save() has written")]
 Regions = Annotated[bool, typer.Option("--regions", help="print the bodies of the regions, too")]
 Slots = Annotated[bool, typer.Option("--slots", help="print every gradient of a bucket on a line of its own")]
 NoSources = Annotated[bool, typer.Option("--no-sources", help="leave out the user's source lines")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import_modules,
+        help="import it first: it registers operators that the program calls; repeatable",
+    ),
+]
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=_print_version, help="print the versions of mirrorc and torch"),
+]
+
+
+@app.callback()
+def commands(version: Version = False) -> None:
+    """Shows, compiles, compares and verifies saved programs."""
 
 
 @app.command()
-def show(program: SavedProgram, regions: Regions = False, slots: Slots = False, no_sources: NoSources = False) -> None:
+def show(
+    program: SavedProgram,
+    regions: Regions = False,
+    slots: Slots = False,
+    no_sources: NoSources = False,
+    imports: Imports = None,
+) -> None:
     """Prints a saved program."""
-    print_coloured(_load(program).to_text(regions=regions, slots=slots, sources=not no_sources), sys.stdout)
+    loaded = _load(program)
+    try:
+        text = _text(loaded, regions, slots, not no_sources)
+    except ValueError as error:
+        _fail(f"cannot print {program}: {error}; mirrorc verify {program} says what is wrong with it")
+    print_coloured(text, sys.stdout)
 
 
 @app.command()
@@ -44,20 +112,24 @@ def opt(
     print_after_all: Annotated[bool, typer.Option("--print-after-all", help="print it after each pass")] = False,
     regions: Regions = False,
     slots: Slots = False,
+    imports: Imports = None,
 ) -> None:
     """Runs passes on a saved program, verifies it after each, and prints the result."""
-    sys.path.insert(0, "")  # for passes of one's own, as in a script
-    try:
+    _search_this_folder()  # for passes of one's own
+    with _blamed_on("--passes"):
         pipeline: list[Pass] = parse_passes(passes, PASSES)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--passes") from None
-    instruments = instruments_for(pipeline, dump, print_after or (), print_after_all)
+    with _blamed_on("--print-after"):
+        check_pass_names("it", print_after or (), pipeline)
+    with _blamed_on("--dump"):
+        directory = checked_directory("it", dump) if dump is not None else None
+    loaded = _load(program)
     try:
-        result = run_passes(_load(program), pipeline, instruments)
-    except MirrorcError as error:
+        verify(loaded)  # before it is dumped or printed, which what is malformed cannot be
+        result = run_passes(loaded, pipeline, instruments_for(pipeline, directory, print_after or (), print_after_all))
+    except (MirrorcError, OSError) as error:
         _fail(error)
     if output is not None:
-        result.save(output)
+        _save(result, output)
     print_coloured(result.to_text(regions=regions, slots=slots), sys.stdout)
 
 
@@ -65,11 +137,12 @@ def opt(
 def diff(
     old: Annotated[Path, typer.Argument(help="a saved program, or a printed one (a dump, a snapshot)")],
     new: Annotated[Path, typer.Argument(help="another")],
+    imports: Imports = None,
 ) -> None:
     """Says in words what differs between two programs, then shows the lines; exits with 1 if anything does."""
     try:
-        found = diff_texts(_text(old), _text(new))
-    except ValueError as error:
+        found = diff_files(old, new)
+    except (ValueError, OSError) as error:
         _fail(error)
     if found:
         sys.stdout.write(found.rstrip("\n") + "\n")
@@ -77,16 +150,21 @@ def diff(
 
 
 @app.command(name="verify")
-def verify_programs(programs: Annotated[list[Path], typer.Argument(help="saved programs")]) -> None:
-    """Checks saved programs against the rules of their stages; exits with 1 if one breaks a rule."""
+def verify_programs(
+    programs: Annotated[list[Path], typer.Argument(help="saved programs")], imports: Imports = None
+) -> None:
+    """Checks saved programs against the rules of their stages; exits with 1 if one breaks a rule or cannot be loaded."""
     broken = False
     for path in programs:
-        program = _load(path)
         try:
+            program = Program.load(path)
             verify(program)
             sys.stdout.write(f"{path}: {program.stage.name}, keeps every rule\n")
         except VerifyError as error:
             sys.stdout.write(f"{path}: {error}\n")
+            broken = True
+        except (ValueError, OSError) as error:
+            _complain(error)
             broken = True
     if broken:
         raise typer.Exit(1)
@@ -99,18 +177,33 @@ def _load(path: Path) -> Program:
         _fail(error)
 
 
-def _text(path: Path) -> str:
-    """The canonical text of a saved program, or the printed one in the file."""
+def _text(program: Program, regions: bool, slots: bool, sources: bool) -> str:
     try:
-        is_printed = path.read_bytes()[:2] == b"# "
-        return path.read_text(encoding="utf-8") if is_printed else Program.load(path).to_text(slots=True, sources=False)
-    except (ValueError, OSError) as error:
+        return program.to_text(regions=regions, slots=slots, sources=sources)
+    except Exception as error:  # of the printer, which knows programs that keep the rules
+        raise ValueError(f"it is malformed ({type(error).__name__}: {error})") from error
+
+
+def _save(program: Program, path: Path) -> None:
+    try:
+        program.save(path)
+    except OSError as error:
+        _fail(f"cannot write {path}: {error.strerror}")
+    except ValueError as error:
         _fail(error)
 
 
-def _fail(error: Exception) -> NoReturn:
-    sys.stderr.write(f"mirrorc: {error}\n")
+def _fail(reason: Exception | str) -> NoReturn:
+    _complain(reason)
     raise typer.Exit(2) from None
+
+
+def _complain(reason: Exception | str) -> None:
+    if isinstance(reason, FileNotFoundError):
+        reason = f"there is no file {reason.filename}"
+    elif isinstance(reason, OSError) and reason.filename is not None:
+        reason = f"{reason.filename}: {reason.strerror}"
+    sys.stderr.write(f"mirrorc: {reason}\n")
 
 
 def main() -> None:

@@ -6,7 +6,9 @@ equal although they tell of different passes, and a program is equal to itself a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from mirrorc.comparison.body_changes import (
     argument_changes,
@@ -22,13 +24,16 @@ from mirrorc.comparison.text_changes import text_changes
 from mirrorc.comparison.text_reader import read_program_text
 from mirrorc.program import Program
 
+_CANONICAL = {"slots": True, "sources": False}
+_SOURCE = re.compile(r" = (?:fwd|bwd)_\d+\(.*\)  +# ")  # beside a call of a region
+
 
 def diff_texts(old: str, new: str) -> str:
     """What differs between two printed programs, of any stage; empty if nothing does.
 
     Args:
         old: a text that `Program.to_text` has given.
-        new: another. Print both with ``slots=True``: what is not printed cannot be compared.
+        new: another. Print both in one form, best with ``slots=True``: what is not printed cannot be compared.
 
     Returns:
         Sentences, each on a line of its own, the most important first; then, after an empty line, the lines that differ.
@@ -54,7 +59,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     Args:
         old: a program of any stage.
         new: another.
-        regions: compare the bodies of regions, too.
+        regions: compare the bodies of regions, too. Without it, it is said if nothing else differs than they.
 
     Raises:
         TypeError: not two programs.
@@ -62,8 +67,52 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
             raise TypeError(f"{name} is a {type(program).__name__}: give a Program, such as step.program")
-    texts = (program.to_text(regions=regions, slots=True, sources=False) for program in (old, new))
-    return diff_texts(*texts)
+    found = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
+    if found or regions or not diff_texts(*(program.to_text(regions=True, **_CANONICAL) for program in (old, new))):
+        return found
+    return "only the bodies of regions differ: pass regions=True to see how\n"
+
+
+def diff_files(old: Path, new: Path) -> str:
+    """What differs between two programs in files, bodies of regions included; empty if nothing does.
+
+    Args:
+        old: a saved program, or a printed one. A saved program is compared with a printed one in the form of that: what this
+            leaves out (bodies of regions, gradients that it only counts) is not compared.
+        new: another.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file holds neither; says which one, and where.
+    """
+    loaded = [_load(path) for path in (old, new)]
+    forms = [_form_of(program) for program in loaded if isinstance(program, str)]
+    form = forms[0] if forms else {"regions": True, **_CANONICAL}
+    return diff_texts(*(_printed(found, path, form) for found, path in zip(loaded, (old, new), strict=True)))
+
+
+def _load(path: Path) -> Program | str:
+    with path.open("rb") as file:
+        is_printed = file.read(2) == b"# "
+    return path.read_text(encoding="utf-8") if is_printed else Program.load(path)
+
+
+def _printed(found: Program | str, path: Path, form: dict[str, bool]) -> str:
+    try:
+        return found if isinstance(found, str) else found.to_text(**form)
+    except Exception as error:  # of the printer, which knows programs that keep the rules
+        reason = f"it is malformed ({type(error).__name__}: {error})"
+        raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error
+
+
+def _form_of(text: str) -> dict[str, bool]:
+    """With which arguments `Program.to_text` gives a text of this form."""
+    lines = text.split("\n")
+    return {
+        "regions": any(line.startswith("region ") for line in lines),
+        "slots": any(line.startswith("#     ") for line in lines),
+        "sources": any(line.startswith("    # ") or _SOURCE.search(line) for line in lines),
+    }
 
 
 def _read(text: str, name: str) -> PrintedProgram:

@@ -10,31 +10,38 @@ The printed form::
     remark    = "# note: TEXT"
     function  = "def DEVICE(NAME: TYPE, ...):" [ "# " who ] line+ "return NAME, ..."
     who       = DEVICE "runs the same as replica N; ..." | "replica N" | "will run on DEVICE, ..."
-    line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# FILE:LINE  CODE" | "# NOTE" ]
+    line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# " ( source | NOTE ) ]
     region    = "region NAME(NAME: TYPE, ...):" statement+ "return [NAME, ...]"
-    statement = "# FILE:LINE  CODE" | [ NAME ":" TYPE "=" ] OPERATOR "(" ARGUMENT, ... ")"
+    statement = "# " source | [ NAME ":" TYPE "=" ] OPERATOR "(" ARGUMENT, ... ")"
+    source    = FILE ":" LINE "  " CODE | MODULE "(" CLASS ")"
     VALUE     = NAME ":" TYPE | NAME | N KIND
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
 ``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
 up to OUTLINED, ``all_devices`` with a column that names the device of every line up to SCHEDULED, and a function for each
-device in LOWERED, where devices that run the same program are printed once.
+device in LOWERED, where devices that run the same program are printed once. ``source`` is the user's line that the operators come
+from, or their module where no line is known. A ``remark`` is one line: line breaks in it are written as ``\\n``.
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
 device's share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received;
-``new(bn.running_mean)``; variables by their own names. Inside regions a
-value is called by the module and the operator that it comes from (`mirrorc.value_names`), with ``d_`` before it in backward.
-Many values of a kind are counted: ``93 saved`` are activations kept for backward, ``75 variables`` are parameters and
-buffers read. Bodies of regions are left out unless asked for.
+``new(bn.running_mean)``; variables by their own names. Inside regions a value is called by the module and the operator that
+it comes from (`mirrorc.value_names`), with ``d_`` before it in backward; what is computed between modules, by the last
+module that it is made of. Many values of a kind are counted: ``93 saved`` are activations kept for backward, ``75
+variables`` are parameters and buffers read. So a line that calls a region lists its arguments, and its results, by kind; the
+region itself has them in the order of their first use. Variables are arguments of a region by the names that they have in
+its first call, with ``_`` for what is no letter or digit. Bodies of regions are left out unless asked for.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,7 +100,7 @@ def program_to_text(
     ready = _ready_after(program)
     for bucket in program.buckets:
         lines += _bucket_lines(bucket, slots, ready.get(bucket.index, ""))
-    lines += [f"# note: {remark}" for remark in program.remarks]
+    lines += [f"# note: {on_one_line(remark)}" for remark in program.remarks]
     for shard, graph in enumerate(program.shard_graphs):
         users = [str(d) for d, s in zip(program.devices, program.shard_of_replica, strict=True) if s == shard]
         lines += ["", f"def one_device({_signature(graph)}):  # will run on {', '.join(users)}"]
@@ -102,18 +109,40 @@ def program_to_text(
         lines += ["", "def all_devices():", *_rendered(graph_lines(program, program.graph), sources)]
     lines += _device_functions(program, sources)
     for region in program.regions.values() if regions else ():
-        lines += ["", *_region_lines(region, sources)]
+        lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
     return "\n".join(lines) + "\n"
 
 
 def region_to_text(region: Region, *, sources: bool = True) -> str:
     """A region's body as text."""
-    return "\n".join(_region_lines(region, sources)) + "\n"
+    return "\n".join(_region_lines(region, sources, {})) + "\n"
 
 
-def _region_lines(region: Region, sources: bool) -> list[str]:
+def on_one_line(text: str) -> str:
+    """A text whose line breaks are written as in a Python string."""
+    return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)
+
+
+def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> list[str]:
     body = region.graph_module.graph
-    return [f"region {region.name}({_signature(body)}):", *_rendered(_statements(body), sources)]
+    return [f"region {region.name}({_signature(body, names)}):", *_rendered(_statements(body, names), sources)]
+
+
+def _argument_names(program: Program, region: Region) -> dict[str, str]:
+    """What a region's arguments are called that are arguments of the step, too: fx calls ``input`` ``input_1``."""
+    graphs = program.graphs()
+    calls = (n for graph in graphs for n in graph.nodes if ops.is_region_call(n) and ops.region_of(n) == region.name)
+    call = next(calls, None)
+    if call is None:
+        return {}
+    placeholders = [str(node.target) for node in region.graph_module.graph.nodes if node.op == "placeholder"]
+    taken = {node.name for node in region.graph_module.graph.nodes}
+    names: dict[str, str] = {}
+    for placeholder, value in zip(placeholders, call.args, strict=False):
+        if isinstance(value, fx.Node) and (value.op == "placeholder" or value.target is ops.argument):
+            name = str(value.kwargs.get("name", value.target))
+            names |= {placeholder: name} if name not in taken else {}
+    return names
 
 
 def surroundings(program: Program, node: fx.Node | None) -> str:
@@ -121,15 +150,29 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
     graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
     if node is None or not any(node.graph is graph for graph in graphs):
         return ""
-    lines = graph_lines(program, node.graph)
-    place_of = {line.node: i for i, line in enumerate(lines)}
-    while node not in place_of and (node.all_input_nodes or node.users):  # a part of a result; a read; a slot
-        node = node.all_input_nodes[0] if node.all_input_nodes else next(iter(node.users))
-    if node not in place_of:
+    try:
+        lines = graph_lines(program, node.graph)
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError):  # too broken to be printed
         return ""
-    place = place_of[node]
+    place_of = {line.node: i for i, line in enumerate(lines)}
+    near = next((other for other in _nearest(node) if other in place_of), None)
+    if near is None:
+        return ""
+    place = place_of[near]
     shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
     return "\n\n" + "\n".join(("  > " if i == place else "    ") + _rendered_line(lines[i], True) for i in shown)
+
+
+def _nearest(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, what it uses and what uses it, and so on: for a part of a result, a read, a slot, which have no line."""
+    seen = {node: None}
+    waiting = deque([node])
+    while waiting:
+        found = waiting.popleft()
+        yield found
+        new = [other for other in (*found.all_input_nodes, *found.users) if other not in seen]
+        seen.update(dict.fromkeys(new))
+        waiting.extend(new)
 
 
 def _heading(program: Program, after: str, milliseconds: float | None) -> str:
@@ -166,15 +209,20 @@ def _ready_after(program: Program) -> dict[int, str]:
     found: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     for node in ops.calls(graphs[0], ops.pack) if graphs else ():
-        calls = [gradient.args[0] for gradient in node.all_input_nodes if gradient.args]
+        parts = [part for gradient in node.all_input_nodes for part in _made_of(gradient)]
+        calls = [part.args[0] for part in parts if part.args]
         regions = [call for call in calls if isinstance(call, fx.Node) and ops.is_region_call(call)]
         found.setdefault(ops.bucket_of(node), ops.region_of(max(regions)) if regions else "")
     return found
 
 
-def _signature(graph: fx.Graph) -> str:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return ", ".join(f"{node.target}: {type_of(node.meta.get('val'))}" for node in placeholders)
+def _made_of(gradient: fx.Node) -> list[fx.Node]:
+    return gradient.all_input_nodes if gradient.target is ops.product else [gradient]
+
+
+def _signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
+    return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
 
 def _device_functions(program: Program, sources: bool) -> list[str]:
@@ -219,7 +267,8 @@ def _rendered_line(line: Line, sources: bool) -> str:
     return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
 
 
-_PRINTED = (ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
+_PRINTED = (ops.product, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
+_FOLDED = (ops.argument, ops.read, ops.slot, ops.write, operator.getitem)  # shown where they are used
 
 
 def _calls(program: Program, graph: fx.Graph) -> list[Line]:
@@ -262,9 +311,13 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         return f"{results or '_':<{_RESULT_WIDTH}} = {ops.region_of(node)}({values.listing(node.all_input_nodes)})"
     if ops.is_compute(node):
         return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
-    if node.op != "call_function" or node.target not in _PRINTED:
+    if node.op != "call_function" or node.target in _FOLDED:
         return None
+    if node.target not in _PRINTED:  # nothing that a valid program has; for whoever looks for what is wrong
+        return f"{node.name:<{_RESULT_WIDTH}} = {ops.name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
+    if node.target is ops.product:
+        arguments = ", ".join(values.own_name(factor) for factor in node.all_input_nodes)
     if node.target in ops.COLLECTIVES:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
@@ -292,12 +345,12 @@ def _note(program: Program, node: fx.Node) -> str:
     return ""
 
 
-def _statements(graph: fx.Graph) -> list[Line]:
-    """The lines of a graph of operators of torch."""
+def _statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
+    """The lines of a graph of operators of torch; ``names`` has those of arguments that are called otherwise in print."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":
-            return str(node.target)  # as in the signature
+            return names.get(str(node.target), str(node.target))  # as in the signature
         return str(node.kwargs["variable"]) if node.target is ops.read else node.name
 
     lines = []

@@ -71,6 +71,7 @@ _STEMS = {
     ops.update: "update_b{bucket}",
     ops.store: "store_b{bucket}",
     ops.slot: "slot_{variable}",
+    ops.product: "d_{variable}",
     ops.write: "write_{variable}",
     ops.argument: "{name}",
     ops.call_region: "{region}",

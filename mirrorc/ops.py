@@ -10,6 +10,7 @@ the replica of what they are given.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,12 +40,22 @@ def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
     symbol.__name__ = symbol.__qualname__ = name
     symbol.__doc__ = function.__doc__
     symbol.__module__ = function.__module__
+    parameters = inspect.signature(function).parameters.values()
+    _REQUIRED[symbol] = tuple(
+        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "replica"
+    )
     OPERATIONS[name] = symbol
     return fx.has_side_effect(symbol) if name in _IMPURE else symbol
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """Every operation, by name."""
+_REQUIRED: dict[Any, tuple[str, ...]] = {}
+
+
+def required_keywords(target: Any) -> tuple[str, ...]:
+    """The keywords that an operation of the IR has in every graph: all but ``replica``, which lowered ones lack."""
+    return _REQUIRED.get(target, ())
 
 
 _IMPURE = {
@@ -74,6 +85,11 @@ def read(*, variable: str, replica: int | None = None) -> Any:
 @_symbol
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient's place in its bucket, to be written by the region that is given it."""
+
+
+@_symbol
+def product(left: Any, right: Any, *, bucket: int, variable: str, replica: int | None = None) -> Any:
+    """A variable's gradient as two factors, ``left @ right``: made whole by `pack`, or by each device for its share alone."""
 
 
 @_symbol

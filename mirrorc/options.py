@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,43 @@ def check_choices(
         raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
 
 
-def dump_directory(dump: str | Path | None) -> Path | None:
-    """Where to write dumps: as asked for, else as MIRRORC_DUMP says, else nowhere."""
-    chosen = dump if dump is not None else os.environ.get("MIRRORC_DUMP")
-    return Path(chosen) if chosen else None
+def check_additions(add_passes: Any) -> None:
+    """Refuses a placed pass that is not in a list.
+
+    Raises:
+        TypeError: names the remedy.
+    """
+    if not isinstance(add_passes, Iterable):
+        raise TypeError(
+            f"add_passes is a {type(add_passes).__name__}: give a list, such as [mirrorc.after('pack-gradients', it)]"
+        )
+
+
+def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
+    """Where to write dumps: as asked for, else as MIRRORC_DUMP says, else nowhere.
+
+    Raises:
+        TypeError, ValueError: it is no directory, and none can be made there.
+    """
+    if dump is None:
+        chosen = os.environ.get("MIRRORC_DUMP")
+        return checked_directory("MIRRORC_DUMP", chosen) if chosen else None
+    if not isinstance(dump, (str, os.PathLike)):
+        raise TypeError(f"dump is {dump!r}: give the path of a directory, or None")
+    return checked_directory("dump", dump) if dump else None
+
+
+def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a directory that is there or may be made.
+
+    Raises:
+        ValueError: there is a file in its place, or of a directory above it; names the option.
+    """
+    directory = Path(path)
+    existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, but {existing} is a file: give a directory, existing or new")
+    return directory
 
 
 def example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.program import Program, Stage
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -19,8 +22,12 @@ class Pass(Protocol):
 
     Attributes:
         name: kebab-case, the name of its file.
-        input_stage: the earliest stage that it takes; later ones, up to its output stage, will do as well.
+        input_stage: the stage of the program that it takes.
         output_stage: the stage of the program that it gives.
+
+    A pass that takes later stages as well says up to which by an attribute ``latest_input_stage``. One that takes UPDATED
+    programs and gives later ones need not say that it takes SCHEDULED ones, too: they are UPDATED ones in another order, made by
+    several passes, each of which may be left out.
 
     A pass that means to change what is computed (how a gradient is made, or what is made of a bucket before its reduction or
     update) says so by an attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every
@@ -43,13 +50,16 @@ class Instrument:
     """Looks on while passes run; subclasses override what they need."""
 
     def start(self, program: Program) -> None:
-        """Before the first pass."""
+        """Before the first pass; an exception from here stops the compilation."""
+
+    def refused(self, program: Program, error: Exception) -> None:
+        """An instrument's `start` has raised an error, which follows."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """After each pass; an exception from here stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """A pass, or an instrument after it, has raised an error, which follows."""
+        """A pass cannot take the program, or it or an instrument after it has raised an error, which follows."""
 
     def finish(self, program: Program) -> None:
         """After the last pass."""
@@ -79,24 +89,36 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Instrument]) -> Program:
-    for instrument in instruments:
-        instrument.start(program)
+    try:
+        for instrument in instruments:
+            instrument.start(program)
+    except Exception as error:
+        _tell([instrument.refused for instrument in instruments], program, error)
+        raise
     for compiler_pass in passes:
-        _check_input(compiler_pass, program, passes)
         try:
+            _check_input(compiler_pass, program, passes)
             started = time.perf_counter()
             after = _run(compiler_pass, program)
             seconds = time.perf_counter() - started
             for instrument in instruments:
                 instrument.after_pass(compiler_pass, program, after, seconds)
         except Exception as error:
-            for instrument in instruments:
-                instrument.failed(compiler_pass, program, error)
+            _tell([instrument.failed for instrument in instruments], compiler_pass, program, error)
             raise
         program = after
     for instrument in instruments:
         instrument.finish(program)
     return program
+
+
+def _tell(listeners: Sequence[Callable[..., None]], *news: object) -> None:
+    """Tells instruments of an error; theirs must not hide it."""
+    for listener in listeners:
+        try:
+            listener(*news)
+        except Exception as error:  # noqa: BLE001 - said, and another is being raised
+            logger.warning("what went wrong was not noted everywhere: %s: %s", type(error).__name__, error)
 
 
 def _run(compiler_pass: Pass, program: Program) -> Program:
@@ -114,6 +136,11 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
         raise PassError(
             f"pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
             f"{compiler_pass.output_stage.name}; set the stage with program.evolve(stage=...)"
+        )
+    if not isinstance(after.remarks, tuple) or not all(isinstance(remark, str) for remark in after.remarks):
+        raise PassError(
+            f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
+            "texts; add one with program.evolve(remarks=(*program.remarks, 'why'))"
         )
     return after
 
@@ -201,13 +228,23 @@ def _check_pass(compiler_pass: object) -> None:
 
 
 def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:
-    if compiler_pass.input_stage <= program.stage <= compiler_pass.output_stage:
+    if compiler_pass.input_stage <= program.stage <= _latest_input_stage(compiler_pass):
         return
     makers = [p.name for p in passes if p.output_stage is compiler_pass.input_stage and p is not compiler_pass]
     remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that gives {compiler_pass.input_stage.name}"
-    if program.stage > compiler_pass.output_stage:
+    given = f"is given one at {program.stage.name}"
+    if program.stage is compiler_pass.output_stage:
+        given, remedy = f"the program is already {program.stage.name}", f"leave {compiler_pass.name!r} out"
+    elif program.stage > compiler_pass.input_stage:
         remedy = "move it to an earlier place in the pipeline"
     raise PassError(
         f"pass {compiler_pass.name!r} takes programs from {compiler_pass.input_stage.name} to "
-        f"{compiler_pass.output_stage.name}, but is given one at {program.stage.name}; {remedy}"
+        f"{compiler_pass.output_stage.name}, but {given}; {remedy}"
     )
+
+
+def _latest_input_stage(compiler_pass: Pass) -> Stage:
+    first, last = compiler_pass.input_stage, compiler_pass.output_stage
+    default = Stage.SCHEDULED if first is Stage.UPDATED and last > first else first
+    stage: Stage = getattr(compiler_pass, "latest_input_stage", default)
+    return stage

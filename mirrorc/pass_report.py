@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mirrorc import ops
-from mirrorc.dump import program_to_text, region_to_text
+from mirrorc.dump import on_one_line, program_to_text, region_to_text
 from mirrorc.program import Program, Stage
 
 _MOST_DIFF_LINES = 4000  # of a region, beyond which a diff takes long and nobody reads it
@@ -16,7 +16,7 @@ _MOST_DIFF_LINES = 4000  # of a region, beyond which a diff takes long and nobod
 
 @dataclass(frozen=True)
 class PassReport:
-    """A pass that has run.
+    """A pass that has run. What it gave may break any rule: where it cannot be printed or counted, the report says so.
 
     Attributes:
         name: of the pass; ``capture`` for the program that the first pass is given.
@@ -32,10 +32,13 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """Whether the program reads differently than before."""
+        """Whether the program reads differently than before, or cannot be read."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
-        return self._folded(self.before) != self._folded(self.after) or bool(self._changed_regions())
+        try:
+            return self._folded(self.before) != self._folded(self.after) or bool(self._changed_regions())
+        except Exception:  # noqa: BLE001 - of the printer, which knows programs that keep the rules
+            return True
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -45,7 +48,10 @@ class PassReport:
 
     def counts(self) -> str:
         """The number of nodes, and by operation how many more or fewer than before."""
-        now, then = _count_operations(self.after), _count_operations(self.before)
+        try:
+            now, then = _count_operations(self.after), _count_operations(self.before)
+        except Exception as error:  # noqa: BLE001 - said
+            return _failure("cannot be counted", error)
         changes = [f"{now[name] - then[name]:+d} {name}" for name in sorted({*now, *then}) if now[name] != then[name]]
         total, difference = sum(now.values()), sum(now.values()) - sum(then.values())
         if self.before is None:
@@ -53,18 +59,32 @@ class PassReport:
         return f"{total} nodes ({difference:+d}){': ' + ', '.join(changes) if changes else ''}"
 
     def text(self) -> str:
-        """Heading, counts and remarks; then the program in full, if the pass changed it."""
+        """Heading, counts and remarks; then the program in full, if the pass changed it and it can be printed."""
+        try:
+            heading, program = self._heading_and_program()
+        except Exception as error:  # noqa: BLE001 - said
+            heading = f"# mirrorc · after {self.name} · stage {self.after.stage.name}"
+            program = f"# this program {_failure('cannot be printed', error)}\n"
+        remarks = (f"# remark of this pass: {on_one_line(remark)}" for remark in self.remarks)
+        return "\n".join([heading, f"# {self.counts()}", *remarks, program])
+
+    def _heading_and_program(self) -> tuple[str, str]:
         regions = self.after.stage in (Stage.OUTLINED, Stage.LOWERED) or bool(self._changed_regions())
         full = program_to_text(self.after, regions=regions, after=self.name, milliseconds=self.milliseconds)
         heading, _, rest = full.partition("\n")
-        lines = [heading, f"# {self.counts()}", *(f"# remark of this pass: {remark}" for remark in self.remarks)]
-        return "\n".join([*lines, rest] if self.is_changed else [*lines, "# the program is as before", ""])
+        return heading, rest if self.is_changed else "# the program is as before\n"
 
     def diff(self) -> str:
         """A unified diff to the program before; of regions' bodies, where the pass changed them."""
         if self.before is None or not self.is_changed:
             return ""
-        lines = _unified("program", self._folded(self.before), self._folded(self.after))
+        try:
+            return self._diff(self.before)
+        except Exception as error:  # noqa: BLE001 - said
+            return f"# no diff: a program {_failure('cannot be printed', error)}\n"
+
+    def _diff(self, before: Program) -> str:
+        lines = _unified("program", self._folded(before), self._folded(self.after))
         for name, old, new in self._changed_regions():
             if max(old.count("\n"), new.count("\n")) > _MOST_DIFF_LINES:
                 lines.append(f"region {name} has changed; it is too long to show how")
@@ -87,6 +107,10 @@ class PassReport:
                 texts = [region_to_text(r) if r is not None else "" for r in (old, new)]
                 changed += [(name, *texts)] if texts[0] != texts[1] else []
         return changed  # type: ignore[return-value]
+
+
+def _failure(what: str, error: Exception) -> str:
+    return on_one_line(f"{what}: {type(error).__name__}: {error}")
 
 
 def _unified(what: str, old: str, new: str) -> list[str]:

@@ -91,6 +91,11 @@ class PrintedValues:
         kind, name = self.kinds[node]
         return _WRITTEN.get(kind, "{}").format(name)
 
+    def own_name(self, node: fx.Node) -> str:
+        """A value's name, the same on all replicas, where kinds are not counted."""
+        replica = ops.replica_of(node)
+        return self.name(node).removesuffix(f"_r{replica}" if replica is not None else "")
+
     def typed(self, node: fx.Node) -> str:
         """A value with its type, as where it is defined."""
         value = node.meta.get("val")

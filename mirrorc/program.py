@@ -278,8 +278,11 @@ class Program:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program, whatever its stage, to a file, compressed if its name ends in ``.gz``; see `mirrorc.serialization`.
 
+        Folders that are missing are made.
+
         Raises:
             ValueError: a node calls or holds what cannot be looked up by a name; says which. What was at ``path`` stays.
+            OSError: the file cannot be written.
         """
         from mirrorc.serialization import save_program
 

@@ -245,9 +245,10 @@ def add_node(
 
 def is_structured_trace_on() -> bool:
     """Whether torch writes a structured trace (the environment variable TORCH_TRACE, or a handler of one's own)."""
-    from torch._logging._internal import trace_log
+    from torch._logging._internal import LazyTraceHandler, trace_log
 
-    return bool(trace_log.handlers)
+    # one that waits for a folder which nobody named takes itself away when it is first written to
+    return any(not isinstance(h, LazyTraceHandler) or h.root_dir is not None for h in trace_log.handlers)
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -161,12 +163,23 @@ def _run_fake(node: fx.Node) -> Any:
     args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
     try:
-        with _any_value(node.graph).fake_mode, torch.no_grad():
+        with _any_value(node.graph).fake_mode, torch.no_grad(), _silenced("torch._subclasses.fake_tensor"):
             target: Any = node.target
             return target(*args, **kwargs)
     except Exception as error:  # whatever the operator's own check raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TypeError(f"{node.target} cannot take these arguments: {reason}") from error
+
+
+@contextlib.contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    """Keeps a logger quiet: torch logs a traceback of what is raised, and said, anyway."""
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _any_value(graph: fx.Graph) -> Any:
@@ -216,6 +229,18 @@ def _slot(program: Program, node: fx.Node) -> ValueType:
     if slot is None:
         raise TypeError(f"bucket {bucket.index} has no slot for {node.kwargs['variable']}")
     return ("tensor", slot.shape, slot.strides, bucket.dtype, _any_value(node.graph).device)
+
+
+def _product(program: Program, node: fx.Node) -> ValueType:
+    factors = [_noted(factor) for factor in node.args]
+    slot = _slot(program, node)
+    shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
+    if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
+        given = " and ".join(say_type(kind) for kind in factors)
+        raise TypeError(f"it multiplies {given}: it needs two matrices of {say_type(slot)} that fit each other")
+    if (shapes[0][0], shapes[1][1]) != slot[1]:
+        raise TypeError(f"its product is {[shapes[0][0], shapes[1][1]]}, but the slot is {say_type(slot)}")
+    return slot
 
 
 def _part(program: Program, node: fx.Node) -> ValueType:
@@ -290,6 +315,7 @@ def _nothing(program: Program, node: fx.Node) -> None:
 _RULES: dict[Any, Callable[[Program, fx.Node], ValueType]] = {
     ops.read: _read,
     ops.slot: _slot,
+    ops.product: _product,
     operator.getitem: _part,
     ops.pack: _pack,
     ops.all_reduce: _reduction,

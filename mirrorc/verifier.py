@@ -31,9 +31,10 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         rules.slots_are_disjoint,
         rules.slots_fit_their_variables,
         rules.every_gradient_has_one_slot,
+        rules.regions_hold_operators_alone,
         rules.regions_write_only_slots,
     ),
-    Stage.OUTLINED: (rules.slots_are_given_for_their_gradients,),
+    Stage.OUTLINED: (rules.slots_are_given_for_their_gradients, rules.factors_are_not_variables),
     Stage.REPLICATED: (rules.results_are_each_replicas_own,),
     Stage.PACKED: (
         rules.every_bucket_is_packed_once,
@@ -118,7 +119,14 @@ def _all_graphs(program: Program) -> list[fx.Graph]:
     return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
 
 
-def verify(program: Program, *, after: str = "", before: Program | None = None, checked: Checked | None = None) -> None:
+def verify(
+    program: Program,
+    *,
+    after: str = "",
+    before: Program | None = None,
+    checked: Checked | None = None,
+    keeps_dataflow: bool = True,
+) -> None:
     """Checks every rule of a program's stage.
 
     Args:
@@ -126,12 +134,17 @@ def verify(program: Program, *, after: str = "", before: Program | None = None, 
         after: name of the pass that made the program, for the message.
         before: the program that the pass was given, to check that what is computed has stayed the same.
         checked: what need not be checked again; what is in this program is added.
+        keeps_dataflow: whether the pass must leave alone what is computed.
 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
     """
     if checked is not None:
         checked.look_again()
+        if before is not None:
+            _refuse_first(
+                program, _changed_in_place(before, checked), given_programs_are_not_changed, "on passes", after
+            )
     bodies = [region.graph_module.graph for region in program.regions.values()]
     plain = program.graphs() if program.stage < Stage.OUTLINED else []  # what is in them depends on no table
     graphs = [] if plain else program.graphs()
@@ -141,17 +154,17 @@ def verify(program: Program, *, after: str = "", before: Program | None = None, 
             _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)
     for stage in Stage:
         for rule in RULES[stage] if stage <= program.stage else ():
-            _refuse_first(program, rule(program), rule, f"of stage {stage.name}", after)
+            since = f"of stage {stage.name}" + (" and later" if stage < program.stage else "")
+            _refuse_first(program, rule(program), rule, since, after)
     for rule in LAST:
         _refuse_first(program, rule(program), rule, "of every stage", after)
     for graph_rule in GRAPHS_LAST:
         for graph in graphs:
             _refuse_first(program, graph_rule(program, graph), graph_rule, "of every stage", after)
     flows = checked.flows if checked is not None else KnownFlows()
-    if before is not None and checked is not None:
-        _refuse_first(program, _changed_in_place(before, checked), given_programs_are_not_changed, "on passes", after)
     for relation in RELATIONS if before is not None else ():
-        _refuse_first(program, relation(before, program, flows), relation, "on passes", after)  # type: ignore[arg-type]
+        if keeps_dataflow or relation is not rules.dataflow_is_kept:
+            _refuse_first(program, relation(before, program, flows), relation, "on passes", after)  # type: ignore[arg-type]
     if checked is not None:
         checked.add(program)
 
@@ -162,7 +175,9 @@ def given_programs_are_not_changed(program: Program) -> None:
 
 def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:
     if any(checked.was_changed(graph) for graph in _all_graphs(before)):
-        yield Violation("a graph of the program that the pass was given is no longer as it was")
+        yield Violation(
+            "a graph of the program that the pass was given is no longer as it was, nor is it where it is saved"
+        )
 
 
 def _refuse_first(
@@ -170,7 +185,7 @@ def _refuse_first(
 ) -> None:
     try:
         violation = next(violations, None)
-    except (LookupError, TypeError, AttributeError, AssertionError, StopIteration) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError, StopIteration, RecursionError) as error:
         violation = Violation(f"it cannot be checked, as the program is malformed ({type(error).__name__}: {error})")
     if violation is None:
         return
@@ -184,7 +199,7 @@ def _refuse_first(
 
 
 def _statement(rule: Callable[..., object]) -> str:
-    return (rule.__doc__ or "").partition("\n\n")[0]
+    return " ".join((rule.__doc__ or "").partition("\n\n")[0].split())
 
 
 class Verify(Instrument):
@@ -199,5 +214,5 @@ class Verify(Instrument):
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Raises `VerifyError` if a rule is broken."""
-        changes_dataflow = getattr(compiler_pass, "changes_dataflow", False)
-        verify(after, after=compiler_pass.name, before=None if changes_dataflow else before, checked=self._checked)
+        keeps_dataflow = not getattr(compiler_pass, "changes_dataflow", False)
+        verify(after, after=compiler_pass.name, before=before, checked=self._checked, keeps_dataflow=keeps_dataflow)

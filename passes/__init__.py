@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mirrorc.pass_manager import Pass
+from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
 from mirrorc.passes.insert_update import InsertUpdate
 from mirrorc.passes.lower_collectives import LowerCollectives
@@ -19,6 +20,7 @@ from mirrorc.passes.share_parameters import ShareParameters
 
 __all__ = [
     "PASSES",
+    "FactorGradients",
     "InsertAllReduce",
     "InsertUpdate",
     "LowerCollectives",
@@ -36,6 +38,7 @@ __all__ = [
 PASSES: dict[str, Callable[..., Pass]] = {
     "plan-buckets": PlanBuckets,
     "outline-regions": OutlineRegions,
+    "factor-gradients": FactorGradients,
     "place-gradients": PlaceGradients,
     "replicate": Replicate,
     "pack-gradients": PackGradients,
@@ -50,7 +53,11 @@ PASSES: dict[str, Callable[..., Pass]] = {
 
 
 def default_pipeline(
-    *, bucket_cap_mb: float = 25.0, first_bucket_mb: float = 1.0, all_reduce: str | None = None
+    *,
+    bucket_cap_mb: float = 25.0,
+    first_bucket_mb: float = 1.0,
+    all_reduce: str | None = None,
+    min_factored_elements: int = 2**17,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -58,10 +65,12 @@ def default_pipeline(
         bucket_cap_mb: a bucket is closed when the next gradient would take it over so many MiB.
         first_bucket_mb: the same for the first bucket, smaller so that communication begins early.
         all_reduce: the link to use, instead of what `LowerCollectives` finds best.
+        min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
     """
     return [
         PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
         OutlineRegions(),
+        FactorGradients(min_elements=min_factored_elements),
         PlaceGradients(),
         Replicate(),
         PackGradients(),

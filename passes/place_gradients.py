@@ -53,6 +53,10 @@ class PlaceGradients:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
+        if any(node.target is ops.slot for graph in program.shard_graphs for node in graph.nodes):
+            raise PassError(
+                "pass 'place-gradients' was given regions that write into slots already: leave one of them out"
+            )
         slots = {slot.variable: (bucket.index, slot) for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         names = {node: name for graph in graphs for node, name in gradient_names(graph).items()}

@@ -27,6 +27,7 @@ class ScheduleOverlap:
 
     name: str = field(default="schedule-overlap", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    latest_input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
 
     def run(self, program: Program) -> Program:

@@ -8,7 +8,9 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.errors import PassError
 from mirrorc.graphs import call, copied
+from mirrorc.passes.region_gradients import share_one_memory
 from mirrorc.program import Bucket, Placement, Program, Stage
 from mirrorc.value_types import set_type
 
@@ -41,9 +43,13 @@ class ShareParameters:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
 
     def run(self, program: Program) -> Program:
+        if any(bucket.placement is Placement.SHARED for bucket in program.buckets):
+            raise PassError(
+                "pass 'share-parameters' was given parameters that are shared already: leave one of them out"
+            )
         if program.num_replicas == 1:
             return program.evolve(stage=Stage.SCHEDULED)
-        if any(device.torch_device.type != "cpu" for device in program.devices):
+        if not share_one_memory(program):
             remark = "parameters are mirrored, each device has a copy: the devices do not share one memory"
             return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
         graph = copied(program.mirrored_graph)
@@ -55,6 +61,11 @@ class ShareParameters:
                 _scatter(shared, bucket, reductions[bucket.index])
         for node in list(ops.calls(graph, ops.broadcast)):
             _erase(node)
+        whole = [f"bucket {bucket.index}" for bucket in buckets if not bucket.rule.elementwise]
+        if whole:
+            kinds = " and ".join(sorted({bucket.rule.label for bucket in buckets if not bucket.rule.elementwise}))
+            remark = f"{', '.join(whole)}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
+            shared = shared.evolve(remarks=(*shared.remarks, remark))
         for node in list(ops.calls(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
         return shared.evolve(stage=Stage.SCHEDULED)

@@ -17,7 +17,7 @@ from mirrorc.runtime.measured_times import BucketTimes, DeviceTimes, mean_over_d
 from mirrorc.runtime.recording import RecordedStep
 
 _WORTHWHILE = 0.02  # of a step: nothing is advised below it
-_ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait
+ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait
 _TELLING_BYTES = 2**16  # buckets whose sizes differ by less do not tell what a byte costs: then it is
 _NOMINAL_MS_PER_BYTE = 1e-6  # a slow memory's, and no more than they cost
 _MERGED_BYTES = 25 * 2**20
@@ -129,7 +129,7 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
     On links that move by themselves, moving costs what passes from a bucket's launch, or the arrival of the one before it,
     to its own arrival. That is known only of buckets that were waited for until they arrived.
     """
-    moves_by_itself = any(bucket.link not in _ADDED_IN_WAIT for bucket in buckets)
+    moves_by_itself = any(bucket.link not in ADDED_IN_WAIT for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:
         arrivals = sorted((bucket for bucket in buckets if bucket.transfer_ms > 0), key=lambda b: b.finished_ms)

@@ -34,6 +34,15 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
     ]
 
 
+def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
+    """Memory for gradients, zero between slots; what no device writes in a slot that it has not of its own, is never touched."""
+    flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
+    ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
+    for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
+        flat[end:start].zero_()
+    return flat
+
+
 @dataclass
 class _Watched:
     """A tensor of the user's, as it was when mirrorc last saw it; ``home`` is the memory of ours that it should show."""
@@ -104,7 +113,7 @@ class VariableStore:
         def empty() -> list[torch.Tensor]:
             return [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=d.torch_device) for d in self.devices]
 
-        gradients = empty()
+        gradients = [_for_gradients(bucket, device.torch_device) for device in self.devices]
         is_shared = bucket.placement is Placement.SHARED
         parameters = empty()[:1] * len(self.devices) if is_shared else empty()
         views = [slot_views(flat, bucket) for flat in parameters]

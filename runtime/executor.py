@@ -22,6 +22,7 @@ from mirrorc.runtime.communicator.base import record_event, wait_event
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.failures import explain_failure
 from mirrorc.runtime.optimizer import BucketOptimizers
+from mirrorc.runtime.products import FactoredBucket, Factors, pieces_of_share
 from mirrorc.runtime.recording import Recorder
 
 
@@ -114,14 +115,32 @@ class Executor:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
+        factored = [i for i, gradient in enumerate(node.args) if _stays_factored(gradient)]
+        plain = [i for i in range(len(slots)) if i not in factored]
+        pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
+        is_left_to_shares = all(
+            user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in node.users
+        )
 
-        def pack(*gradients: torch.Tensor, **_: Any) -> torch.Tensor:
-            for slot, gradient in zip(slots, gradients, strict=True):
-                if gradient is not slot:  # else backward wrote it there
-                    slot.copy_(gradient)
+        def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
+            for i in plain:
+                if gradients[i] is not slots[i]:  # else backward wrote it there
+                    slots[i].copy_(gradients[i])
+            if factored and is_left_to_shares:
+                return FactoredBucket(whole, [gradients[i] for i in factored], pieces)
+            for i in factored:
+                torch.mm(*gradients[i], out=slots[i])
             return whole
 
         return pack
+
+    def _bind_product(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        stays_factored = _stays_factored(node)
+
+        def product(left: torch.Tensor, right: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
+            return (left, right) if stays_factored else torch.mm(left, right)
+
+        return product
 
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
@@ -130,7 +149,7 @@ class Executor:
             ops.reduce_scatter: communicator.launch_reduce_scatter,
         }[node.target]  # type: ignore[index]
 
-        def reduction(own: torch.Tensor, **_: Any) -> Any:
+        def reduction(own: torch.Tensor | FactoredBucket, **_: Any) -> Any:
             return launch(bucket, replica, own)
 
         return reduction
@@ -236,6 +255,8 @@ class Executor:
         if failures:
             self._begin_afresh()
             raise explain_failure(self.program.devices, failures, self.has_updated)
+        for communicator in self._communicators.values():
+            communicator.release()
         return self._global_loss([value for _, value in results], weights)
 
     def _run_replica(
@@ -295,6 +316,11 @@ class Executor:
             communicator.prepare(self._tags[link])
 
 
+def _stays_factored(gradient: Any) -> bool:
+    """Whether a gradient is a product that nothing but `pack` looks at."""
+    return gradient.target is ops.product and all(user.target is ops.pack for user in gradient.users)
+
+
 def _is_region(node: fx.Node) -> bool:
     return node.op == "call_module"
 
@@ -302,6 +328,7 @@ def _is_region(node: fx.Node) -> bool:
 _BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
     ops.read: Executor._bind_read,
     ops.slot: Executor._bind_slot,
+    ops.product: Executor._bind_product,
     ops.pack: Executor._bind_pack,
     ops.all_reduce: Executor._bind_reduction,
     ops.reduce_scatter: Executor._bind_reduction,

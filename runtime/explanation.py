@@ -11,13 +11,13 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Bucket, Program
-from mirrorc.runtime.advice import advise
+from mirrorc.runtime.advice import ADDED_IN_WAIT, advise
 from mirrorc.runtime.measured_times import BucketTimes, DeviceFlight, DeviceTimes, mean_over_devices, median, size_text
 from mirrorc.runtime.recording import Call, Collective, Launch, RecordedStep, call_name, collectives_of, sources_of
 
 _UPDATES = (ops.update, ops.step_optimizer, ops.store, ops.write)
 _NEGLIGIBLE = 0.01  # of a step: what a bucket waited behind is not named below it
-_TEXT_WIDTH = 110
+_TEXT_WIDTH = 110  # rows of the table are as long as what they name
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Explanation:
         compute_ms: in regions; mean over devices, as are the next two; median over steps.
         exposed_ms: in waits; the sum of the buckets' ``exposed_ms``.
         update_ms: in the optimizer and in writing variables.
-        hidden_ms: sum of the buckets' ``hidden_ms``; buckets that are in flight at the same time each count.
+        hidden_ms: sum of the buckets' ``hidden_ms``; buckets that are in flight at the same time each count, so it may be more
+            than the step.
         buckets: a collective each, in the order in which they were launched.
         devices: in order of replicas.
         advice: the one change that is estimated to help most, or why there is none.
@@ -70,7 +71,19 @@ class Explanation:
         parts = ("compute", "exposed", "update", "other")
         values = (self.compute_ms, self.exposed_ms, self.update_ms, self.other_ms)
         shares = [f"{n} {self._ms(v)} ({v / (self.step_ms or 1.0):.0%})" for n, v in zip(parts, values, strict=True)]
-        return [textwrap.shorten(head, _TEXT_WIDTH), f"  {', '.join(shares)}; hidden {self._ms(self.hidden_ms)} ms"]
+        return [textwrap.shorten(head, _TEXT_WIDTH), f"  {', '.join(shares)}", *self._hidden_lines()]
+
+    def _hidden_lines(self) -> list[str]:
+        """What was in flight, which is no part of the step: several buckets may be at the same time."""
+        links = list(dict.fromkeys(bucket.link for bucket in self.buckets if bucket.link))
+        if not links:
+            return []
+        idle = [link for link in links if link in ADDED_IN_WAIT]
+        moving = (
+            f"; {' and '.join(idle)} {'moves' if len(idle) == 1 else 'move'} nothing until the wait" if idle else ""
+        )
+        said = f"in flight behind compute (hidden) {self._ms(self.hidden_ms)} ms, summed over buckets{moving}"
+        return textwrap.wrap(said, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")
 
     def _bucket_lines(self) -> list[str]:
         columns = ("ready", "launched", "waited", "finished", "hidden", "exposed", "skew", "transfer")
@@ -82,7 +95,7 @@ class Explanation:
             heading = now
             values = [self._ms(getattr(bucket, f"{column}_ms")) for column in columns]
             row = f"b{bucket.index:<5}{size_text(bucket.num_bytes):>10}{_row(values)}  {bucket.behind}"
-            lines.append(row[:_TEXT_WIDTH].rstrip())
+            lines.append(row.rstrip())
         return lines
 
     def _device_lines(self) -> list[str]:

@@ -24,7 +24,8 @@ class FlightTimes:
             shared-memory and copy move nothing then; what is hidden is that the other devices are not there yet.
         exposed_ms: inside the wait; the sum of the next two.
         skew_ms: the part of it until the last device that is needed had launched: waiting for the slowest.
-        transfer_ms: the rest: moving and adding, which the waiting device does itself on shared-memory and copy.
+        transfer_ms: the rest: moving, adding and multiplying factors, which the waiting device does itself on shared-memory and
+            copy.
     """
 
     ready_ms: float

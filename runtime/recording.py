@@ -293,7 +293,7 @@ def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]])
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that make what a node is given, through packing, casts and the like."""
     for source in node.all_input_nodes:
-        if source.target in (operator.getitem, ops.pack) or ops.is_compute(source):
+        if source.target in (operator.getitem, ops.product, ops.pack) or ops.is_compute(source):
             yield from sources_of(source)
         elif source.op == "call_module" or source.target in (ops.step_optimizer, ops.wait):
             yield source

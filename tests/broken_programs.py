@@ -382,6 +382,21 @@ def written(program: Program, name: str) -> Variable:
     return dataclasses.replace(program.variables[name], synchronization=Synchronization.PER_REPLICA)
 
 
+def multiply_a_variable(graph: fx.Graph) -> None:
+    read = first(graph, ops.read)
+    with graph.inserting_before(graph.output_node()):
+        product = graph.call_function(ops.product, (read, read), {"bucket": 0, "variable": "a"})
+    product.meta["val"] = read.meta["val"]
+
+
+def call_from_a_region(program: Program) -> Program:
+    """A region calls a region, which does not end."""
+    body = program.regions["fwd_0"].graph_module.graph
+    with body.inserting_before(body.output_node()):
+        body.call_function(ops.call_region, (), {"region": "fwd_0", "gradients": {}})
+    return program
+
+
 def write_an_argument(program: Program) -> Program:
     """Inside of a region, where it is given a parameter."""
     graph = program.graphs()[0]
@@ -447,6 +462,10 @@ BAD: dict[str, list[Mutation]] = {
         at("replicate", lambda graph: with_kwargs(first(graph, ops.argument), replica=1)),
         ("lower-devices", lambda program: program.evolve(arguments=program.arguments[::-1])),
         (ONE_BUCKET, lambda program: program.evolve(arguments=program.arguments[:1])),
+    ],
+    "factors_are_not_variables": [at("outline-regions", multiply_a_variable)],
+    "regions_hold_operators_alone": [
+        *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),
     ],
     "regions_write_only_slots": [
         *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),

@@ -1,3 +1,6 @@
+import importlib.util
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -5,10 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, run_up_to
+from tiny_programs import (
+    SMALL_BUCKETS,
+    TwoLayers,
+    Weight,
+    captured_model,
+    captured_two_layers,
+    handmade,
+    run_up_to,
+)
+from torch import nn
 from typer.testing import CliRunner
 
 import mirrorc
+from mirrorc import ops
 from mirrorc.cli import app
 from mirrorc.pass_specs import format_passes
 from mirrorc.passes import default_pipeline
@@ -62,8 +75,7 @@ def test_opt_dumps_and_prints_after_passes(captured: Path, tmp_path: Path) -> No
 )
 def test_opt_refuses_what_cannot_run(captured: Path, passes: str, message: str) -> None:
     done = run(app, ["opt", str(captured), "--passes", passes])
-    words = re.sub(r"[\s│]+", " ", done.stderr)
-    assert done.exit_code == 2 and message in words and "Traceback" not in done.output
+    assert done.exit_code == 2 and message in words(done.stderr) and isinstance(done.exception, SystemExit)
 
 
 def test_diff_says_what_differs_and_exits_with_one(captured: Path, tmp_path: Path) -> None:
@@ -86,6 +98,37 @@ def test_diff_takes_printed_programs(tmp_path: Path) -> None:
     assert run(app, ["diff", str(tmp_path / "saved.json"), str(printed)]).exit_code == 1
 
 
+def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
+    for name, activation in (("tanh", nn.Tanh()), ("sigmoid", nn.Sigmoid())):
+        model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
+        run_up_to("lower-devices", captured_model(model)).save(tmp_path / f"{name}.json.gz")
+    done = run(app, ["diff", str(tmp_path / "tanh.json.gz"), str(tmp_path / "sigmoid.json.gz")])
+    assert done.exit_code == 1 and done.stdout.startswith("region fwd_0 changed: ")
+    assert "+    _1_sigmoid: f32[4, 6] = aten.sigmoid.default(_0_addmm)\n" in done.stdout
+
+
+def test_a_saved_program_is_equal_to_its_own_print_in_every_form(tmp_path: Path) -> None:
+    program = run_up_to("lower-devices", handmade(2, [Weight(f"layer{i}.weight") for i in range(9)], buffer=True))
+    saved, printed = tmp_path / "saved.json.gz", tmp_path / "printed.txt"
+    program.save(saved)
+    for regions, slots, sources in itertools.product((False, True), repeat=3):
+        printed.write_text(program.to_text(regions=regions, slots=slots, sources=sources), encoding="utf-8")
+        for files in ([saved, printed], [printed, saved]):
+            done = run(app, ["diff", *map(str, files)])
+            assert done.exit_code == 0 and done.stdout == "", (regions, slots, sources)
+
+
+def test_a_saved_program_is_equal_to_the_dump_of_its_last_pass(captured: Path, tmp_path: Path) -> None:
+    output, passes = tmp_path / "lowered.json.gz", format_passes(default_pipeline(**SMALL_BUCKETS))
+    command = ["opt", str(captured), "--passes", passes, "--output", str(output), "--dump", str(tmp_path / "dump")]
+    assert run(app, command).exit_code == 0
+    (dump,) = (tmp_path / "dump").glob("program-*/*-lower-devices.txt")
+    done = run(app, ["diff", str(output), str(dump)])
+    assert done.exit_code == 0 and done.stdout == ""
+    dump.write_text(dump.read_text(encoding="utf-8").replace("aten.relu", "aten.selu"), encoding="utf-8")
+    assert "region fwd_0 changed" in run(app, ["diff", str(output), str(dump)]).stdout
+
+
 def test_verify_checks_every_file(captured: Path, tmp_path: Path) -> None:
     program = run_up_to("lower-devices", captured_two_layers())
     bad = tmp_path / "bad.json"
@@ -98,12 +141,124 @@ def test_verify_checks_every_file(captured: Path, tmp_path: Path) -> None:
     assert run(app, ["verify", str(captured)]).exit_code == 0
 
 
-@pytest.mark.parametrize("command", [["show"], ["opt", "--passes", "replicate"], ["verify"], ["diff", __file__]])
+COMMANDS = (["show"], ["opt", "--passes", "replicate"], ["verify"], ["diff", __file__])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_no_program_is_refused(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
-    for path, reason in ((tmp_path / "no.json", "no mirrorc program"), (tmp_path / "none.json", "No such file")):
+    none = tmp_path / "none.json"
+    for path, reason in (
+        (tmp_path / "no.json", "it is JSON, but no mirrorc program"),
+        (none, f"mirrorc: there is no file {none}\n"),
+        (tmp_path, f"mirrorc: {tmp_path}: Is a directory\n"),
+    ):
         done = run(app, [command[0], str(path), *command[1:]])
-        assert done.exit_code == 2 and reason in done.stderr and "Traceback" not in done.output
+        assert done.exit_code == (1 if command == ["verify"] else 2)
+        assert reason in done.stderr and isinstance(done.exception, SystemExit)
+
+
+def test_verify_goes_on_after_what_it_cannot_load(captured: Path, tmp_path: Path) -> None:
+    done = run(app, ["verify", str(tmp_path / "missing"), str(captured)])
+    assert done.exit_code == 1 and f"there is no file {tmp_path / 'missing'}" in done.stderr
+    assert done.stdout == f"{captured}: CAPTURED, keeps every rule\n"
+
+
+@pytest.fixture
+def malformed(tmp_path: Path) -> Path:
+    program = captured_two_layers()
+    read = next(ops.calls(program.shard_graphs[0], ops.read))
+    read.kwargs = {}
+    program.save(tmp_path / "malformed.json")
+    return tmp_path / "malformed.json"
+
+
+def test_what_cannot_be_printed_is_named(malformed: Path, tmp_path: Path) -> None:
+    done = run(app, ["show", str(malformed)])
+    assert done.exit_code == 2 and done.stderr == (
+        f"mirrorc: cannot print {malformed}: it is malformed (KeyError: 'variable'); mirrorc verify {malformed} says what is "
+        "wrong with it\n"
+    )
+    assert "breaks the rule" in run(app, ["verify", str(malformed)]).stdout
+    for options in ([], ["--dump", str(tmp_path / "dump")], ["--print-after-all"]):
+        done = run(app, ["opt", str(malformed), "--passes", "plan-buckets", *options])
+        assert done.exit_code == 2 and "breaks the rule" in done.stderr
+
+
+def words(text: str) -> str:
+    """A message without the line breaks and bars that depend on the terminal."""
+    return re.sub(r"[\s│]+", " ", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--print-after", "nix"], "--print-after: it names 'nix', which is no pass of the pipeline: plan-buckets"),
+        (
+            ["--dump", __file__],
+            f"--dump: it is '{__file__}', but {__file__} is a file: give a directory, existing or new",
+        ),
+        (["--dump", f"{__file__}/x"], f"but {__file__} is a file: give a directory"),
+        (["--output", f"{__file__}/x.json"], f"mirrorc: cannot write {__file__}/x.json: "),
+        (["--output", str(Path(__file__).parent)], f"mirrorc: cannot write {Path(__file__).parent}: Is a directory"),
+        (["--passes", "json:JSONDecoder"], "--passes: 'json:JSONDecoder' gives a JSONDecoder, which is no pass"),
+        (["--import", "not.there"], "'--import': there is no module 'not': run from where it is found"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_a_sentence(captured: Path, options: list[str], message: str) -> None:
+    done = run(app, ["opt", str(captured), "--passes", "plan-buckets", *options])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert words(message).replace(" ", "") in words(done.stderr).replace(" ", "")  # a path may be broken over lines
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_module_that_fails_is_named(command: list[str], captured: Path, tmp_path: Path) -> None:
+    (tmp_path / "cannot_be_imported.py").write_text("raise RuntimeError('out of order')")
+    done = in_folder(tmp_path, command[0], captured, *command[1:], "--import", "cannot_be_imported")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "importing cannot_be_imported failed: RuntimeError: out of order" in done.stderr
+
+
+def in_folder(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What a command does in a process of its own."""
+    command = [sys.executable, "-m", "mirrorc", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "999"}
+    )
+
+
+def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "my_operators.py").write_text(
+        "import torch\n"
+        "library = torch.library.Library('of_the_command_line', 'DEF')\n"
+        "library.define('halve(Tensor x) -> Tensor')\n"
+        "library.impl('halve', lambda x: x / 2, 'CompositeExplicitAutograd')\n"
+    )
+    spec = importlib.util.spec_from_file_location("my_operators", tmp_path / "my_operators.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    program = captured_two_layers()
+    graph = program.shard_graphs[0]
+    relu = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
+    relu.target = torch.ops.of_the_command_line.halve.default
+    program.save(tmp_path / "saved.json")
+    commands = (["show", "saved.json"], ["verify", "saved.json"], ["diff", "saved.json", "saved.json"])
+    for command in (*commands, ["opt", "saved.json", "--passes", "plan-buckets"]):
+        done = in_folder(tmp_path, *command)
+        assert done.returncode in (1, 2) and done.stderr.endswith(
+            "the operator 'of_the_command_line.halve.default' is unknown here; import the library that registers it first (on "
+            "the command line: --import MODULE)\n"
+        )
+        done = in_folder(tmp_path, *command, "--import", "my_operators")
+        assert done.returncode == 0, done.stderr
+    assert "of_the_command_line.halve" in in_folder(tmp_path, "show", "saved.json", "--import", "my_operators").stdout
+
+
+def test_the_version_is_printed() -> None:
+    done = run(app, ["--version"])
+    assert done.exit_code == 0 and re.fullmatch(
+        rf"mirrorc \d+\.\d+\.\d+, torch {re.escape(torch.__version__)}\n", done.stdout
+    )
 
 
 def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
@@ -137,7 +292,7 @@ def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
             example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
         )
     command = (
-        str(caught.value).partition("Reproduce it with: ")[2].replace("mirrorc", f"{sys.executable} -m mirrorc.cli", 1)
+        str(caught.value).partition("Reproduce it with: ")[2].replace("mirrorc", f"{sys.executable} -m mirrorc", 1)
     )
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "pass 'fails' failed on a PACKED program: RuntimeError: lost my keys" in done.stderr

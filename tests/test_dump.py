@@ -1,9 +1,11 @@
 import difflib
+import functools
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,8 @@ from torch.testing import FileCheck
 
 import mirrorc
 from mirrorc import ops
+from mirrorc.comparison.text_reader import read_program_text
+from mirrorc.diff import diff_texts
 from mirrorc.dump import program_to_text, type_of
 from mirrorc.passes import default_pipeline
 from mirrorc.program import Stage
@@ -81,6 +85,15 @@ def test_remarks_are_printed() -> None:
         "^# note: .*$", program.to_text(), re.MULTILINE
     )
     assert len(program.remarks) == 2
+
+
+def test_a_remark_is_one_line_whatever_is_in_it() -> None:
+    remarks = ("first\nsecond\r\nthird", "größe ☃\u2028\x0b", r"C:\new")
+    program = run_up_to("lower-devices", handmade(2)).evolve(remarks=remarks)
+    text = program.to_text()
+    notes = [line for line in text.splitlines() if line.startswith("# note: ")]
+    assert notes == [r"# note: first\nsecond\r\nthird", r"# note: größe ☃\u2028\x0b", r"# note: C:\new"]
+    assert len(read_program_text(text).remarks) == 3 and diff_texts(text, text) == ""
 
 
 def bucket_rows(text: str) -> list[str]:
@@ -306,6 +319,91 @@ def test_values_in_regions_are_called_by_their_module() -> None:
     assert not re.search(r"\b(addmm|mm|tanh|t)_\d+:", text)  # the tracer's numbers
 
 
+class Functional(nn.Module):
+    """Computes much between its modules and with parameters of its own; one more call can be put in anywhere."""
+
+    def __init__(self, place: int = -1, extra: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.weights = nn.ParameterList([nn.Parameter(torch.eye(4)) for _ in range(3)])
+        self.head = nn.Linear(4, 3)
+        self.place, self.extra = place, extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 2 * x
+        for i, layer in enumerate(self.layers):
+            hidden = torch.relu(layer(x))
+            x = x + hidden.flatten(1) if i % 2 else x * hidden
+            x = self.extra(x) if i == self.place else x
+        for i, weight in enumerate(self.weights, len(self.layers)):
+            x = x + torch.relu(x @ weight)
+            x = self.extra(x) if i == self.place else x
+        return self.head(x)
+
+
+class Wrapped(nn.Module):
+    """The same model inside another."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__()
+        self.net = Functional(*options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_values_between_modules_are_called_by_what_they_are_made_of() -> None:
+    text = run_up_to("lower-devices", captured_model(Functional())).to_text(regions=True)
+    FileCheck().check("region fwd_0(").check("    x_mul: f32[4, 4] = ").check("layers_0_relu: ").check(
+        "layers_0_mul: f32[4, 4] = aten.mul.Tensor(x_mul, layers_0_relu)"
+    ).check("layers_1_add: f32[4, 4] = aten.add.Tensor(layers_0_mul, layers_1_").check("weights_0_mm: ").check(
+        "weights_0_add: f32[4, 4] = aten.add.Tensor(layers_3_add, weights_0_relu)"
+    ).check("head_log_softmax: ").check("region bwd_0(").check("d_head_nll_loss_backward: ").check(
+        "d_weights_2_threshold_backward: "
+    ).check("d_weights_2_add: ").check("d_layers_3_threshold_backward: ").run(text)
+    inside = run_up_to("lower-devices", captured_model(Wrapped())).to_text(regions=True)
+    FileCheck().check("net_layers_0_relu: ").check("net_weights_0_mm: ").check("d_net_layers_3_threshold").run(inside)
+
+
+PLUS_ONE = functools.partial(torch.add, other=1)
+MORE_CALLS = [(Functional, place, torch.relu) for place in range(7)]
+MORE_CALLS += [(Wrapped, 1, torch.tanh), (Functional, 2, PLUS_ONE), (Wrapped, 5, PLUS_ONE)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("model", "place", "extra"), MORE_CALLS, ids=range(len(MORE_CALLS)))
+def test_one_more_call_between_modules_changes_only_lines_about_it(
+    model: type[nn.Module], place: int, extra: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """They name what the call is put after, or what comes next; besides them, calls of regions, which count what is saved."""
+    plain, more = (every_stage(captured_model(m)) for m in (model(), model(place, extra)))
+    steps = [*(f"layers_{i}_" for i in range(4)), *(f"weights_{i}" for i in range(3)), "head_"]
+    about = steps[place : place + 2]
+    for name in plain:
+        texts = [p[name].to_text(regions=True, slots=True, sources=False).splitlines() for p in (plain, more)]
+        changed = [line[2:] for line in difflib.ndiff(*texts) if line[0] in "+-"]
+        assert 0 < len(changed) <= 40, (name, changed)
+        for line in changed:
+            is_call = re.search(r" = (fwd|bwd)_\d+\(", line)
+            assert is_call or any(part in line for part in about), (name, about, line)
+
+
+def test_arguments_of_regions_are_called_as_in_the_call() -> None:
+    model = nn.Linear(4, 3)  # whose argument is called input, as a function of Python is
+    with mirrorc.compile(
+        model,
+        2,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=nn.functional.cross_entropy,
+        backend="eager",
+        example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
+    ) as step:
+        text = step.program.to_text(regions=True)
+    FileCheck().check("= fwd_0(input, target, ").check("region fwd_0(").check_same("input: f32[2, 4]").check(
+        "aten.addmm.default(bias, input, "
+    ).check("region bwd_0(").check_same("input: f32[2, 4]").run(text)
+    assert "input_1" not in text
+
+
 def renumbered(graph: fx.Graph, seed: int) -> fx.Graph:
     """A copy in which every operator's value has another name, as from a tracer that counts otherwise."""
     copy, values = fx.Graph(), {}
@@ -362,7 +460,8 @@ def check_files(directory: Path) -> None:
     files = sorted(path.name for path in directory.glob("*.txt"))
     expected = ["capture", *(compiler_pass.name for compiler_pass in default_pipeline())]
     assert files == [f"{i:02d}-{name}.txt" for i, name in enumerate(expected)]
-    assert {path.suffix for path in directory.iterdir()} == {".txt", ".diff", ".md"}
+    suffixes = {path.suffix for path in directory.iterdir() if not path.name.startswith(".")}
+    assert suffixes == {".txt", ".diff", ".md", ".gz"}
     for name, file in zip(expected, files, strict=True):
         assert f"after {name} · stage " in (directory / file).read_text(encoding="utf-8").splitlines()[0]
 

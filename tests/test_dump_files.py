@@ -3,20 +3,26 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, handmade
+from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, handmade, run_up_to, targets
+from typer.testing import CliRunner
 
 import mirrorc
-from mirrorc.dump_files import DumpFiles, PrintAfter, dump_sinks
-from mirrorc.errors import PassError
-from mirrorc.pass_manager import Pass, run_passes
+from mirrorc import ops
+from mirrorc.cli import app
+from mirrorc.dump_files import DumpFiles, PrintAfter, Sink, dump_sinks
+from mirrorc.errors import PassError, VerifyError
+from mirrorc.graphs import copied
+from mirrorc.pass_manager import Instrument, Pass, run_passes
 from mirrorc.pass_report import PassReport
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.program import Program, Stage
+from mirrorc.verifier import Verify
 
 HERE = Path(__file__).parent
 NAMES = ["capture", *(compiler_pass.name for compiler_pass in default_pipeline())]
@@ -34,17 +40,39 @@ class DoesNothing:
 
 @dataclass(frozen=True)
 class Fails(DoesNothing):
-    name: str = field(default="fails", init=False)
+    name: str = "fails"
 
     def run(self, program: Program) -> Program:
         raise RuntimeError("not today")
 
 
-class Texts(dict[str, str]):
+@dataclass(frozen=True)
+class Acts:
+    """A pass that does what a test says, on UPDATED programs."""
+
+    action: Callable[[Program], Program]
+    name: str = "acts"
+    input_stage: Stage = Stage.UPDATED
+    output_stage: Stage = Stage.UPDATED
+
+    def run(self, program: Program) -> Program:
+        return self.action(program)
+
+
+class Texts(dict[str, str], Sink):
     """A sink that keeps what it is given."""
 
-    def __call__(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         self[name] = text
+
+    def of(self, name: str) -> str:
+        """The file of a pass, whatever its number."""
+        (found,) = (text for key, text in self.items() if key.partition("-")[2] == name)
+        return found
+
+    def rows(self) -> list[list[str]]:
+        """The index's cells, by row."""
+        return [row.removeprefix("| ").removesuffix(" |").split(" | ") for row in self["index.md"].splitlines()[2:]]
 
 
 def dumped(passes: list[Pass] | None = None, program: Program | None = None) -> Texts:
@@ -70,7 +98,9 @@ def test_each_pass_has_a_text_and_a_diff_and_there_is_an_index() -> None:
     texts = dumped()
     stems = [f"{i:02d}-{name}" for i, name in enumerate(NAMES)]
     assert [name for name in texts if name.endswith(".txt")] == [f"{stem}.txt" for stem in stems]
-    assert {f"{stem}.diff" for stem in stems[1:]} == {name for name in texts if name.endswith(".diff")}
+    changed = [name for name, _, _, nodes, *_ in texts.rows()[1:] if nodes != "as before"]
+    assert [f"{stem}.diff" for stem in changed] == [name for name in texts if name.endswith(".diff")]
+    assert len(changed) > 8
     rows = texts["index.md"].splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| {stem}" for stem in stems]
     for name in texts:
@@ -78,7 +108,7 @@ def test_each_pass_has_a_text_and_a_diff_and_there_is_an_index() -> None:
 
 
 def test_a_text_is_headed_with_pass_stage_time_and_counts() -> None:
-    heading, counts, *_ = dumped()["06-insert-all-reduce.txt"].splitlines()
+    heading, counts, *_ = dumped().of("insert-all-reduce.txt").splitlines()
     assert re.fullmatch(
         r"# mirrorc · after insert-all-reduce · stage REDUCED · 2 devices · 2 buckets · \d+\.\d ms", heading
     )
@@ -86,12 +116,12 @@ def test_a_text_is_headed_with_pass_stage_time_and_counts() -> None:
 
 
 def test_nodes_of_regions_are_counted_too() -> None:
-    text = dumped()["03-place-gradients.txt"]
+    text = dumped().of("place-gradients.txt")
     assert "+2 aten.copy_.default, +2 slot" in text.splitlines()[1]
 
 
 def test_a_diff_shows_the_lines_that_a_pass_changed() -> None:
-    lines = dumped()["06-insert-all-reduce.diff"].splitlines()
+    lines = dumped().of("insert-all-reduce.diff").splitlines()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert (
         sum("all_reduce(bucket=" in line for line in added) == 2 and sum("wait(bucket=" in line for line in added) == 4
@@ -100,15 +130,15 @@ def test_a_diff_shows_the_lines_that_a_pass_changed() -> None:
 
 
 def test_a_diff_shows_the_regions_that_a_pass_changed() -> None:
-    diff = dumped()["03-place-gradients.diff"]
+    diff = dumped().of("place-gradients.diff")
     assert "--- region bwd_0 before" in diff and "aten.copy_.default(slot_" in diff and "region fwd_0" not in diff
 
 
 def test_remarks_stand_with_the_pass_that_makes_them() -> None:
     texts = dumped()
-    assert "# remark of this pass: fc1.weight opens a new bucket" in texts["01-plan-buckets.txt"]
-    assert "# note: fc1.weight opens a new bucket" in texts["02-outline-regions.txt"]
-    assert "# remark of this pass" not in texts["02-outline-regions.txt"]
+    assert "# remark of this pass: fc1.weight opens a new bucket" in texts.of("plan-buckets.txt")
+    assert "# note: fc1.weight opens a new bucket" in texts.of("outline-regions.txt")
+    assert "# remark of this pass" not in texts.of("outline-regions.txt")
     row = next(row for row in texts["index.md"].splitlines() if "plan-buckets" in row)
     assert "fc1.weight opens a new bucket" in row
 
@@ -122,15 +152,151 @@ def test_a_pass_that_changes_nothing_is_not_dumped_in_full() -> None:
 
 def test_a_pass_that_changes_the_stage_alone_is_dumped_in_full() -> None:
     texts = dumped(program=handmade(1))
-    assert "def all_devices" in texts["06-insert-all-reduce.txt"]
-    assert "# the program is as before" in texts["09-share-parameters.txt"]
+    assert "def all_devices" in texts.of("insert-all-reduce.txt")
+    assert "# the program is as before" in texts.of("share-parameters.txt")
 
 
 def test_the_index_says_which_pass_failed() -> None:
     texts = Texts()
     with pytest.raises(PassError, match="not today"):
         run_passes(handmade(2), [PlanBuckets(), Fails()], [DumpFiles([texts])])
-    assert "02-fails, failed: PassError" in texts["index.md"].splitlines()[-1]
+    name, stage, *_, remarks, files = texts.rows()[-1]
+    assert (name, stage, files) == ("02-fails, failed: PassError", "", "")
+    assert remarks == "pass 'fails' failed on a CAPTURED program: RuntimeError: not today"
+
+
+def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
+    texts = Texts()
+    with pytest.raises(PassError):
+        run_passes(handmade(2), [DoesNothing(), Fails(name="does-nothing")], [DumpFiles([texts])])
+    assert [row[0] for row in texts.rows()[1:]] == ["01-does-nothing", "02-does-nothing, failed: PassError"]
+
+
+def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) -> None:
+    with pytest.raises(PassError, match="add a pass that gives REPLICATED") as caught:
+        step_with(dump=tmp_path, disable_passes=("replicate",))
+    index = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8")
+    assert re.search(r"\| \d\d-pack-gradients, failed: PassError \|.* takes programs from REPLICATED to PACKED", index)
+    assert "Reproduce it with: mirrorc opt " in str(caught.value)
+    assert len(list(tmp_path.glob("mirrorc-pack-gradients-*/reproducer.json"))) == 1
+
+
+def test_the_index_says_that_the_captured_program_was_refused() -> None:
+    texts, program = Texts(), captured_two_layers()
+    targets(program.shard_graphs[0], ops.read)[0].kwargs = {"variable": "gone"}
+    with pytest.raises(VerifyError):
+        run_passes(program, [PlanBuckets()], [DumpFiles([texts]), Verify()])
+    assert [row[0] for row in texts.rows()] == ["00-capture, failed: VerifyError"]
+    assert "gone" in texts.rows()[0][4]
+
+
+def without_bucket(program: Program) -> Program:
+    program = program.evolve(graph=copied(program.mirrored_graph))
+    targets(program.mirrored_graph, ops.update)[0].kwargs = {"replica": 0}
+    return program
+
+
+def with_odd_output(program: Program) -> Program:
+    program = program.evolve(graph=copied(program.mirrored_graph))
+    program.mirrored_graph.output_node().args = ({},)
+    return program
+
+
+def without_output(program: Program) -> Program:
+    program = program.evolve(graph=copied(program.mirrored_graph))
+    program.mirrored_graph.erase_node(program.mirrored_graph.output_node())
+    return program
+
+
+def with_foreign_node(program: Program) -> Program:
+    other = copied(program.mirrored_graph)
+    program = program.evolve(graph=copied(program.mirrored_graph))
+    targets(program.mirrored_graph, ops.update)[0].args = (targets(other, ops.wait)[0],)
+    return program
+
+
+def without_devices(program: Program) -> Program:
+    return program.evolve(devices=())
+
+
+def without_buckets(program: Program) -> Program:
+    return program.evolve(buckets=())
+
+
+BREAKS = [without_bucket, with_odd_output, without_output, with_foreign_node, without_devices, without_buckets]
+
+
+@pytest.mark.parametrize("action", BREAKS, ids=lambda action: action.__name__)
+def test_looking_at_a_broken_program_does_not_hide_what_the_verifier_says(
+    action: Callable[[Program], Program], capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = run_up_to("insert-update", captured_two_layers(), **SMALL_BUCKETS)
+
+    def error(*instruments: Instrument) -> str:
+        with pytest.raises(VerifyError) as caught:
+            run_passes(program, [Acts(action)], [*instruments, Verify()])
+        return str(caught.value)
+
+    texts = Texts()
+    assert error(DumpFiles([texts]), PrintAfter(None)) == error()
+    assert [row[0] for row in texts.rows()] == ["00-capture", "01-acts, failed: VerifyError"]
+    assert texts["01-acts.txt"].startswith("# mirrorc · after acts · stage UPDATED")
+    assert "breaks the rule" in texts.rows()[-1][4]
+    assert "# mirrorc · after acts · stage UPDATED" in capfd.readouterr().err
+
+
+def test_a_program_that_cannot_be_printed_has_the_reason_in_its_place() -> None:
+    program = run_up_to("insert-update", captured_two_layers())
+    report = PassReport("acts", without_devices(program), program, 1.0)
+    assert report.is_changed and "# this program cannot be printed: " in report.text()
+    assert report.diff().startswith("# no diff: a program cannot be printed: ") and "nodes" in report.counts()
+    report = PassReport("acts", program.evolve(regions={"fwd_0": None}), program, 1.0)
+    assert report.counts().startswith("cannot be counted: AttributeError")
+
+
+def test_a_remark_is_one_cell_of_the_index_and_one_line_of_the_text() -> None:
+    texts = Texts()
+
+    def remark(program: Program) -> Program:
+        return program.evolve(remarks=(*program.remarks, "a|b\nc<d>"))
+
+    def fail(program: Program) -> Program:
+        raise ValueError("one | two\nthree")
+
+    program = run_up_to("insert-update", captured_two_layers())
+    with pytest.raises(PassError):
+        run_passes(program, [Acts(remark), Acts(fail, name="fails/not in a folder")], [DumpFiles([texts])])
+    assert [len(row) for row in texts.rows()] == [6, 6, 6]
+    assert texts.rows()[1][4] == "a\\|b<br>c\\<d>"
+    assert texts.rows()[2][0] == "02-fails_not_in_a_folder, failed: PassError"
+    assert texts.rows()[2][4].endswith("ValueError: one \\| two<br>three")
+    assert "# remark of this pass: a|b\\nc<d>\n" in texts["01-acts.txt"]
+
+
+def test_the_captured_program_is_saved_for_the_command_line(tmp_path: Path) -> None:
+    with step_with(dump=tmp_path) as step:
+        text = str(step.program)
+    captured = tmp_path / "program-0" / "00-capture.json.gz"
+    assert "[program](00-capture.json.gz)" in (captured.parent / "index.md").read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["opt", str(captured), "--passes", ",".join(NAMES[1:])])
+    assert done.exit_code == 0, done.output
+    assert without_sources(done.stdout) == without_sources(text)
+
+
+def without_sources(text: str) -> list[str]:
+    return [line.partition("  # ")[0].rstrip() for line in text.splitlines()]
+
+
+def test_a_captured_program_that_cannot_be_saved_is_dumped_all_the_same(tmp_path: Path) -> None:
+    program = captured_two_layers()
+    graph = program.shard_graphs[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(lambda: None)
+    run_passes(program, [DoesNothing()], [DumpFiles(dump_sinks(tmp_path))])
+    capture, nothing = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert "the captured program cannot be saved: " in capture and "[program]" not in capture
+    assert nothing.startswith("| 01-does-nothing |")
+    assert not (tmp_path / "program-0" / "00-capture.json.gz").exists()
 
 
 def test_the_report_of_a_region_that_came_or_went() -> None:
@@ -207,7 +373,8 @@ def test_torchs_structured_trace_gets_the_same_artifacts(tmp_path: Path) -> None
         else:
             name = json.loads(line[line.index("{") :]).get("artifact", {}).get("name", "")
     ours = {name: text for name, text in found.items() if name.startswith("mirrorc_program-0_")}
-    files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "dump" / "program-0").iterdir()}
+    written = [path for path in (tmp_path / "dump" / "program-0").iterdir() if path.suffix in (".txt", ".diff", ".md")]
+    files = {path.name: path.read_text(encoding="utf-8") for path in written}
     assert {f"mirrorc_program-0_{name}" for name in files} == set(ours)
     for name, text in files.items():
         assert ours[f"mirrorc_program-0_{name}"].strip() == text.strip()

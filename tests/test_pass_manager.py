@@ -90,6 +90,84 @@ def test_a_program_too_late_for_a_pass_asks_to_move_it() -> None:
         run_passes(handmade(), pipeline)
 
 
+def test_a_pass_is_not_given_what_a_pass_of_its_stage_has_made() -> None:
+    program = handmade()
+    for place, compiler_pass in enumerate(core_pipeline()):
+        program = run_passes(program, [compiler_pass])
+        first, last = compiler_pass.input_stage, compiler_pass.output_stage
+        if first is last or compiler_pass.name == "lower-collectives":  # takes SCHEDULED, from 'schedule-overlap'
+            continue
+        with pytest.raises(PassError) as caught:
+            run_passes(handmade(), [*core_pipeline()[: place + 1], compiler_pass])
+        assert str(caught.value) == (
+            f"pass {compiler_pass.name!r} takes programs from {first.name} to {last.name}, but the program is already "
+            f"{last.name}; leave {compiler_pass.name!r} out"
+        )
+
+
+def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
+    for without in ("schedule-overlap", "lower-collectives"):
+        assert run_passes(handmade(1), select_passes(core_pipeline(), [without])).stage is Stage.LOWERED
+
+
+def test_a_pass_takes_later_stages_if_it_says_so() -> None:
+    class Lenient(Custom):
+        latest_input_stage = Stage.OUTLINED
+
+    def finish(program: Program) -> Program:
+        return program.evolve(stage=Stage.REPLICATED, graph=program.shard_graphs[0], shard_graphs=())
+
+    stages = ("custom", Stage.CAPTURED, Stage.REPLICATED)
+    pipeline = [PlanBuckets(), OutlineRegions()]
+    assert run_passes(handmade(), [*pipeline, Lenient(finish, *stages)]).stage is Stage.REPLICATED
+    with pytest.raises(PassError, match=r"'custom' .* is given one at OUTLINED; move it to an earlier place"):
+        run_passes(handmade(), [*pipeline, Custom(finish, *stages)])
+
+
+@pytest.mark.parametrize("remarks", ["hello", ["a"], ("a", 1), None])
+def test_remarks_are_a_tuple_of_texts(remarks: object) -> None:
+    remarking = Custom(lambda program: program.evolve(remarks=remarks))
+    with pytest.raises(PassError, match=r"'custom' gave a program whose remarks are .*: they must be a tuple of texts"):
+        run_passes(handmade(), [remarking])
+
+
+def test_instruments_are_told_of_a_program_that_a_pass_cannot_take() -> None:
+    told: list[object] = []
+
+    class Listens(Instrument):
+        def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+            told.append((compiler_pass.name, before.stage, type(error)))
+
+    with pytest.raises(PassError):
+        run_passes(handmade(), [Replicate()], [Listens()])
+    assert told == [("replicate", Stage.CAPTURED, PassError)]
+
+
+def test_instruments_are_told_of_a_program_that_one_of_them_refuses() -> None:
+    told: list[object] = []
+
+    class Refuses(Instrument):
+        def start(self, program: Program) -> None:
+            raise VerifyError("no")
+
+        def refused(self, program: Program, error: Exception) -> None:
+            told.append((program.stage, str(error)))
+
+    with pytest.raises(VerifyError, match=r"^no$"):
+        run_passes(handmade(), [PlanBuckets()], [Refuses()])
+    assert told == [(Stage.CAPTURED, "no")]
+
+
+def test_an_instrument_that_fails_when_told_of_an_error_does_not_hide_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Instrument):
+        def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(PassError, match="'replicate' takes"):
+        run_passes(handmade(), [Replicate()], [Fails()])
+    assert "OSError: disk full" in caplog.text
+
+
 def test_a_pass_that_gives_another_stage_than_it_promises_is_refused() -> None:
     lies = Custom(name="lies", output_stage=Stage.OUTLINED)
     with pytest.raises(PassError, match=r"'lies' gave a CAPTURED program but promises OUTLINED; set the stage"):

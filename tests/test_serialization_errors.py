@@ -88,11 +88,17 @@ def test_what_cannot_be_saved_is_refused_and_the_file_that_was_there_stays(case:
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
+    (tmp_path / "file").touch()
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '[^']*/folder'$"):
         handmade().save(tmp_path / "folder")
-    with pytest.raises(FileNotFoundError, match="missing"):
-        handmade().save(tmp_path / "missing" / "program.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises(OSError, match="file"):
+        handmade().save(tmp_path / "file" / "program.json")
+    assert {path.name for path in tmp_path.rglob("*")} == {"folder", "file"}
+
+
+def test_folders_that_are_missing_are_made(tmp_path: Path) -> None:
+    handmade().save(tmp_path / "a" / "b" / "program.json")
+    assert Program.load(tmp_path / "a" / "b" / "program.json").stage is handmade().stage
 
 
 def data_of(program: Program, directory: Path) -> Any:
@@ -154,8 +160,14 @@ def test_an_operator_that_is_not_known_here_is_named(name: str, tmp_path: Path) 
     data["tables"]["operators"] = [name]
     with pytest.raises(ValueError) as caught:
         load_data(data, tmp_path)
-    assert f"program.json: the operator {name!r} is unknown here; import the library that" in str(caught.value)
-    assert f"the file was written with torch 9.9.9, this is torch {torch.__version__}" in str(caught.value)
+    first = f"program.json: the operator {name!r} is unknown here; import the library that registers it first (on the command "
+    assert f"{first}line: --import MODULE)" in str(caught.value)
+    assert str(caught.value).endswith(
+        f", or use the same torch: the file was written with torch 9.9.9, this is torch {torch.__version__}"
+    )
+    with pytest.raises(ValueError) as caught:
+        load_data(data | {"torch": str(torch.__version__)}, tmp_path)
+    assert str(caught.value).endswith("(on the command line: --import MODULE)")
 
 
 def test_operators_of_the_users_are_found(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import inspect
 import json
 import logging
 import operator
+import os
+import subprocess
+import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -310,6 +313,20 @@ def test_a_lazy_graph_module_is_a_graph_module_that_runs() -> None:
     module = internals.lazy_graph_module({}, graph, "Negative")
     assert isinstance(module, fx.GraphModule)
     assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "neg" in module.code
+
+
+def test_the_structured_trace_is_off_where_nobody_asked_for_it() -> None:
+    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
+    without = {name: value for name, value in os.environ.items() if name != "TORCH_TRACE"}
+    done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_structured_trace_is_on_where_it_has_a_folder(tmp_path: Path) -> None:
+    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
+    given = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_artifacts_reach_torchs_structured_trace() -> None:

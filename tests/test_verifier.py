@@ -29,7 +29,7 @@ CASES = [
 
 
 KINDS = {
-    **{rule.__name__: f"of stage {stage.name}" for stage, found in RULES.items() for rule in found},
+    **{rule.__name__: f"of stage {stage.name}( and later)?" for stage, found in RULES.items() for rule in found},
     **{rule.__name__: "of every stage" for rule in (*LAST, *GRAPHS_FIRST, *GRAPHS_LAST)},
     **{rule.__name__: "on passes" for rule in RELATIONS},
 }

@@ -173,11 +173,11 @@ def captured_two_layers(num_devices: int = 2, rows: int = 8) -> Program:
     return captured_model(TwoLayers(), num_devices, rows)
 
 
-def captured_model(model: nn.Module, num_devices: int = 2, rows: int = 8) -> Program:
-    """The same of any classifier of four features."""
+def captured_model(model: nn.Module, num_devices: int = 2, rows: int = 8, columns: int = 4) -> Program:
+    """The same of any classifier of so many features."""
     loss_fn = nn.functional.cross_entropy
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    call = flatten_call(["x"], (torch.randn(rows, 4),), {"target": torch.arange(rows) % 3})
+    call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
     shards = split_call(call, num_devices)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     training_call = TrainingCall(model, loss_fn, call.structure)

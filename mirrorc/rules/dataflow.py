@@ -31,7 +31,8 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same.
+    """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same; a pass
+    that means to change one says so by the attribute changes_dataflow = True.
 
     Expressions are compared by structure: over region calls where regions stay as they are, else over the operators in them.
     """
@@ -50,12 +51,12 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
             old, new = map(Counter, numbers)
             replica, kind, name = key
             node = next((node for number, node in found.get(key, []) if old[number] == 0), None)
-            what = f"{kind} {name}".strip() + f" on {after.devices[replica]}"
-            given = [
-                f" is given {sum(new.values())} times, not {sum(old.values())}",
-                " is computed in another way than before",
-            ]
-            yield Violation(f"the {what}{given[sum(old.values()) == sum(new.values())]}", node)
+            what = f"the {kind} {name}".strip() + f" on {after.devices[replica]}"
+            if sum(old.values()) != sum(new.values()):
+                yield Violation(f"{what} is given {sum(new.values())} times, not {sum(old.values())}", node)
+                continue
+            maker, why = known.first_difference(before, after, inlined, next(iter(old - new)), next(iter(new - old)))
+            yield Violation(f"{what} is computed in another way than before{why}", maker or node)
 
 
 class KnownFlows:
@@ -72,6 +73,62 @@ class KnownFlows:
             self._last = (program, inlined, _Expressions(program, self._numbers, self._roots, inlined).flows())
         return self._last[2]
 
+    def first_difference(
+        self, before: Program, after: Program, inlined: bool, old: int, new: int
+    ) -> tuple[fx.Node | None, str]:
+        """Where two expressions begin to differ: the node in the new program, if it can be told, and what is said of it."""
+        keys = {number: key for key, number in self._numbers.items()}
+        there, here = self._makers(before, inlined), self._makers(after, inlined)
+        differing: list[tuple[int, int]] = []
+        while _without_values(keys.get(old)) == _without_values(keys.get(new)):
+            values = [_values_in(keys.get(number)) for number in (old, new)]
+            differing = [pair for pair in zip(*values, strict=False) if pair[0] != pair[1]]
+            deeper = [pair for pair in differing if pair[1] not in there]  # what was there before is right as it is
+            if not deeper:
+                break
+            old, new = deeper[0]
+        node, names = here.get(new), [_say_operation(keys.get(number)) for number in (old, new)]
+        if node is None or not all(names):
+            return None, ""
+        if names[0] != names[1] or not differing:
+            return node, f": {node.name} is {names[1]}, where {names[0]} was"
+        was, given = (maker.name for maker in (there.get(differing[0][0], node), here.get(differing[0][1], node)))
+        is_inside = all(
+            source.name != given for source in node.all_input_nodes
+        )  # of a region, which is given it by a call
+        return None if is_inside else node, f": {node.name} is made of {given}, where it was of {was}"
+
+    def _makers(self, program: Program, inlined: bool) -> dict[int, fx.Node]:
+        makers: dict[int, fx.Node] = {}
+        _Expressions(program, self._numbers, self._roots, inlined, makers).flows()
+        return makers
+
+
+def _values_in(key: Any) -> Iterator[int]:
+    """The numbers of the values that an expression is made of."""
+    for part in key if isinstance(key, tuple) else ():
+        if isinstance(part, tuple) and len(part) == 2 and part[0] == "value":
+            yield part[1]
+        else:
+            yield from _values_in(part)
+
+
+def _without_values(key: Any) -> Any:
+    """An expression's operation, and all that is no value in it."""
+    if not isinstance(key, tuple):
+        return key
+    return "value" if len(key) == 2 and key[0] == "value" else tuple(_without_values(part) for part in key)
+
+
+def _say_operation(key: Any) -> str:
+    if not isinstance(key, tuple):
+        return ""
+    if key[0] in ("argument", "read"):
+        return f"{'the variable' if key[0] == 'read' else key[0]} {key[1]}"
+    if key[0] == "part":
+        return f"part {key[2]} of another value"
+    return str(key[1]) if key[0] == "region" else "" if isinstance(key[0], str) else ops.target_name(key[0])
+
 
 class _Expressions:
     """Numbers expressions, so that equal ones have equal numbers, over all programs that share the table.
@@ -81,10 +138,18 @@ class _Expressions:
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
         roots: for the number of a view, the number and the type of what is viewed.
         inlined: whether to look into regions.
+        makers: is given, for each number, the node that it was found at first.
     """
 
-    def __init__(self, program: Program, numbers: dict[Any, int], roots: dict[int, Any], inlined: bool) -> None:
-        self.program, self.numbers, self.roots, self.inlined = program, numbers, roots, inlined
+    def __init__(
+        self,
+        program: Program,
+        numbers: dict[Any, int],
+        roots: dict[int, Any],
+        inlined: bool,
+        makers: dict[int, fx.Node] | None = None,
+    ) -> None:
+        self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
 
     def flows(self) -> Flows:
         """The expressions of what each replica computes, each with the node that gives it (None: an output)."""
@@ -156,13 +221,19 @@ class _Expressions:
                 numbered[node] = self._call(node, numbered)
             elif node.target is operator.getitem:
                 source, index = numbered[node.args[0]], node.args[1]
-                numbered[node] = source[index] if isinstance(source, tuple) else self._number("part", source, index)
+                numbered[node] = (
+                    source[index] if isinstance(source, tuple) else self._number("part", ("value", source), index)
+                )
+            elif node.target is ops.product:
+                numbered[node] = self._number(torch.ops.aten.mm.default, _hashable(node.args, numbered), ())
             elif node.target in _VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif ops.is_compute(node) and node.target._schema.is_mutable:
                 self._write(node, numbered)
             else:
                 numbered[node] = self._number_operator(node, numbered)
+            if self.makers is not None and isinstance(numbered.get(node), int):
+                self.makers.setdefault(numbered[node], node)
         return numbered
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
@@ -187,7 +258,7 @@ class _Expressions:
             factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
             written = self._number(torch.ops.aten.mm.default, factors, ())
         elif written is None:
-            written = self._number(node.target, *(numbered.get(n) for n in node.all_input_nodes))
+            written = self._number(node.target, *(("value", numbered.get(n)) for n in node.all_input_nodes))
         numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
@@ -196,7 +267,7 @@ class _Expressions:
         given = [self._number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
         if self.inlined:
             return self._inline(self.program.regions[ops.region_of(node)], given)
-        without_slots = [number for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
+        without_slots = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
         return self._number("region", ops.region_of(node), *without_slots)
 
     def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:

@@ -39,6 +39,8 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
     """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
         return  # not planned yet
+    if not program.buckets and any(variable.update is not None for variable in program.variables.values()):
+        yield Violation("there is no bucket plan: run 'plan-buckets' on the captured program")
     slots = Counter(slot.variable for bucket in program.buckets for slot in bucket.slots)
     yield from (Violation(f"{name} is in {count} slots") for name, count in slots.items() if count > 1)
     graphs = program.shard_graphs if program.stage < Stage.REPLICATED else (program.graph,)
@@ -98,6 +100,14 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
         for node in ops.calls(graph, ops.pack):
             for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
                 source = ops.origin(gradient)
+                if source.target is ops.product:
+                    if (source.kwargs["variable"], ops.bucket_of(source)) != (slot.variable, ops.bucket_of(node)):
+                        yield Violation(
+                            f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {ops.bucket_of(source)}, "
+                            f"but is packed as that of {slot.variable} in bucket {ops.bucket_of(node)}",
+                            source,
+                        )
+                    continue
                 call = source.args[0] if source.target is operator.getitem else None
                 if not isinstance(call, fx.Node) or not ops.is_region_call(call):
                     yield Violation(f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives", node)
@@ -109,12 +119,64 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
+def factors_are_not_variables(program: Program) -> Iterator[Violation]:
+    """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before the product."""
+    for graph in program.graphs():
+        for node in ops.calls(graph, ops.product):
+            for factor in node.all_input_nodes:
+                variable = _viewed_variable(program, factor)
+                if variable is not None:
+                    yield Violation(
+                        f"{node.name} is made of {factor.name}, which is the variable {variable} itself", node
+                    )
+
+
+def _viewed_variable(program: Program, value: fx.Node) -> str | None:
+    """The variable whose memory a value may be."""
+    if value.target is ops.read:
+        return str(value.kwargs["variable"])
+    if ops.is_compute(value):
+        found = [_viewed_variable(program, source) for source in value.all_input_nodes if _is_view(value)]
+        return next((name for name in found if name is not None), None)
+    call = value.args[0] if value.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or not ops.is_region_call(call):
+        return None
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    results: Any = body.output_node().args[0]
+    inside: Any = results[value.args[1]]  # type: ignore[index]
+    while _is_view(inside):
+        inside = inside.args[0]
+    place = placeholders.index(inside) if inside in placeholders else None
+    given = call.args[place] if place is not None else None
+    return _viewed_variable(program, given) if isinstance(given, fx.Node) else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operator of torch may give the memory of its first argument."""
+    if not ops.is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return any(result.alias_info is not None for result in returns) or node.target is torch.ops.aten.reshape.default
+
+
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
     """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
     for graph in program.graphs():
         for call in graph.nodes:
             if ops.is_region_call(call):
                 yield from _wrong_slots(program, call)
+
+
+def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
+    """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
+    for region in program.regions.values():
+        for node in region.graph_module.graph.nodes:
+            is_operator = ops.is_compute(node) or node.target is operator.getitem
+            if node.op not in ("placeholder", "output") and not is_operator:
+                yield Violation(
+                    f"{node.name} in {region.name} calls {ops.name_of(node)}, which is no operator of torch", node
+                )
 
 
 def regions_write_only_slots(program: Program) -> Iterator[Violation]:

@@ -22,7 +22,12 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
         program.stage is Stage.LOWERED,
     )
     if found != expected:
-        yield Violation(f"a {program.stage.name} program has shard graphs, a mirrored graph, device graphs: {found}")
+        kinds = ("graphs for shard shapes", "the mirrored graph", "graphs for devices")
+        wanted, there = (
+            " and ".join(kind for kind, has in zip(kinds, which, strict=True) if has) or "none"
+            for which in (expected, found)
+        )
+        yield Violation(f"the graphs of a {program.stage.name} program are {wanted}; here they are {there}")
     shards = program.shard_of_replica
     if expected[0] and (len(shards) != program.num_replicas or any(s >= len(program.shard_graphs) for s in shards)):
         yield Violation(f"{program.num_replicas} replicas run the shard graphs {shards} of {len(program.shard_graphs)}")
@@ -67,9 +72,15 @@ _NUM_ARGUMENTS = {ops.wait: 1, ops.update: 1, ops.store: 1, ops.write: 1, ops.se
 
 
 def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
-    """A wait, an update, a store, a write, a send and a broadcast take one value; an optimizer's step one for each bucket."""
+    """An operation has its keywords and takes as many values as it needs: an optimizer's step one for each bucket, others one."""
     for graph in program.graphs():
         for node in graph.nodes:
+            missing = [name for name in ops.required_keywords(node.target) if name not in node.kwargs]
+            if missing:
+                yield Violation(
+                    f"{node.name} has no keyword {', '.join(missing)}, which {ops.name_of(node)} needs", node
+                )
+                continue
             expected = _NUM_ARGUMENTS.get(node.target)
             if node.target is ops.step_optimizer:
                 expected = len(node.kwargs["buckets"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,9 @@ def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violat
     try:
         graph.lint()
     except (RuntimeError, ValueError) as error:
-        yield Violation(f"graph is malformed: {error}")
+        message = str(error).splitlines()[0]  # after it comes the whole graph
+        named = re.findall(r"Node '([^']+)'", message)
+        yield Violation(f"graph is malformed: {message}", next((n for n in graph.nodes if n.name in named[-1:]), None))
 
 
 def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
@@ -29,7 +32,13 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
         try:
             if not is_noted_rightly(program, node):
                 found, noted = infer_type(program, node), value_type(node.meta.get("val"))
-                yield Violation(f"{node.name} is {say_type(found)}, but is noted as {say_type(noted)}", node)
+                is_bare = noted is None and node.meta.get("val") is None
+                given = (
+                    "no type is noted: make nodes with mirrorc.graphs.insert, or note it with mirrorc.value_types.set_type"
+                    if is_bare
+                    else f"is noted as {say_type(noted)}"
+                )
+                yield Violation(f"{node.name} is {say_type(found)}, but {given}", node)
         except TypeError as error:
             yield Violation(f"{node.name}: {error}", node)
 

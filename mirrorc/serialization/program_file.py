@@ -50,6 +50,14 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> None:
     encoded = (json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n").encode("ascii")
     if path.suffix == ".gz":
         encoded = gzip.compress(encoded, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_whole(path, encoded)
+    except OSError as error:  # which names a file that the user knows nothing of
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_whole(path: Path, encoded: bytes) -> None:
     unfinished = path.parent / f".mirrorc-{secrets.token_hex(4)}"
     try:
         unfinished.write_bytes(encoded)
@@ -66,11 +74,18 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         return _decode_program(data)
     except UnknownOperatorError as error:
         raise ValueError(
-            f"cannot load {path}: {error}; import the library that registers it first, or use the same torch: the file was "
-            f"written with torch {data['torch']}, this is torch {torch.__version__}"
+            f"cannot load {path}: {error}; import the library that registers it first (on the command line: --import MODULE)"
+            + _other_torch(data["torch"])
         ) from error
     except (DataError, RecursionError) as error:
         raise ValueError(f"cannot load {path}, it is damaged: {error}; save the program again") from error
+
+
+def _other_torch(written_with: str) -> str:
+    """The remedy for an operator that another torch has; none if it was this one that wrote the file."""
+    if written_with == str(torch.__version__):
+        return ""
+    return f", or use the same torch: the file was written with torch {written_with}, this is torch {torch.__version__}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -98,6 +98,9 @@ class Communicator(ABC):
     def _make_meeting(self, tag: Tag) -> Meeting:
         return Meeting(tag, self.devices, self.timeout_seconds)
 
+    def release(self) -> None:  # noqa: B027 - there need be nothing to forget
+        """Forgets what replicas left in a step that all have finished, so that its memory is free until the next one."""
+
     def abort(self) -> None:
         """Wakes every replica that waits; they raise `Aborted`."""
         for meeting in self._meetings.values():

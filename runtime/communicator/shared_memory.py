@@ -8,6 +8,7 @@ import torch
 
 from mirrorc.program import share_bounds
 from mirrorc.runtime.communicator.base import Communicator, Meeting
+from mirrorc.runtime.products import FactoredBucket, make_share
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -27,8 +28,8 @@ class SharedMemoryCommunicator(Communicator):
         """See `Communicator`."""
         self._offer(self._meetings[("all_reduce", bucket)], replica, tensor)
 
-    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
+        """See `Communicator`; or a bucket of which some gradients are two factors, as on all replicas."""
         self._offer(self._meetings[("reduce_scatter", bucket)], replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -44,13 +45,21 @@ class SharedMemoryCommunicator(Communicator):
         """See `Communicator`."""
         return self._sum_share(self._meetings[("reduce_scatter", bucket)], replica)
 
-    def _offer(self, meeting: Meeting, replica: int, tensor: torch.Tensor) -> None:
+    def release(self) -> None:
+        """See `Communicator`."""
+        for meeting in self._meetings.values():
+            meeting.tensors = [None] * len(self.devices)
+
+    def _offer(self, meeting: Meeting, replica: int, tensor: torch.Tensor | FactoredBucket) -> None:
         meeting.tensors[replica] = tensor
         meeting.announce(replica)
 
     def _sum_share(self, meeting: Meeting, replica: int) -> torch.Tensor:
         meeting.await_replicas(replica, range(len(self.devices)))
-        first, *rest = meeting.tensors
+        is_factored = isinstance(meeting.tensors[0], FactoredBucket)
+        if is_factored:
+            make_share(meeting.tensors, replica)
+        first, *rest = [meeting.tensors[0].tensor] if is_factored else meeting.tensors
         start, stop = share_bounds(first.numel(), len(self.devices), replica)
         total = first[start:stop]
         for tensor in rest:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
+from mirrorc.passes import Replicate
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 TOLERANCE = 1e-10
@@ -91,6 +93,11 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
         ({"optimizer": "adam"}, TypeError, ("optimizer is a str", "model.parameters()")),
         ({"example_inputs": [1]}, TypeError, ("example_inputs is a list", "tuple of positional arguments")),
+        ({"dump": 3}, TypeError, ("dump is 3", "path of a directory")),
+        ({"dump": __file__}, ValueError, (f"dump is {__file__!r}", "is a file", "give a directory")),
+        ({"dump": Path(__file__) / "x"}, ValueError, (f"but {__file__} is a file", "give a directory")),
+        ({"add_passes": mirrorc.after("replicate", Replicate())}, TypeError, ("add_passes is a Placed", "give a list")),
+        ({"add_passes": None}, TypeError, ("add_passes is a NoneType", "[mirrorc.after('pack-gradients', it)]")),
     ],
     ids=str,
 )

@@ -26,6 +26,8 @@ from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
+from mirrorc.pass_manager import select_passes
+from mirrorc.passes import default_pipeline
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE_TOLERANCE = 1e-10
@@ -268,6 +270,27 @@ def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
 )
 def test_options_that_keep_the_order_of_additions_keep_the_bits(options: dict[str, Any]) -> None:
     assert_same_bits(train_with_dropout(seed=5, **options), train_with_dropout(seed=5))
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("caps", [{}, {"bucket_cap_mb": 1e-3}], ids=["one-bucket", "many-buckets"])
+def test_factored_gradients_are_the_same_numbers(
+    num_devices: int, dtype: torch.dtype, disabled: tuple[str, ...], caps: dict[str, float]
+) -> None:
+    """Of a net whose gradients are larger than their factors, on batches that do not divide evenly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 3)).to(dtype)
+    batches = [{"input": torch.randn(n, 48, dtype=dtype), "target": torch.randint(0, 3, (n,))} for n in (8, 9, 7, 9)]
+    pipeline = default_pipeline(min_factored_elements=0, **caps)
+    factored, whole = (
+        train_mirrored(model, SGD, batches, num_devices, F.cross_entropy, passes=select_passes(pipeline, left_out))
+        for left_out in (disabled, ("factor-gradients", *disabled))
+    )
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip(factored.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])

@@ -82,6 +82,8 @@ class _Values:
             return source
         if node.target is aten.t.default and source in self.turned:
             return self.turned[source]
+        if node.target is ops.product:
+            return hash((aten.mm.default, self._key(node.args, values), self._key({}, values)))
         target = aten.mm.default if node.target is kernels.mm_into else node.target
         args = node.args[1:] if node.target is kernels.mm_into else node.args
         value = hash((target, self._key(args, values), self._key(node.kwargs, values)))

@@ -13,6 +13,7 @@ from mirrorc.program import Bucket, Program, Stage
 from mutations.buckets import places_alike, slots_of
 from mutations.places import (
     call_graphs,
+    is_value,
     next_like,
     pairs_alike,
     placed_nodes,
@@ -22,6 +23,7 @@ from mutations.places import (
     type_of,
     with_argument,
     with_bucket,
+    with_keywords,
 )
 from mutations.table import Edit, breaks
 
@@ -46,6 +48,31 @@ def exchange_two_gradients_of_a_pack(program: Program) -> Iterator[Edit]:
         for bucket in program.buckets:
             for one, other in places_alike(bucket) if packs else ():
                 yield partial(_exchange_in, packs[bucket.index], one, other)
+
+
+def _products(program: Program) -> list[fx.Node]:
+    return list(placed_nodes(program, ops.product))
+
+
+@breaks(is_judged=True)
+def multiply_other_factors(program: Program) -> Iterator[Edit]:
+    """A gradient's product is made of another value of the type of one of its factors."""
+    for product in _products(program):
+        values = [node for node in product.graph.nodes if node < product and is_value(node)]
+        for place, factor in enumerate(product.args):
+            own = [value for value in values if ops.replica_of(value) == ops.replica_of(product)]
+            other = next_like(factor, own)  # type: ignore[arg-type]
+            if other is not None:
+                yield partial(with_argument, product, place, other)
+
+
+@breaks
+def call_a_product_anothers_gradient(program: Program) -> Iterator[Edit]:
+    """A product of factors is said to be the gradient of another variable, or to lie in another bucket."""
+    for product in _products(program):
+        names = [slot.variable for _, _, slot in slots_of(program) if slot.variable != product.kwargs["variable"]]
+        yield from (partial(with_keywords, product, variable=name) for name in names[:1])
+        yield partial(with_keywords, product, bucket=ops.bucket_of(product) + 1)
 
 
 @breaks

@@ -70,7 +70,7 @@ class Source:
                 is_new = is_new or compiler_pass.name == _SHARED_UNTIL
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
-        pipeline = default_pipeline(**self.caps)  # type: ignore[arg-type]
+        pipeline = default_pipeline(min_factored_elements=0, **self.caps)  # type: ignore[arg-type]
         unshared = select_passes(pipeline, ["share-parameters"])
         if not self.is_shared:
             yield "", unshared

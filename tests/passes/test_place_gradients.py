@@ -1,8 +1,10 @@
+import pytest
 import torch
 from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
 from torch import fx
 
 from mirrorc import kernels, ops
+from mirrorc.errors import PassError
 from mirrorc.passes import PlaceGradients
 from mirrorc.program import Program, Stage
 from mirrorc.verifier import verify
@@ -39,6 +41,11 @@ def test_a_matrix_product_is_computed_into_its_slot_and_others_are_copied() -> N
     used = [n.target for r in program.regions.values() for n in r.graph_module.graph.nodes if n.op == "call_function"]
     assert used.count(kernels.mm_into) == 2  # fc1.weight, fc2.weight
     assert used.count(aten.copy_.default) == 2  # fc1.bias, fc2.bias
+
+
+def test_running_twice_is_refused() -> None:
+    with pytest.raises(PassError, match="write into slots already: leave one of them out"):
+        PlaceGradients().run(PlaceGradients().run(outlined(handmade())))
 
 
 def test_a_region_writes_its_gradient_and_gives_the_same_values() -> None:

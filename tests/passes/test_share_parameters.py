@@ -3,6 +3,7 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
 from mirrorc import ops
+from mirrorc.errors import PassError
 from mirrorc.passes import ShareParameters
 from mirrorc.program import Device, Placement, Program, Stage
 from mirrorc.verifier import verify
@@ -66,3 +67,8 @@ def test_the_program_given_is_not_changed() -> None:
     before = str(program.mirrored_graph)
     ShareParameters().run(program)
     assert str(program.mirrored_graph) == before and program.buckets[0].placement is Placement.MIRRORED
+
+
+def test_running_twice_is_refused() -> None:
+    with pytest.raises(PassError, match="shared already: leave one of them out"):
+        ShareParameters().run(ShareParameters().run(scheduled(2)))

@@ -1,0 +1,121 @@
+"""The folders that dumps go to: each holds one program, of one run and one process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # on Windows: processes that run at the same time need directories of their own there
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+_OURS = re.compile(r"\d\d+-.+\.(txt|diff|json\.gz)|index\.md")
+_CHOOSING = 0  # the byte of the lock file that is held while folders are chosen; program-0 has the next, and so on
+
+
+class DumpFolder:
+    """A program's folder in a directory of dumps.
+
+    A process that opens a directory for the first time removes what earlier runs have left in ``program-0``, ``program-1``
+    and so on: files with the names of ours, and folders that hold no others. Its programs get these folders in order;
+    those of processes that still run are left alone and passed over.
+
+    Args:
+        directory: of the folders; made if it is missing.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory = directory.resolve()
+        with _taking:
+            opened = _opened.get(directory)
+            if opened is None or not opened.is_there():
+                opened = _opened[directory] = _Directory(directory)
+            self.path = opened.take()
+        logger.info("what passes do to a program is written to %s", self.path)
+
+    def file(self, name: str) -> Path:
+        """Where a file of the folder is to be written."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self.path / name
+
+
+class _Directory:
+    """A directory of dumps, open as long as this process runs; with it end its locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._numbers = itertools.count()
+        self._lock_file = path / "program-0" / ".lock"
+        self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+        self._locks = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+        with self._choosing():
+            for folder in path.glob("program-*"):
+                number = folder.name.removeprefix("program-")
+                if number.isdecimal() and self._lock(int(number)):
+                    _empty(folder)
+                    self._unlock(int(number))
+
+    def is_there(self) -> bool:
+        """Whether nobody has removed it since it was opened."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._locks), self._lock_file.stat())
+        return False
+
+    def take(self) -> Path:
+        """The next folder that no other process has, empty; it is this one's now."""
+        with self._choosing():
+            folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
+            _empty(folder)  # of what another process has left that has ended since this one opened the directory
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @contextlib.contextmanager
+    def _choosing(self) -> Iterator[None]:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system that has no locks
+                fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, _CHOOSING)
+        try:
+            yield
+        finally:
+            self._unlock(_CHOOSING - 1)
+
+    def _lock(self, number: int) -> bool:
+        """Takes a folder; False if another process has it."""
+        if fcntl is not None:
+            try:
+                fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)
+            except (BlockingIOError, PermissionError):
+                return False
+            except OSError:
+                logger.debug("there are no locks in %s", self.path, exc_info=True)
+        return True
+
+    def _unlock(self, number: int) -> None:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _CHOOSING + 1 + number)
+
+
+def _empty(folder: Path) -> None:
+    """Removes our files from a folder, and the folder if there is nothing else in it."""
+    for path in folder.glob("*"):
+        if _OURS.fullmatch(path.name):
+            path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+_taking = threading.Lock()
+_opened: dict[Path, _Directory] = {}

@@ -1,0 +1,121 @@
+"""Shares of buckets of which some gradients are still two factors: each device makes the rows that it updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mirrorc.program import Bucket, Slot
+
+Factors = tuple[torch.Tensor, torch.Tensor]  # [m, k] and [k, n], whose product is a gradient [m, n]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Elements of the bucket that are added up over replicas."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Elements of the bucket that are a rectangle of a gradient: which of the factored ones, and its rows and columns."""
+
+    start: int
+    stop: int
+    factored: int
+    rows: slice
+    columns: slice
+
+
+@dataclass(frozen=True)
+class FactoredBucket:
+    """A replica's bucket, in which some gradients are not made yet.
+
+    Attributes:
+        tensor: the bucket, 1-D; the factored slots in it are not written.
+        factors: of the factored gradients, in order of their slots.
+        pieces: what the replica's share consists of.
+    """
+
+    tensor: torch.Tensor
+    factors: Sequence[Factors]
+    pieces: Sequence[_Sum | _Product]
+
+
+def pieces_of_share(bucket: Bucket, factored: Sequence[int], replica: int, num_replicas: int) -> list[_Sum | _Product]:
+    """What a replica has to make of its share of a bucket.
+
+    Args:
+        bucket: the plan.
+        factored: places of the slots whose gradients are two factors, in order; those are contiguous matrices.
+        replica: whose share.
+        num_replicas: number of shares.
+    """
+    start, stop = bucket.share(replica, num_replicas)
+    pieces: list[_Sum | _Product] = []
+    for place, slot in enumerate(bucket.slots):
+        first, last = max(start, slot.offset), min(stop, slot.offset + slot.num_elements)
+        if first >= last:
+            continue
+        if place in factored:
+            pieces += _rectangles(slot, factored.index(place), first, last)
+        elif pieces and isinstance(pieces[-1], _Sum):
+            pieces[-1] = _Sum(pieces[-1].start, last)  # with the gap between them, which is zero
+        else:
+            pieces.append(_Sum(first, last))
+    return pieces
+
+
+def _rectangles(slot: Slot, factored: int, first: int, last: int) -> Iterator[_Product]:
+    """Elements of a matrix that follow each other, as rectangles: the end of a row, whole rows, the beginning of a row."""
+    width = slot.shape[1]
+    while first < last:
+        row, column = divmod(first - slot.offset, width)
+        num_rows = (last - first) // width if column == 0 else 0
+        if num_rows:
+            stop, rows, columns = first + num_rows * width, slice(row, row + num_rows), slice(0, width)
+        else:
+            stop = min(last, first - column + width)
+            rows, columns = slice(row, row + 1), slice(column, column + stop - first)
+        yield _Product(first, stop, factored, rows, columns)
+        first = stop
+
+
+def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
+    """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
+
+    Args:
+        buckets: of all replicas, in order.
+        replica: whose share.
+    """
+    first, *others = (bucket.tensor for bucket in buckets)
+    for piece in buckets[replica].pieces:
+        total = first[piece.start : piece.stop]
+        if isinstance(piece, _Sum):
+            for other in others:
+                total.add_(other[piece.start : piece.stop])
+        else:
+            pairs = [bucket.factors[piece.factored] for bucket in buckets]
+            _multiply([(left[piece.rows], right[:, piece.columns]) for left, right in pairs], total)
+
+
+def _multiply(pairs: Sequence[Factors], flat: torch.Tensor) -> None:
+    """The sum of products ``left @ right``, into 1-D memory.
+
+    One product of all factors side by side, where copying them together is less to move than reading and writing the result
+    once more for each replica; else one after the other.
+    """
+    (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
+    out, num_inner = flat.view(m, n), sum(left.shape[1] for left, _ in pairs)
+    if num_inner * (m + n) < math.prod(out.shape) * (len(pairs) - 1):
+        left = torch.cat([left.t() for left, _ in pairs]).t()
+        torch.mm(left, torch.cat([right for _, right in pairs]), out=out)
+        return
+    torch.mm(*pairs[0], out=out)
+    for left, right in pairs[1:]:
+        torch.addmm(out, left, right, out=out)

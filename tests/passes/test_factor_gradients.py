@@ -1,0 +1,131 @@
+import pytest
+import torch
+from tiny_programs import captured_model, handmade, outputs, run_up_to, targets
+from torch import fx, nn
+
+from mirrorc import ops
+from mirrorc.errors import PassError, VerifyError
+from mirrorc.pass_manager import run_passes
+from mirrorc.passes import FactorGradients, default_pipeline
+from mirrorc.program import Program, Stage
+from mirrorc.verifier import verify
+
+aten = torch.ops.aten
+
+
+class TwoLayers(nn.Module):
+    """A first layer whose gradient is larger than its factors, for few rows; and a second whose gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(40, 30), nn.Linear(30, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(torch.relu(self.wide(x)))
+
+
+class ProductOfWeights(nn.Module):
+    """The gradient of ``left`` is a product of which one factor is ``right``, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.rand(40, 30)), nn.Parameter(torch.rand(30, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.left @ self.right)
+
+
+def outlined(model: nn.Module, num_devices: int = 2, rows: int = 8) -> Program:
+    return run_up_to("outline-regions", captured_model(model, num_devices, rows, columns=40))
+
+
+def factored(program: Program) -> list[str]:
+    return [str(n.kwargs["variable"]) for graph in program.shard_graphs for n in targets(graph, ops.product)]
+
+
+def matrix_products(program: Program) -> int:
+    bodies = [region.graph_module.graph for region in program.regions.values()]
+    return sum(len(targets(body, aten.mm.default)) for body in bodies)
+
+
+def test_products_larger_than_their_factors_leave_their_region() -> None:
+    before = outlined(TwoLayers())
+    after = FactorGradients(min_elements=0).run(before)
+    verify(before)
+    verify(after, before=before)
+    assert after.stage is Stage.OUTLINED
+    assert factored(after) == ["wide.weight"]
+    assert matrix_products(after) == matrix_products(before) - 1
+    (product,) = targets(after.shard_graphs[0], ops.product)
+    left, right = product.args
+    assert [tuple(factor.meta["val"].shape) for factor in (left, right)] == [(30, 4), (4, 40)]
+    assert (right.op, right.target) == ("placeholder", "x")  # not given to the region only to be given back
+    assert outputs(after.shard_graphs[0])["gradients"]["wide.weight"] is product
+
+
+def test_a_region_is_not_given_what_only_its_product_needed() -> None:
+    after = FactorGradients(min_elements=0).run(outlined(TwoLayers()))
+    for call in targets(after.shard_graphs[0], ops.call_region):
+        body = after.regions[str(call.kwargs["region"])].graph_module.graph
+        placeholders = [node for node in body.nodes if node.op == "placeholder"]
+        assert len(placeholders) == len(call.args) and all(placeholder.users for placeholder in placeholders)
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_uneven_shards_agree_on_what_is_factored(rows: int) -> None:
+    after = FactorGradients(min_elements=0).run(outlined(TwoLayers(), rows=rows))
+    assert len(after.shard_graphs) == 2
+    assert factored(after) == ["wide.weight"] * 2
+    verify(after)
+
+
+def test_a_gradient_that_is_worth_it_on_one_shard_alone_is_not_factored() -> None:
+    """40 x 30 elements; the factors have 70 for each row: 17 rows are fewer, 18 are not."""
+    assert factored(FactorGradients(min_elements=0).run(outlined(TwoLayers(), rows=34))) == ["wide.weight"]
+    assert factored(FactorGradients(min_elements=0).run(outlined(TwoLayers(), rows=35))) == []
+
+
+def test_one_device_has_nothing_to_share() -> None:
+    program = outlined(TwoLayers(), num_devices=1)
+    assert FactorGradients(min_elements=0).run(program) is program
+
+
+def test_a_variable_is_no_factor() -> None:
+    program = outlined(ProductOfWeights())
+    assert matrix_products(program) >= 3
+    assert "left" not in factored(FactorGradients(min_elements=0).run(program))
+
+
+def test_the_verifier_refuses_a_variable_as_a_factor() -> None:
+    program = FactorGradients(min_elements=0).run(outlined(TwoLayers()))
+    graph = program.shard_graphs[0]
+    (product,) = targets(graph, ops.product)
+    wide = next(node for node in targets(graph, ops.read) if node.kwargs["variable"] == "wide.weight")
+    with graph.inserting_before(product):
+        view = graph.call_function(aten.slice.Tensor, (wide, 0, 0, 4))
+    view.meta["val"] = product.args[1].meta["val"]
+    product.args = (product.args[0], view)
+    with pytest.raises(VerifyError, match=r"factors_are_not_variables .* which is the variable wide.weight itself"):
+        verify(program)
+
+
+def test_a_program_without_buckets_is_refused() -> None:
+    with pytest.raises(PassError, match="run 'plan-buckets' before it"):
+        FactorGradients(min_elements=0).run(run_up_to("outline-regions", handmade()).evolve(buckets=()))
+
+
+def test_packed_gradients_are_of_their_products_variables() -> None:
+    program = run_passes(captured_model(TwoLayers(), 2, 8, columns=40), default_pipeline(min_factored_elements=0))
+    graphs = [module.graph for module in program.device_graphs.values()]
+    assert [len(targets(graph, ops.product)) for graph in graphs] == [1, 1]
+    verify(program)
+    node: fx.Node = targets(graphs[0], ops.product)[0]
+    node.kwargs = {**node.kwargs, "variable": "narrow.weight"}
+    with pytest.raises(VerifyError):
+        verify(program)
+
+
+def test_small_gradients_are_left_as_they_are() -> None:
+    program = outlined(TwoLayers())
+    assert factored(FactorGradients(min_elements=1200).run(program)) == ["wide.weight"]
+    assert factored(FactorGradients(min_elements=1201).run(program)) == []
