@@ -112,7 +112,7 @@ class Executor:
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
-    def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         factored = [i for i, gradient in enumerate(node.args) if _stays_factored(gradient)]
@@ -144,7 +144,7 @@ class Executor:
 
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
-        launch = {
+        launch: Any = {
             ops.all_reduce: communicator.launch_all_reduce,
             ops.reduce_scatter: communicator.launch_reduce_scatter,
         }[node.target]  # type: ignore[index]

@@ -144,7 +144,7 @@ def _viewed_variable(program: Program, value: fx.Node) -> str | None:
     body = program.regions[ops.region_of(call)].graph_module.graph
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     results: Any = body.output_node().args[0]
-    inside: Any = results[value.args[1]]  # type: ignore[index]
+    inside: Any = results[value.args[1]]
     while _is_view(inside):
         inside = inside.args[0]
     place = placeholders.index(inside) if inside in placeholders else None
