@@ -11,6 +11,7 @@ import torch
 from mirrorc.optimizers import SCALAR_STATE, state_signature
 from mirrorc.program import Bucket, Placement
 from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
+from mirrorc.runtime.process_memory import return_freed_memory
 
 
 class _FlatOptimizer:
@@ -86,6 +87,7 @@ class BucketOptimizers:
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
         self._publish()
+        return_freed_memory()  # parameters have moved into buckets, and state with them
 
     def _elementwise(self) -> list[FlatBucket]:
         return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
@@ -167,6 +169,7 @@ class BucketOptimizers:
         """Shows the new state in the user's optimizer."""
         if self._entries != self._present_entries():  # the first step of an optimizer makes its state
             self._publish()
+            return_freed_memory()  # its parts were made one by one and put together
         for shown, value in self._scalars:
             shown.copy_(value)
         self._versions = self._present_versions()
