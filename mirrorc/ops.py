@@ -158,6 +158,17 @@ LAUNCHES = (*COLLECTIVES, recv)
 """What gives a pending value."""
 
 
+VIEWS = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+)
+"""Operators that give the elements of their first argument, in another shape or order."""
+
+
 def is_compute(node: fx.Node) -> bool:
     """Whether a node is an operator of torch."""
     return node.op == "call_function" and is_operator(node.target)

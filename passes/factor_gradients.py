@@ -15,7 +15,6 @@ from mirrorc.errors import PassError
 from mirrorc.graphs import call, copied
 from mirrorc.inputs import identifier
 from mirrorc.passes.region_gradients import (
-    VIEWS,
     calls_by_region,
     gradient_names,
     gradient_places,
@@ -138,7 +137,7 @@ def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]
 
 
 def _root(node: fx.Node) -> fx.Node:
-    while node.target in VIEWS:
+    while node.target in ops.VIEWS:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source

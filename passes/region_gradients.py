@@ -12,15 +12,6 @@ from torch import fx
 from mirrorc import ops
 from mirrorc.program import Program
 
-VIEWS = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-)
-
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
     """The gradients that an outlined graph gives, each with its variable, but for those that are another result as well."""
@@ -59,7 +50,7 @@ def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[i
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
     """The product whose memory a gradient is, as it lies there, if nothing else uses it."""
     node = gradient
-    while node.target in VIEWS and len(node.users) == 1:
+    while node.target in ops.VIEWS and len(node.users) == 1:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source

@@ -525,3 +525,16 @@ def test_lists_that_are_not_complete_are_compared_by_number() -> None:
     more = lowered(handmade(2, weights), **SMALL_BUCKETS).to_text()
     assert "buckets 1, 2, 3 and 5 more are new" in sentences(diff_texts(old, more))
     assert "buckets 1, 2, 3 and 5 more are gone" in sentences(diff_texts(more, old))
+
+
+def test_gradients_that_are_left_as_factors_are_named() -> None:
+    def program(min_elements: int) -> Program:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
+        return run_passes(captured_model(model, 2, 8, columns=40), default_pipeline(min_factored_elements=min_elements))
+
+    whole, factored = program(10_000), program(0)
+    said = diff_programs(whole, factored).partition("\n\n")[0]
+    assert said == "d(0.weight) is left as two factors, which each device multiplies for its share, on every device"
+    said = diff_programs(factored, whole).partition("\n\n")[0]
+    assert said == "d(0.weight) is made whole, no longer left as two factors, on every device"

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from mirrorc import ops
 from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram
 
-PACK, WAIT, WRITE = ops.pack.__name__, ops.wait.__name__, ops.write.__name__
+PACK, PRODUCT, WAIT, WRITE = (operation.__name__ for operation in (ops.pack, ops.product, ops.wait, ops.write))
 _KINDS = {
     **{operation.__name__: "launch" for operation in (*ops.LAUNCHES, ops.send)},
     **{operation.__name__: "update" for operation in (ops.update, ops.step_optimizer, ops.store)},
-    **{name: name for name in (PACK, WAIT, WRITE)},
+    **{name: name for name in (PACK, PRODUCT, WAIT, WRITE)},
 }
 
 Key = tuple[str, str, int]
-"""What an event is in any program: its kind, its bucket or region, and its number among those of its device that are alike."""
+"""What an event is in any program: its kind; its bucket, region or gradient; its number among alike ones of its device."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Event:
     """A line of a device's program.
 
     Attributes:
-        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``write``, ``region`` (a call of
-            one) and ``operator`` (of torch).
+        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``product`` (a gradient as two
+            factors), ``write``, ``region`` (a call of one) and ``operator`` (of torch).
         line: as printed.
     """
 
@@ -35,7 +35,7 @@ class Event:
 
     @property
     def subject(self) -> str:
-        """Its bucket or region."""
+        """Its bucket, region or gradient."""
         return self.key[1]
 
 
@@ -58,6 +58,8 @@ def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], s
         kind = _kind(line.operation)
         bucket = line.details.get("bucket")
         subject = name_of(bucket) if bucket is not None and kind != "operator" else line.operation
+        if kind == PRODUCT:
+            subject = line.results[0].name if line.results else ""
         counts[kind, subject] += 1
         events.append(Event((kind, subject, counts[kind, subject]), line))
     return Schedule(tuple(events))

@@ -18,14 +18,6 @@ from mirrorc.value_types import is_same_type, value_type
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
 _UNCHANGED = -1  # a way on which nothing is made of the bucket
-_VIEWS = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-)
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
@@ -226,7 +218,7 @@ class _Expressions:
                 )
             elif node.target is ops.product:
                 numbered[node] = self._number(torch.ops.aten.mm.default, _hashable(node.args, numbered), ())
-            elif node.target in _VIEWS:
+            elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif ops.is_compute(node) and node.target._schema.is_mutable:
                 self._write(node, numbered)
