@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.aliases import viewed, viewed_variable
 from mirrorc.errors import PassError
 from mirrorc.graphs import call, copied
 from mirrorc.inputs import identifier
@@ -83,7 +84,7 @@ class FactorGradients:
         calls = calls_by_region(graphs)
         for name, nodes in calls.items():
             bodies[name] = copied(program.regions[name].graph_module.graph)
-            found[name] = _factors(bodies[name], nodes, names)
+            found[name] = _factors(program, bodies[name], nodes, names)
         # all replicas must give the same gradients as factors, whatever their shards
         counts = Counter(
             names[part] for name, own in found.items() for place in own for part in _parts(calls[name], place)
@@ -109,7 +110,9 @@ def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
     return [part for node in calls for part in node.users if part.args[1] == place]
 
 
-def _factors(body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str]) -> dict[int, Factors]:
+def _factors(
+    program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str]
+) -> dict[int, Factors]:
     """For each gradient that is worth it, by its place among a region's results, the two factors in the region's body."""
     results: Any = body.output_node().args[0]
     given = _given(body, calls)
@@ -124,7 +127,8 @@ def _factors(body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str])
         left, right = product.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         num_elements = left.meta["val"].numel() + right.meta["val"].numel()
-        is_of_variable = any(source.target is ops.read for f in (left, right) for source in given.get(_root(f), ()))
+        sources = [source for factor in (left, right) for source in given.get(viewed(factor), ())]
+        is_of_variable = any(viewed_variable(program, source) is not None for source in sources)
         if num_elements < product.meta["val"].numel() and not is_of_variable:
             found[place] = (left, right)
     return found
@@ -134,14 +138,6 @@ def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]
     """What the calls give for each of a body's placeholders."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while node.target in ops.VIEWS:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
 
 
 @dataclass(frozen=True)

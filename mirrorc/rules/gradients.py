@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.aliases import viewed_variable
 from mirrorc.program import Program, Stage
 from mirrorc.rules.programs import Violation, scopes
 
@@ -124,40 +125,11 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     for graph in program.graphs():
         for node in ops.calls(graph, ops.product):
             for factor in node.all_input_nodes:
-                variable = _viewed_variable(program, factor)
+                variable = viewed_variable(program, factor)
                 if variable is not None:
                     yield Violation(
                         f"{node.name} is made of {factor.name}, which is the variable {variable} itself", node
                     )
-
-
-def _viewed_variable(program: Program, value: fx.Node) -> str | None:
-    """The variable whose memory a value may be."""
-    if value.target is ops.read:
-        return str(value.kwargs["variable"])
-    if ops.is_compute(value):
-        found = [_viewed_variable(program, source) for source in value.all_input_nodes if _is_view(value)]
-        return next((name for name in found if name is not None), None)
-    call = value.args[0] if value.target is operator.getitem else None
-    if not isinstance(call, fx.Node) or not ops.is_region_call(call):
-        return None
-    body = program.regions[ops.region_of(call)].graph_module.graph
-    placeholders = [node for node in body.nodes if node.op == "placeholder"]
-    results: Any = body.output_node().args[0]
-    inside: Any = results[value.args[1]]
-    while _is_view(inside):
-        inside = inside.args[0]
-    place = placeholders.index(inside) if inside in placeholders else None
-    given = call.args[place] if place is not None else None
-    return _viewed_variable(program, given) if isinstance(given, fx.Node) else None
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether an operator of torch may give the memory of its first argument."""
-    if not ops.is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return any(result.alias_info is not None for result in returns) or node.target is torch.ops.aten.reshape.default
 
 
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:

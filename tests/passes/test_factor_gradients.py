@@ -1,7 +1,10 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from tiny_programs import captured_model, handmade, outputs, run_up_to, targets
 from torch import fx, nn
+from torch.nn import functional as F
 
 from mirrorc import ops
 from mirrorc.errors import PassError, VerifyError
@@ -27,12 +30,13 @@ class TwoLayers(nn.Module):
 class ProductOfWeights(nn.Module):
     """The gradient of ``left`` is a product of which one factor is ``right``, transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm) -> None:
         super().__init__()
         self.left, self.right = nn.Parameter(torch.rand(40, 30)), nn.Parameter(torch.rand(30, 3))
+        self.multiply = multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.left @ self.right)
+        return x @ self.multiply(self.left, self.right)
 
 
 def outlined(model: nn.Module, num_devices: int = 2, rows: int = 8) -> Program:
@@ -90,10 +94,22 @@ def test_one_device_has_nothing_to_share() -> None:
     assert FactorGradients(min_elements=0).run(program) is program
 
 
-def test_a_variable_is_no_factor() -> None:
-    program = outlined(ProductOfWeights())
-    assert matrix_products(program) >= 3
-    assert "left" not in factored(FactorGradients(min_elements=0).run(program))
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        torch.mm,
+        lambda left, right: F.linear(left, right.t()),  # forward gives the transposed to backward
+        lambda left, right: left.detach()[:, :1] + left @ right.clone().detach(),
+        lambda left, right: left @ right[:, :].reshape(30, 3),
+    ],
+    ids=["mm", "linear", "detached-copy", "slice"],
+)
+def test_a_variable_is_no_factor(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    program = outlined(ProductOfWeights(multiply))
+    after = FactorGradients(min_elements=0).run(program)
+    verify(after, before=program)
+    for product in targets(after.shard_graphs[0], ops.product):
+        assert not any(factor.target is ops.read for factor in product.all_input_nodes)
 
 
 def test_the_verifier_refuses_a_variable_as_a_factor() -> None:
