@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_programs import SMALL_BUCKETS, captured_two_layers, handmade
 
-from mirrorc import ops
+from mirrorc import ops, reproducer
 from mirrorc.errors import MirrorcError, PassError, VerifyError
 from mirrorc.graphs import copied
 from mirrorc.pass_manager import Pass, add_passes, after, run_passes
@@ -149,6 +150,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
 
 
 def test_without_a_directory_it_goes_to_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproducer, "tempfile", tempfile)  # not that of the tests
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     failure(handmade(2), pipeline(), None)
     assert len(list(tmp_path.glob("mirrorc-breaks-*/program.json.gz"))) == 1
