@@ -224,6 +224,11 @@ def origin(node: fx.Node) -> fx.Node:
     return node
 
 
+def stays_factored(gradient: Any) -> bool:
+    """Whether a gradient is a product that nothing but `pack` looks at, so that nobody need make it whole before."""
+    return gradient.target is product and all(user.target is pack for user in gradient.users)
+
+
 def name_of(node: fx.Node) -> str:
     """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))

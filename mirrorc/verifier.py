@@ -40,6 +40,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         rules.every_bucket_is_packed_once,
         rules.every_gradient_is_packed_once,
         rules.gradients_are_in_their_own_slots,
+        rules.replicas_factor_the_same_gradients,
     ),
     Stage.REDUCED: (
         rules.collectives_are_waited_for_once,

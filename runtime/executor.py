@@ -115,7 +115,7 @@ class Executor:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
-        factored = [i for i, gradient in enumerate(node.args) if _stays_factored(gradient)]
+        factored = [i for i, gradient in enumerate(node.args) if ops.stays_factored(gradient)]
         plain = [i for i in range(len(slots)) if i not in factored]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
         is_left_to_shares = all(
@@ -135,7 +135,7 @@ class Executor:
         return pack
 
     def _bind_product(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        stays_factored = _stays_factored(node)
+        stays_factored = ops.stays_factored(node)
 
         def product(left: torch.Tensor, right: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
             return (left, right) if stays_factored else torch.mm(left, right)
@@ -314,11 +314,6 @@ class Executor:
         self._forget_step()
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
-
-
-def _stays_factored(gradient: Any) -> bool:
-    """Whether a gradient is a product that nothing but `pack` looks at."""
-    return gradient.target is ops.product and all(user.target is ops.pack for user in gradient.users)
 
 
 def _is_region(node: fx.Node) -> bool:

@@ -57,13 +57,14 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[int], replica: int, num_r
         num_replicas: number of shares.
     """
     start, stop = bucket.share(replica, num_replicas)
+    number_of = {place: number for number, place in enumerate(factored)}
     pieces: list[_Sum | _Product] = []
     for place, slot in enumerate(bucket.slots):
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.num_elements)
         if first >= last:
             continue
-        if place in factored:
-            pieces += _rectangles(slot, factored.index(place), first, last)
+        if place in number_of:
+            pieces += _rectangles(slot, number_of[place], first, last)
         elif pieces and isinstance(pieces[-1], _Sum):
             pieces[-1] = _Sum(pieces[-1].start, last)  # with the gap between them, which is zero
         else:

@@ -389,6 +389,16 @@ def multiply_a_variable(graph: fx.Graph) -> None:
     product.meta["val"] = read.meta["val"]
 
 
+def factor_on_one_replica(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    gradient = packed.args[0]
+    with graph.inserting_before(packed):
+        tags = {**packed.kwargs, "variable": next(iter(gradient.args[0].kwargs["gradients"]))}
+        product = graph.call_function(ops.product, (gradient, gradient), tags)
+    product.meta["val"] = gradient.meta["val"]
+    packed.replace_input_with(gradient, product)
+
+
 def call_from_a_region(program: Program) -> Program:
     """A region calls a region, which does not end."""
     body = program.regions["fwd_0"].graph_module.graph
@@ -463,6 +473,7 @@ BAD: dict[str, list[Mutation]] = {
         ("lower-devices", lambda program: program.evolve(arguments=program.arguments[::-1])),
         (ONE_BUCKET, lambda program: program.evolve(arguments=program.arguments[:1])),
     ],
+    "replicas_factor_the_same_gradients": [at("pack-gradients", factor_on_one_replica)],
     "factors_are_not_variables": [at("outline-regions", multiply_a_variable)],
     "regions_hold_operators_alone": [
         *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),

@@ -18,6 +18,7 @@ from mirrorc.rules.gradients import (
     gradients_are_in_their_own_slots,
     regions_hold_operators_alone,
     regions_write_only_slots,
+    replicas_factor_the_same_gradients,
     slots_are_disjoint,
     slots_are_given_for_their_gradients,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "references_lead_somewhere",
     "regions_hold_operators_alone",
     "regions_write_only_slots",
+    "replicas_factor_the_same_gradients",
     "replicas_meet_only_in_collectives",
     "results_are_each_replicas_own",
     "shared_parameters_are_written_last",

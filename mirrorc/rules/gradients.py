@@ -120,6 +120,22 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
+def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
+    """All replicas pack the same gradients of a bucket as two factors: what is not, of some, nobody could add up."""
+    expected: dict[int, tuple[set[str], str]] = {}
+    for where, graph, _ in scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            index, device = ops.bucket_of(node), where(ops.replica_of(node))
+            slots = zip(program.buckets[index].slots, node.args, strict=False)
+            found = {slot.variable for slot, gradient in slots if ops.stays_factored(gradient)}
+            others, first = expected.setdefault(index, (found, device))
+            if found != others:
+                names = ", ".join(sorted(found ^ others))
+                yield Violation(
+                    f"bucket {index}: {names} is left as two factors on one of {first} and {device} alone", node
+                )
+
+
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before the product."""
     for graph in program.graphs():

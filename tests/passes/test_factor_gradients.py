@@ -145,3 +145,16 @@ def test_small_gradients_are_left_as_they_are() -> None:
     program = outlined(TwoLayers())
     assert factored(FactorGradients(min_elements=1200).run(program)) == ["wide.weight"]
     assert factored(FactorGradients(min_elements=1201).run(program)) == []
+
+
+def test_what_one_device_alone_makes_whole_is_refused() -> None:
+    """It would wait with a bucket of whole gradients for another's of factors."""
+    program = run_passes(captured_model(TwoLayers(), 2, 8, columns=40), default_pipeline(min_factored_elements=0))
+    graph = program.device_graphs["cpu:1"].graph
+    product = targets(graph, ops.product)[0]
+    with graph.inserting_after(product):
+        copy = graph.call_function(aten.clone.default, (product,))
+    copy.meta["val"] = product.meta["val"]
+    targets(graph, ops.pack)[0].replace_input_with(product, copy)
+    with pytest.raises(VerifyError, match=r"replicas_factor_the_same_gradients .* on one of cpu:0 and cpu:1 alone"):
+        verify(program)
