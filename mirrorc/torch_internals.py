@@ -9,7 +9,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,6 +241,18 @@ def add_node(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keeps torch from logging a traceback of what an operator raises on fake tensors, for who says it anyway."""
+    from torch._subclasses.fake_tensor import log
+
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def is_structured_trace_on() -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.program import Bucket, Placement, Program
+from mirrorc.torch_internals import quiet_fake_tensors
 
 ValueType = Any
 """Hashable: ``("tensor", shape, strides, dtype, device)``, ``("pending", type)``, ``("tuple", types)`` or a constant."""
@@ -163,23 +162,12 @@ def _run_fake(node: fx.Node) -> Any:
     args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
     try:
-        with _any_value(node.graph).fake_mode, torch.no_grad(), _silenced("torch._subclasses.fake_tensor"):
+        with _any_value(node.graph).fake_mode, torch.no_grad(), quiet_fake_tensors():
             target: Any = node.target
             return target(*args, **kwargs)
     except Exception as error:  # whatever the operator's own check raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TypeError(f"{node.target} cannot take these arguments: {reason}") from error
-
-
-@contextlib.contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """Keeps a logger quiet: torch logs a traceback of what is raised, and said, anyway."""
-    logger = logging.getLogger(name)
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
 
 
 def _any_value(graph: fx.Graph) -> Any:

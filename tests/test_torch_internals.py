@@ -315,6 +315,21 @@ def test_a_lazy_graph_module_is_a_graph_module_that_runs() -> None:
     assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "neg" in module.code
 
 
+def test_quiet_fake_tensors_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def multiply() -> None:
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.mm(torch.empty(2, 3), torch.empty(4, 5))
+
+    def errors() -> list[str]:
+        return [record.name for record in caplog.records if record.levelname == "ERROR"]
+
+    with internals.quiet_fake_tensors():
+        multiply()
+    assert errors() == []
+    multiply()
+    assert errors() != []
+
+
 def test_the_structured_trace_is_off_where_nobody_asked_for_it() -> None:
     code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
     without = {name: value for name, value in os.environ.items() if name != "TORCH_TRACE"}
