@@ -13,7 +13,7 @@ import torch
 import typer
 
 from mirrorc.colours import print_coloured
-from mirrorc.diff import diff_files
+from mirrorc.diff import diff_files, printed
 from mirrorc.errors import MirrorcError, VerifyError
 from mirrorc.instruments import instruments_for
 from mirrorc.options import checked_directory
@@ -94,9 +94,9 @@ def show(
     """Prints a saved program."""
     loaded = _load(program)
     try:
-        text = _text(loaded, regions, slots, not no_sources)
+        text = printed(loaded, program, regions=regions, slots=slots, sources=not no_sources)
     except ValueError as error:
-        _fail(f"cannot print {program}: {error}; mirrorc verify {program} says what is wrong with it")
+        _fail(error)
     print_coloured(text, sys.stdout)
 
 
@@ -124,7 +124,6 @@ def opt(
         directory = checked_directory("it", dump) if dump is not None else None
     loaded = _load(program)
     try:
-        verify(loaded)  # before it is dumped or printed, which what is malformed cannot be
         result = run_passes(loaded, pipeline, instruments_for(pipeline, directory, print_after or (), print_after_all))
     except (MirrorcError, OSError) as error:
         _fail(error)
@@ -175,13 +174,6 @@ def _load(path: Path) -> Program:
         return Program.load(path)
     except (ValueError, OSError) as error:
         _fail(error)
-
-
-def _text(program: Program, regions: bool, slots: bool, sources: bool) -> str:
-    try:
-        return program.to_text(regions=regions, slots=slots, sources=sources)
-    except Exception as error:  # of the printer, which knows programs that keep the rules
-        raise ValueError(f"it is malformed ({type(error).__name__}: {error})") from error
 
 
 def _save(program: Program, path: Path) -> None:

@@ -88,7 +88,11 @@ def diff_files(old: Path, new: Path) -> str:
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]
     form = forms[0] if forms else {"regions": True, **_CANONICAL}
-    return diff_texts(*(_printed(found, path, form) for found, path in zip(loaded, (old, new), strict=True)))
+    texts = [
+        found if isinstance(found, str) else printed(found, path, **form)
+        for found, path in zip(loaded, (old, new), strict=True)
+    ]
+    return diff_texts(*texts)
 
 
 def _load(path: Path) -> Program | str:
@@ -97,9 +101,14 @@ def _load(path: Path) -> Program | str:
     return path.read_text(encoding="utf-8") if is_printed else Program.load(path)
 
 
-def _printed(found: Program | str, path: Path, form: dict[str, bool]) -> str:
+def printed(program: Program, path: Path, *, regions: bool, slots: bool, sources: bool) -> str:
+    """A program out of a file as text.
+
+    Raises:
+        ValueError: it is malformed, so that it cannot be printed; names the file and the remedy.
+    """
     try:
-        return found if isinstance(found, str) else found.to_text(**form)
+        return program.to_text(regions=regions, slots=slots, sources=sources)
     except Exception as error:  # of the printer, which knows programs that keep the rules
         reason = f"it is malformed ({type(error).__name__}: {error})"
         raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error

@@ -48,7 +48,7 @@ import torch
 from torch import fx
 
 from mirrorc import ops
-from mirrorc.printed_values import PrintedValues, dtype_name, type_of
+from mirrorc.printed_values import PrintedValues, dtype_name, size_text, type_of
 from mirrorc.program import Bucket, Placement, Program, Region, Stage
 from mirrorc.source_lines import source_line
 
@@ -190,18 +190,12 @@ def _bucket_lines(bucket: Bucket, full: bool, ready_after: str) -> list[str]:
     slots = [f"{slot.variable}{list(slot.shape)}" for slot in bucket.slots]
     rule = bucket.rule.label + (" · shared" if bucket.placement is Placement.SHARED else "")
     rule += f" · ready after {ready_after}" if ready_after else ""
-    head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {_size(bucket.num_bytes):>9}"
+    head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {size_text(bucket.num_bytes):>9}"
     if full:
         return [f"{head}  {_count(len(slots), 'gradient')}  {rule}", *(f"#     {slot}" for slot in slots)]
     if len(slots) > _LISTED_SLOTS:
         slots = [slots[0], slots[1], f"… {len(slots) - 3} more …", slots[-1]]
     return [f"{head}  {' '.join(slots)}  {rule}"]
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < 2**20:
-        return f"{num_bytes / 2**10:.1f} KiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _ready_after(program: Program) -> dict[int, str]:

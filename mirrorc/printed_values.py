@@ -32,6 +32,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def size_text(num_bytes: int) -> str:
+    """A number of bytes as printed: ``40.1 KiB``, ``4.0 MiB``."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
 def type_of(value: Any) -> str:
     """A value's type: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
     if isinstance(value, ops.Pending):

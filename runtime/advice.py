@@ -12,8 +12,9 @@ from typing import Any
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.printed_values import size_text
 from mirrorc.program import Program
-from mirrorc.runtime.measured_times import BucketTimes, DeviceTimes, mean_over_devices, median, size_text
+from mirrorc.runtime.measured_times import BucketTimes, DeviceTimes, mean_over_devices, median
 from mirrorc.runtime.recording import RecordedStep
 
 _WORTHWHILE = 0.02  # of a step: nothing is advised below it

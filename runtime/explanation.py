@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.printed_values import size_text
 from mirrorc.program import Bucket, Program
 from mirrorc.runtime.advice import ADDED_IN_WAIT, advise
-from mirrorc.runtime.measured_times import BucketTimes, DeviceFlight, DeviceTimes, mean_over_devices, median, size_text
+from mirrorc.runtime.measured_times import BucketTimes, DeviceFlight, DeviceTimes, mean_over_devices, median
 from mirrorc.runtime.recording import Call, Collective, Launch, RecordedStep, call_name, collectives_of, sources_of
 
 _UPDATES = (ops.update, ops.step_optimizer, ops.store, ops.write)

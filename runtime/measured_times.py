@@ -98,6 +98,7 @@ class DeviceTimes:
 
 
 def median(values: Iterable[float]) -> float:
+    """The middle one of some values, or the mean of the two in the middle."""
     return float(statistics.median(values))
 
 
@@ -105,7 +106,3 @@ def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: C
     """Milliseconds in the calls that count, of a device on average; median over steps."""
     calls = [[call for own in step.calls for call in own if counts(call.node)] for step in steps]
     return median(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)
-
-
-def size_text(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
