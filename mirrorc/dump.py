@@ -211,7 +211,7 @@ def _ready_after(program: Program) -> dict[int, str]:
 
 
 def _made_of(gradient: fx.Node) -> list[fx.Node]:
-    return gradient.all_input_nodes if gradient.target is ops.product else [gradient]
+    return gradient.all_input_nodes if gradient.target in ops.FACTORED else [gradient]
 
 
 def _signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -261,7 +261,7 @@ def _rendered_line(line: Line, sources: bool) -> str:
     return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
 
 
-_PRINTED = (ops.product, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
+_PRINTED = (*ops.FACTORED, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
 _FOLDED = (ops.argument, ops.read, ops.slot, ops.write, operator.getitem)  # shown where they are used
 
 
@@ -310,13 +310,13 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     if node.target not in _PRINTED:  # nothing that a valid program has; for whoever looks for what is wrong
         return f"{node.name:<{_RESULT_WIDTH}} = {ops.name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
-    if node.target is ops.product:
+    if node.target in ops.FACTORED:
         arguments = ", ".join(values.own_name(factor) for factor in node.all_input_nodes)
     if node.target in ops.COLLECTIVES:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
     details += [arguments] if arguments else []
-    shown = ("op", "root", "source", "destination", "link")
+    shown = ("padding_idx", "op", "root", "source", "destination", "link")
     details += [f"{key}={node.kwargs[key]}" for key in shown if node.kwargs.get(key) is not None]
     text = f"{ops.name_of(node)}({', '.join(details)})"
     return f"{values.typed(node):<{_RESULT_WIDTH}} = {text}" if node.users else text

@@ -72,6 +72,7 @@ _STEMS = {
     ops.store: "store_b{bucket}",
     ops.slot: "slot_{variable}",
     ops.product: "d_{variable}",
+    ops.index_add: "d_{variable}",
     ops.write: "write_{variable}",
     ops.argument: "{name}",
     ops.call_region: "{region}",

@@ -93,6 +93,16 @@ def product(left: Any, right: Any, *, bucket: int, variable: str, replica: int |
 
 
 @_symbol
+def index_add(
+    rows: Any, indices: Any, *, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None
+) -> Any:
+    """A table's gradient as two factors: ``rows`` [..., width], added up where ``indices`` [...] say, and zero elsewhere.
+
+    What is to be added at ``padding_idx`` is left out. As of `product`, it is for `pack` or the devices' shares to make it.
+    """
+
+
+@_symbol
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
     """Runs a region; yields the tuple of its outputs, of which ``gradients`` names those of variables: name to place."""
 
@@ -151,6 +161,9 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
 def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
+
+FACTORED = (product, index_add)
+"""What gives a gradient as two factors."""
 
 REDUCTIONS = (all_reduce, reduce_scatter)
 COLLECTIVES = (*REDUCTIONS, broadcast)
@@ -225,8 +238,16 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Whether a gradient is a product that nothing but `pack` looks at, so that nobody need make it whole before."""
-    return gradient.target is product and all(user.target is pack for user in gradient.users)
+    """Whether a gradient is two factors that nothing but `pack` looks at, so that nobody need make it whole before."""
+    return gradient.target in FACTORED and all(user.target is pack for user in gradient.users)
+
+
+def made_whole(gradient: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operator of torch that makes one of FACTORED whole, and its arguments."""
+    if gradient.target is product:
+        return torch.ops.aten.mm.default, gradient.args
+    sizes = (gradient.meta["val"].shape[0], gradient.kwargs.get("padding_idx", -1), False)
+    return torch.ops.aten.embedding_dense_backward.default, (*gradient.args, *sizes)
 
 
 def name_of(node: fx.Node) -> str:

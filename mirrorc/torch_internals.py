@@ -179,14 +179,41 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor wants to see applied; dropout is kept, it gets a random stream of its own."""
+    """The decompositions that Inductor wants to see applied.
+
+    Dropout is kept, as it gets a random stream of its own, and what `compile_with_inductor` decomposes itself.
+    """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    for overload in ("default", "out"):
-        table.pop(getattr(torch.ops.aten.native_dropout, overload), None)
+    for packet in (torch.ops.aten.native_dropout, *(kept.overloadpacket for kept in _EXPANDED_LATE)):
+        for overload in packet.overloads():
+            table.pop(getattr(packet, overload), None)
     return table
+
+
+_EXPANDED_LATE = (torch.ops.aten.embedding_dense_backward.default,)
+"""What a pass wants to see whole, though Inductor has it decomposed."""
+
+
+def _expand(graph: fx.Graph) -> None:
+    """Decomposes what was kept whole, as Inductor wants it."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = select_decomp_table()
+    for node in [node for node in graph.nodes if node.target in _EXPANDED_LATE]:
+        tensors = node.all_input_nodes
+        constants = node.args[len(tensors) :]
+        values = [tensor.meta["val"] for tensor in tensors]
+        with values[0].fake_mode:
+            traced = make_fx(lambda *given: table[node.target](*given, *constants), table)(*values)  # noqa: B023
+        placeholders = [inside for inside in traced.graph.nodes if inside.op == "placeholder"]
+        with graph.inserting_before(node):
+            made = graph.graph_copy(traced.graph, dict(zip(placeholders, tensors, strict=True)))
+        node.replace_all_uses_with(made)  # type: ignore[arg-type]
+        graph.erase_node(node)
 
 
 def compile_with_inductor(
@@ -208,6 +235,7 @@ def compile_with_inductor(
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing:
+        _expand(graph_module.graph)
         joint_graph_passes(graph_module)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]

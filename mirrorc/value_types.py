@@ -231,6 +231,19 @@ def _product(program: Program, node: fx.Node) -> ValueType:
     return slot
 
 
+def _index_add(program: Program, node: fx.Node) -> ValueType:
+    slot = _slot(program, node)
+    rows, indices, *more = [_noted(factor) for factor in node.args]
+    given = [kind for kind in (rows, indices) if isinstance(kind, tuple) and kind[0] == "tensor"]
+    fits = len(given) == 2 and not more and given[1][3] in (torch.int32, torch.int64) and given[0][3] == slot[3]
+    if not fits or given[0][1] != (*given[1][1], *slot[1][1:]) or len(slot[1]) != 2:
+        said = " at ".join(say_type(kind) for kind in (rows, indices))
+        raise TypeError(
+            f"it adds {said}: it needs rows of {say_type(slot)}, and as many integers that name their places"
+        )
+    return slot
+
+
 def _part(program: Program, node: fx.Node) -> ValueType:
     source, index = node.args
     values = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -304,6 +317,7 @@ _RULES: dict[Any, Callable[[Program, fx.Node], ValueType]] = {
     ops.read: _read,
     ops.slot: _slot,
     ops.product: _product,
+    ops.index_add: _index_add,
     operator.getitem: _part,
     ops.pack: _pack,
     ops.all_reduce: _reduction,

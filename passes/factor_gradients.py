@@ -1,4 +1,4 @@
-"""Leaves gradients as two factors, whose product each device makes for its share alone."""
+"""Leaves gradients as two factors, of which each device makes its share alone."""
 
 from __future__ import annotations
 
@@ -22,16 +22,35 @@ from mirrorc.passes.region_gradients import (
     matrix_product,
     remove_unused,
     share_one_memory,
+    table_gradient,
 )
 from mirrorc.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
-Factors = tuple[fx.Node, fx.Node]
+
+@dataclass(frozen=True)
+class _Factored:
+    """A gradient in a region's body, as two factors.
+
+    Attributes:
+        target: the operation that is to make it: one of `ops.FACTORED`.
+        factors: what it makes it of.
+        details: further keywords of that operation.
+    """
+
+    target: Any
+    factors: tuple[fx.Node, fx.Node]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """What the factors are called."""
+        return ("left", "right") if self.target is ops.product else ("rows", "indices")
 
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Takes the last matrix product of a gradient out of its region, if its factors are smaller than the gradient::
+    """Takes the last operator that makes a gradient out of its region, if what it makes it of is smaller than the gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
@@ -43,14 +62,16 @@ class FactorGradients:
             mm = aten.mm(t, x)                      ->        return [t]
             return [mm]
 
-    The gradient of a linear layer's weight is such a product, over the examples of the batch. On devices that share one memory
-    and update a share of the parameters each, none of them needs the whole: each makes the rows of its own share, from the
-    factors of all replicas. As much is multiplied as before, but every gradient is written once, not once by each replica, and
-    there is nothing left to add up in memory. Otherwise `pack` makes the product.
+    The gradient of a linear layer's weight is such a product, over the examples of the batch. That of an embedding's table is
+    zero but for the rows that were looked up: ``index_add(rows, indices)``. On devices that share one memory and update a
+    share of the parameters each, none of them needs the whole: each makes the rows of its own share, from the factors of all
+    replicas. As much is multiplied as before, but every gradient is written once, not once by each replica, and there is
+    nothing left to add up in memory; of a table's, only the rows of this step and the last are written. Otherwise `pack`
+    makes it.
 
     Needs: a bucket plan and outlined regions.
     Guarantees: what a gradient is made of stays the same. Factors are values of the step, never variables or views of them, which
-        an update may have written by the time that the product is made.
+        an update may have written by the time that the gradient is made.
 
     Attributes:
         min_elements: gradients with fewer are left as they are: they stay in cache, where adding costs less than the calls
@@ -97,11 +118,12 @@ class FactorGradients:
                 if all(counts[names[part]] == len(graphs) for part in _parts(calls[name], place))
             }
             if chosen:
-                given = _given(bodies[name], calls[name])
-                split = _split(bodies[name], given, chosen)
+                split = _split(bodies[name], _given(bodies[name], calls[name]), chosen)
                 for number, node in enumerate(calls[name]):
                     _rewire(node, number, split, names, bucket_of)
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
+                if not split.results:  # it only put together what others had given it
+                    del regions[name]
         return program.evolve(shard_graphs=graphs, regions=regions)
 
 
@@ -112,8 +134,8 @@ def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
 
 def _factors(
     program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str]
-) -> dict[int, Factors]:
-    """For each gradient that is worth it, by its place among a region's results, the two factors in the region's body."""
+) -> dict[int, _Factored]:
+    """For each gradient that is worth it, by its place among a region's results, how it is left in the region's body."""
     results: Any = body.output_node().args[0]
     given = _given(body, calls)
     places = [gradient_places(node, names)[0] for node in calls]
@@ -121,17 +143,25 @@ def _factors(
     for place in places[0]:
         if not all(place in own for own in places):
             continue
-        product = matrix_product(results[place])
-        if product is None or results.count(results[place]) > 1:
+        gradient = _as_factors(results[place])
+        if gradient is None or results.count(results[place]) > 1:
             continue
-        left, right = product.args
-        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-        num_elements = left.meta["val"].numel() + right.meta["val"].numel()
-        sources = [source for factor in (left, right) for source in given.get(viewed(factor), ())]
+        num_elements = sum(factor.meta["val"].numel() for factor in gradient.factors)
+        sources = [source for factor in gradient.factors for source in given.get(viewed(factor), ())]
         is_of_variable = any(viewed_variable(program, source) is not None for source in sources)
-        if num_elements < product.meta["val"].numel() and not is_of_variable:
-            found[place] = (left, right)
+        if num_elements < results[place].meta["val"].numel() and not is_of_variable:
+            found[place] = gradient
     return found
+
+
+def _as_factors(gradient: fx.Node) -> _Factored | None:
+    product, of_table = matrix_product(gradient), table_gradient(gradient)
+    if product is not None:
+        return _Factored(ops.product, product.args)  # type: ignore[arg-type]
+    if of_table is not None:
+        rows, indices, _, padding_idx, _ = of_table.args
+        return _Factored(ops.index_add, (rows, indices), {"padding_idx": padding_idx} if padding_idx != -1 else {})  # type: ignore[arg-type]
+    return None
 
 
 def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -142,29 +172,30 @@ def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]
 
 @dataclass(frozen=True)
 class _Split:
-    """A region whose products are left to others.
+    """A region that leaves it to others to make some gradients.
 
     Attributes:
         kept: places of the results that stay, in order; they come first.
         results: the body's new results: those that stay, then factors.
         arguments: places of the arguments that are still used.
-        factors: place of each gradient that was a product, to its factors in the body.
+        factored: place of each gradient that is made elsewhere, to what it is made of in the body.
         given: the body's former placeholders, with what the calls give for them.
     """
 
     kept: list[int]
     results: list[fx.Node]
     arguments: list[int]
-    factors: Mapping[int, Factors]
+    factored: Mapping[int, _Factored]
     given: Mapping[fx.Node, list[fx.Node]]
 
 
-def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factors: Mapping[int, Factors]) -> _Split:
-    """Makes a body give factors instead of products; a factor that it was given itself need not be given back."""
+def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, _Factored]) -> _Split:
+    """Makes a body give factors instead of gradients; a factor that it was given itself need not be given back."""
     old: Any = body.output_node().args[0]
-    kept = [place for place in range(len(old)) if place not in factors]
+    kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]
-    results += dict.fromkeys(f for pair in factors.values() for f in pair if f not in given and f not in results)
+    factors = [factor for gradient in factored.values() for factor in gradient.factors]
+    results += dict.fromkeys(factor for factor in factors if factor not in given and factor not in results)
     body.output_node().args = (tuple(results),)
     remove_unused(body)
     arguments = [i for i, placeholder in enumerate(given) if placeholder.users]
@@ -172,13 +203,13 @@ def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factors: Mapp
         if not placeholder.users:
             body.erase_node(placeholder)
     body.lint()
-    return _Split(kept, results, arguments, factors, given)
+    return _Split(kept, results, arguments, factored, given)
 
 
 def _rewire(
     node: fx.Node, number: int, split: _Split, names: Mapping[fx.Node, str], buckets: Mapping[str, int]
 ) -> None:
-    """Gives the products of a split region to the graph of one of its calls."""
+    """Gives what a split region no longer makes to the graph of one of its calls."""
     parts: dict[int, fx.Node] = {part.args[1]: part for part in node.users}  # type: ignore[misc]
     last, graph = max([node, *parts.values()]), node.graph
     gradients: Any = node.kwargs["gradients"]
@@ -189,8 +220,8 @@ def _rewire(
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: given[number] for inside, given in split.given.items()}
     called: dict[fx.Node, str] = {}  # a region that is called twice gives the factors of other variables each time
-    for place, pair in split.factors.items():
-        for factor, side in zip(pair, ("left", "right"), strict=True):
+    for place, made in split.factored.items():
+        for factor, side in zip(made.factors, made.sides, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{side}")
     for new, result in enumerate(split.results):
         if new < len(split.kept):
@@ -201,11 +232,13 @@ def _rewire(
                 part = last = add_node(graph, "call_function", operator.getitem, (node, new), {}, called[result])
             part.meta.update(result.meta)
         outside[result] = part
-    for place, pair in split.factors.items():
+    for place, made in split.factored.items():
         gradient, variable = parts[place], names[parts[place]]
         with graph.inserting_after(last):
-            tags = {"bucket": buckets[variable], "variable": variable}
-            last = call(graph, ops.product, tuple(outside[factor] for factor in pair), tags)
+            tags = {"bucket": buckets[variable], "variable": variable, **made.details}
+            last = call(graph, made.target, tuple(outside[factor] for factor in made.factors), tags)
         last.meta.update(gradient.meta)
         gradient.replace_all_uses_with(last)
         graph.erase_node(gradient)
+    if not split.results:
+        graph.erase_node(node)

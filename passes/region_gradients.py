@@ -1,4 +1,4 @@
-"""Gradients as results of regions: which they are, and which of them are matrix products."""
+"""Gradients as results of regions: which they are, and which of them are matrix products or those of tables."""
 
 from __future__ import annotations
 
@@ -59,6 +59,12 @@ def matrix_product(gradient: fx.Node) -> fx.Node | None:
     value, product = gradient.meta["val"], node.meta["val"]
     is_same = value.shape == product.shape and value.is_contiguous() and product.is_contiguous()
     return node if is_same else None
+
+
+def table_gradient(gradient: fx.Node) -> fx.Node | None:
+    """The operator that makes a gradient of a table out of the rows that were looked up, if nothing else uses it."""
+    is_one = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
+    return gradient if is_one and not gradient.args[4] and gradient.meta["val"].is_contiguous() else None
 
 
 def remove_unused(graph: fx.Graph) -> None:

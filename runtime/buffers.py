@@ -76,6 +76,9 @@ class VariableStore:
         self.devices = devices
         self.buckets: list[FlatBucket] = []
         self.layout = 0  # counts layouts: whoever holds views asks for them again when it changes
+        self.gradients_are_of: object = (
+            None  # who wrote the gradients that are in the buckets, in a step that succeeded
+        )
         self._values: dict[str, list[torch.Tensor]] = {}
         self._watched: dict[str, _Watched] = {}
         self._aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = []

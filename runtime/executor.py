@@ -20,9 +20,16 @@ from mirrorc.runtime.codegen import Constant, GraphFunction, generate
 from mirrorc.runtime.communicator import Communicator, communicator_for
 from mirrorc.runtime.communicator.base import record_event, wait_event
 from mirrorc.runtime.device_thread import DevicePool
+from mirrorc.runtime.factored_gradients import (
+    FactoredBucket,
+    FactoredSlot,
+    Factors,
+    Piece,
+    forget_what_is_written,
+    pieces_of_share,
+)
 from mirrorc.runtime.failures import explain_failure
 from mirrorc.runtime.optimizer import BucketOptimizers
-from mirrorc.runtime.products import FactoredBucket, Factors, pieces_of_share
 from mirrorc.runtime.recording import Recorder
 
 
@@ -62,6 +69,7 @@ class Executor:
         self._constants = constants
         self._communicators = self._make_communicators(timeout_seconds)
         self._functions: list[GraphFunction] = []
+        self._pieces: list[Piece] = []
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self.has_updated = False  # whether the last run got as far as changing variables
@@ -85,6 +93,7 @@ class Executor:
             return
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
         modules = self.program.device_graphs.items()
+        self._pieces = []
         self._functions = [
             generate(name, module.graph, functools.partial(self._bind_node, r), boxed=_is_region, clock=clocks[r])
             for r, (name, module) in enumerate(modules)
@@ -115,9 +124,11 @@ class Executor:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
-        factored = [i for i, gradient in enumerate(node.args) if ops.stays_factored(gradient)]
-        plain = [i for i in range(len(slots)) if i not in factored]
+        factored = [_factored_slot(i, made) for i, made in enumerate(node.args) if ops.stays_factored(made)]
+        makers = {slot.place: _maker(node.args[slot.place]) for slot in factored}
+        plain = [i for i in range(len(slots)) if i not in makers]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
+        self._pieces += pieces
         is_left_to_shares = all(
             user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in node.users
         )
@@ -127,20 +138,20 @@ class Executor:
                 if gradients[i] is not slots[i]:  # else backward wrote it there
                     slots[i].copy_(gradients[i])
             if factored and is_left_to_shares:
-                return FactoredBucket(whole, [gradients[i] for i in factored], pieces)
-            for i in factored:
-                torch.mm(*gradients[i], out=slots[i])
+                return FactoredBucket(whole, [gradients[i] for i in makers], pieces)
+            for i, make in makers.items():
+                slots[i].copy_(make(*gradients[i]))
             return whole
 
         return pack
 
-    def _bind_product(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        stays_factored = ops.stays_factored(node)
+    def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        stays_factored, make = ops.stays_factored(node), _maker(node)
 
-        def product(left: torch.Tensor, right: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
-            return (left, right) if stays_factored else torch.mm(left, right)
+        def factored(one: torch.Tensor, other: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
+            return (one, other) if stays_factored else make(one, other)
 
-        return product
+        return factored
 
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
@@ -238,6 +249,9 @@ class Executor:
         if self.recorder is not None:
             self.recorder.begin()
         self.has_updated = False
+        if self._memory.store.gradients_are_of is not self or not self._memory.optimizers.leave_gradients:
+            forget_what_is_written(self._pieces)
+        self._memory.store.gradients_are_of = self
         weight_tensors = self._weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
@@ -312,8 +326,19 @@ class Executor:
 
     def _begin_afresh(self) -> None:
         self._forget_step()
+        self._memory.store.gradients_are_of = None
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
+
+
+def _factored_slot(place: int, gradient: fx.Node) -> FactoredSlot:
+    return FactoredSlot(place, gradient.target is ops.index_add, gradient.kwargs.get("padding_idx", -1))  # type: ignore[arg-type]
+
+
+def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:
+    """The function of two factors that makes a gradient whole."""
+    target, (_, _, *others) = ops.made_whole(gradient)
+    return lambda one, other: target(one, other, *others)
 
 
 def _is_region(node: fx.Node) -> bool:
@@ -323,7 +348,7 @@ def _is_region(node: fx.Node) -> bool:
 _BINDERS: dict[Any, Callable[[Executor, int, fx.Node], Any]] = {
     ops.read: Executor._bind_read,
     ops.slot: Executor._bind_slot,
-    ops.product: Executor._bind_product,
+    **dict.fromkeys(ops.FACTORED, Executor._bind_factored),
     ops.pack: Executor._bind_pack,
     ops.all_reduce: Executor._bind_reduction,
     ops.reduce_scatter: Executor._bind_reduction,

@@ -75,6 +75,11 @@ class BucketOptimizers:
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
 
+    @property
+    def leave_gradients(self) -> bool:
+        """Whether updates leave gradients as they are; torch's foreach implementations may work in them."""
+        return not any(group.get("foreach") for group in self.user_optimizer.param_groups)
+
     def lay_out(self) -> None:
         """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
         self._flat.clear()

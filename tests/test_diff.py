@@ -535,6 +535,6 @@ def test_gradients_that_are_left_as_factors_are_named() -> None:
 
     whole, factored = program(10_000), program(0)
     said = diff_programs(whole, factored).partition("\n\n")[0]
-    assert said == "d(0.weight) is left as two factors, which each device multiplies for its share, on every device"
+    assert said == "d(0.weight) is left as two factors, of which each device makes its share, on every device"
     said = diff_programs(factored, whole).partition("\n\n")[0]
     assert said == "d(0.weight) is made whole, no longer left as two factors, on every device"

@@ -1,4 +1,6 @@
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,26 @@ def test_an_elementwise_optimizer_gives_a_bucket_what_it_gives_its_parts() -> No
             by_part.step()
             by_whole.step()
         torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach(), msg=kind.__name__)
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "more", [{}, {"weight_decay": 0.1}, {"maximize": True}, {"momentum": 0.9, "nesterov": True}], ids=str
+)
+def test_an_elementwise_optimizer_leaves_gradients_as_they_are(
+    kind: type[torch.optim.Optimizer], more: dict[str, Any]
+) -> None:
+    """Unless it is told to work on lists of tensors: shares of tables' gradients stay zero from step to step."""
+    parameter = nn.Parameter(torch.randn(70))
+    known = {key: value for key, value in more.items() if key in inspect.signature(kind).parameters}
+    fused = [{}] + [{"fused": True}] * ("fused" in inspect.signature(kind).parameters)
+    for implementation in fused:
+        optimizer = kind([parameter], lr=0.1, **known, **implementation)  # type: ignore[call-arg]
+        for _ in range(3):
+            gradient = torch.randn(70)
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            assert torch.equal(parameter.grad, gradient)
 
 
 class MySGD(torch.optim.SGD):

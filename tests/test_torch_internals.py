@@ -172,6 +172,25 @@ def test_inductor_decompositions_keep_dropout() -> None:
 
 
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+def test_gradients_of_tables_are_kept_for_passes_and_decomposed_for_inductor(padding_idx: int) -> None:
+    target = aten.embedding_dense_backward.default
+    assert target not in internals.inductor_decompositions()
+    graph = fx.Graph()
+    rows, indices = graph.placeholder("rows"), graph.placeholder("indices")
+    gradient = graph.call_function(target, (rows, indices, 9, padding_idx, False))
+    graph.output((gradient,))
+    with FakeTensorMode():
+        rows.meta["val"], indices.meta["val"] = torch.empty(5, 2, 4), torch.empty(5, 2, dtype=torch.int64)
+        gradient.meta["val"] = torch.empty(9, 4)
+    examples = [rows.meta["val"], indices.meta["val"]]
+    function = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
+    given = [torch.randn(5, 2, 4), torch.randint(9, (5, 2))]
+    (found,) = function(list(given))
+    torch.testing.assert_close(found, target(*given, 9, padding_idx, False))
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_compile_with_inductor_computes_and_keeps_strides() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

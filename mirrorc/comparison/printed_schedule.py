@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from mirrorc import ops
 from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram
 
-PACK, PRODUCT, WAIT, WRITE = (operation.__name__ for operation in (ops.pack, ops.product, ops.wait, ops.write))
+PACK, WAIT, WRITE = (operation.__name__ for operation in (ops.pack, ops.wait, ops.write))
+FACTORED = "factored"
 _KINDS = {
     **{operation.__name__: "launch" for operation in (*ops.LAUNCHES, ops.send)},
     **{operation.__name__: "update" for operation in (ops.update, ops.step_optimizer, ops.store)},
-    **{name: name for name in (PACK, PRODUCT, WAIT, WRITE)},
+    **{operation.__name__: FACTORED for operation in ops.FACTORED},
+    **{name: name for name in (PACK, WAIT, WRITE)},
 }
 
 Key = tuple[str, str, int]
@@ -25,7 +27,7 @@ class Event:
     """A line of a device's program.
 
     Attributes:
-        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``product`` (a gradient as two
+        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``factored`` (a gradient as two
             factors), ``write``, ``region`` (a call of one) and ``operator`` (of torch).
         line: as printed.
     """
@@ -58,7 +60,7 @@ def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], s
         kind = _kind(line.operation)
         bucket = line.details.get("bucket")
         subject = name_of(bucket) if bucket is not None and kind != "operator" else line.operation
-        if kind == PRODUCT:
+        if kind == FACTORED:
             subject = line.results[0].name if line.results else ""
         counts[kind, subject] += 1
         events.append(Event((kind, subject, counts[kind, subject]), line))

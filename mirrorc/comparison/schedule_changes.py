@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mirrorc import ops
 from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram, split_list
-from mirrorc.comparison.printed_schedule import PACK, PRODUCT, WAIT, WRITE, Key, Schedule, schedule_of
+from mirrorc.comparison.printed_schedule import FACTORED, PACK, WAIT, WRITE, Key, Schedule, schedule_of
 from mirrorc.comparison.wording import capped, listed, numbered
 
 _SENTENCES = 8  # so many are said about one topic
@@ -214,11 +214,11 @@ def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
         yield from capped(_call_changes(*calls), _SENTENCES, "{} more calls of regions give or take something else")
 
 
-def _product_changes(old: Schedule, new: Schedule) -> Iterator[str]:
+def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
     """Gradients that are left as two factors, or no longer."""
-    factored = [[event.subject for event in schedule.of(PRODUCT)] for schedule in (old, new)]
+    factored = [[event.subject for event in schedule.of(FACTORED)] for schedule in (old, new)]
     for these, others, said in (
-        (factored[1], factored[0], "left as two factors, which each device multiplies for its share"),
+        (factored[1], factored[0], "left as two factors, of which each device makes its share"),
         (factored[0], factored[1], "made whole, no longer left as two factors"),
     ):
         names = [name for name in these if name not in others]
@@ -270,7 +270,7 @@ _TOPICS: tuple[Callable[[Schedule, Schedule], Iterable[str]], ...] = (
     _update_changes,
     _order_of("update", "updates run in the order of buckets {} instead of {}"),
     _moves_of("update", "the update{} of {}"),
-    _product_changes,
+    _factored_changes,
     _region_changes,
     _order_of("region", "regions run in the order {} instead of {}"),
     _write_changes,

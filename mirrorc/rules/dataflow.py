@@ -216,8 +216,9 @@ class _Expressions:
                 numbered[node] = (
                     source[index] if isinstance(source, tuple) else self._number("part", ("value", source), index)
                 )
-            elif node.target is ops.product:
-                numbered[node] = self._number(torch.ops.aten.mm.default, _hashable(node.args, numbered), ())
+            elif node.target in ops.FACTORED:
+                target, args = ops.made_whole(node)
+                numbered[node] = self._number(target, _hashable(args, numbered), ())
             elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif ops.is_compute(node) and node.target._schema.is_mutable:

@@ -101,7 +101,7 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
         for node in ops.calls(graph, ops.pack):
             for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
                 source = ops.origin(gradient)
-                if source.target is ops.product:
+                if source.target in ops.FACTORED:
                     if (source.kwargs["variable"], ops.bucket_of(source)) != (slot.variable, ops.bucket_of(node)):
                         yield Violation(
                             f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {ops.bucket_of(source)}, "
@@ -137,9 +137,9 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 
 
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
-    """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before the product."""
+    """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before it is made."""
     for graph in program.graphs():
-        for node in ops.calls(graph, ops.product):
+        for node in ops.calls(graph, *ops.FACTORED):
             for factor in node.all_input_nodes:
                 variable = viewed_variable(program, factor)
                 if variable is not None:

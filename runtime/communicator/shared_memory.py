@@ -8,7 +8,7 @@ import torch
 
 from mirrorc.program import share_bounds
 from mirrorc.runtime.communicator.base import Communicator, Meeting
-from mirrorc.runtime.products import FactoredBucket, make_share
+from mirrorc.runtime.factored_gradients import FactoredBucket, make_share
 
 
 class SharedMemoryCommunicator(Communicator):

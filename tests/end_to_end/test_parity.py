@@ -293,6 +293,71 @@ def test_factored_gradients_are_the_same_numbers(
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+class Tables(nn.Module):
+    """Three tables, of which one has a padding row and one is looked up several times for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.tags = nn.Embedding(40, 7), nn.Embedding(30, 9, padding_idx=2), nn.Embedding(25, 16)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.user(user), self.item(item), self.tags(tags).mean(1)], 1))
+
+
+def looked_up(num_examples: int, seed: int) -> dict[str, torch.Tensor]:
+    """A batch of `Tables`; few rows, so that examples and replicas look up the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(6, shape, generator=generator, dtype=dtype)
+
+    batch = {"user": rows(num_examples), "item": rows(num_examples, dtype=torch.int32), "tags": rows(num_examples, 3)}
+    return {**batch, "target": rows(num_examples) % 3}
+
+
+OPTIMIZERS_OF_TABLES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "nesterov in place": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "optimizer", "backend"),
+    [(2, "adamw", "inductor"), *((n, name, "eager") for n in (1, 2, 3, 4) for name in OPTIMIZERS_OF_TABLES)],
+)
+def test_tables_are_trained_as_on_one_device(num_devices: int, optimizer: str, backend: str) -> None:
+    """Step by step on other rows, with batches of two sizes in turn, so that two programs write one bucket."""
+    torch.manual_seed(0)
+    model = Tables().double()
+    batches = [looked_up(n, seed) for seed, n in enumerate((8, 8, 9, 8, 9, 9, 40, 8))]  # 40: factors are not worth it
+    make = OPTIMIZERS_OF_TABLES[optimizer]
+    pipeline = default_pipeline(min_factored_elements=0)
+    mirrored = train_mirrored(model, make, batches, num_devices, F.cross_entropy, passes=pipeline, backend=backend)
+    assert_same_training(mirrored, train_on_one_device(model, make, batches, F.cross_entropy), 1e-10)
+
+
+def test_a_step_that_failed_leaves_nothing_in_the_gradients_of_tables() -> None:
+    torch.manual_seed(0)
+    model = Tables().double()
+    batches = [looked_up(8, seed) for seed in range(4)]
+    expected = train_on_one_device(model, SGD, batches, F.cross_entropy)
+    optimizer = SGD(model.parameters())
+    wrong = {**looked_up(8, 9), "tags": torch.full((8, 3), 25)}
+    pipeline = default_pipeline(min_factored_elements=0)
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=pipeline
+    ) as step:
+        for i, batch in enumerate(batches):
+            if i == 2:
+                with pytest.raises(mirrorc.ExecutionError, match="index out of range"):
+                    step(**wrong)
+            step(**batch)
+    for one, other in zip(model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
 def test_copies_and_shared_memory_give_the_same_bits(optimizer: str) -> None:
     runs = [

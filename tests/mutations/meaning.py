@@ -84,6 +84,9 @@ class _Values:
             return self.turned[source]
         if node.target is ops.product:
             return hash((aten.mm.default, self._key(node.args, values), self._key({}, values)))
+        if node.target is ops.index_add:
+            given = (*node.args, node.meta["val"].shape[0], node.kwargs.get("padding_idx", -1), False)
+            return hash((aten.embedding_dense_backward.default, self._key(given, values), self._key({}, values)))
         target = aten.mm.default if node.target is kernels.mm_into else node.target
         args = node.args[1:] if node.target is kernels.mm_into else node.args
         value = hash((target, self._key(args, values), self._key(node.kwargs, values)))

@@ -50,14 +50,14 @@ def exchange_two_gradients_of_a_pack(program: Program) -> Iterator[Edit]:
                 yield partial(_exchange_in, packs[bucket.index], one, other)
 
 
-def _products(program: Program) -> list[fx.Node]:
-    return list(placed_nodes(program, ops.product))
+def _factored(program: Program) -> list[fx.Node]:
+    return list(placed_nodes(program, *ops.FACTORED))
 
 
 @breaks(is_judged=True)
-def multiply_other_factors(program: Program) -> Iterator[Edit]:
-    """A gradient's product is made of another value of the type of one of its factors."""
-    for product in _products(program):
+def make_a_gradient_of_other_factors(program: Program) -> Iterator[Edit]:
+    """A gradient is made of another value of the type of one of its factors."""
+    for product in _factored(program):
         values = [node for node in product.graph.nodes if node < product and is_value(node)]
         for place, factor in enumerate(product.args):
             own = [value for value in values if ops.replica_of(value) == ops.replica_of(product)]
@@ -67,12 +67,19 @@ def multiply_other_factors(program: Program) -> Iterator[Edit]:
 
 
 @breaks
-def call_a_product_anothers_gradient(program: Program) -> Iterator[Edit]:
-    """A product of factors is said to be the gradient of another variable, or to lie in another bucket."""
-    for product in _products(program):
+def call_factors_anothers_gradient(program: Program) -> Iterator[Edit]:
+    """Factors are said to be the gradient of another variable, or to lie in another bucket."""
+    for product in _factored(program):
         names = [slot.variable for _, _, slot in slots_of(program) if slot.variable != product.kwargs["variable"]]
         yield from (partial(with_keywords, product, variable=name) for name in names[:1])
         yield partial(with_keywords, product, bucket=ops.bucket_of(product) + 1)
+
+
+@breaks
+def pad_another_row(program: Program) -> Iterator[Edit]:
+    """Another row of a table's gradient is left out."""
+    for node in placed_nodes(program, ops.index_add):
+        yield partial(with_keywords, node, padding_idx=node.kwargs.get("padding_idx", -1) + 1)
 
 
 @breaks

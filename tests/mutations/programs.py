@@ -120,6 +120,19 @@ class Products(nn.Module):
         return self.head(x)
 
 
+class Tables(nn.Module):
+    """Gradients of tables, one of which has a padding row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(9, 4), nn.Embedding(9, 4, padding_idx=3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = (x > 0).long()
+        return self.head(self.one(places[:, 0]) + self.two(places[:, 1]))
+
+
 def _reads_others(num_devices: int, weights: list[Weight]) -> Program:
     """Each gradient reads the variable whose gradient is made before it, the last one a buffer that is written."""
     program = handmade(num_devices, weights, buffer=True)
@@ -161,6 +174,7 @@ def handmade_sources() -> Iterator[Source]:
         yield Source(f"reads others, own optimizer on {n}", _reads_others(n, early), SMALL_BUCKETS, is_shared=False)
         torch.manual_seed(0)
         yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
+        yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
 

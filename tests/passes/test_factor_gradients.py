@@ -1,4 +1,6 @@
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,19 @@ class TwoLayers(nn.Module):
         return self.narrow(torch.relu(self.wide(x)))
 
 
+class TwoTables(nn.Module):
+    """Two tables, looked up by the signs of the features; ``options`` are the second one's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(50, 8), nn.Embedding(60, 8, **options)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = (x > 0).long()
+        return self.head(self.one(places[:, 0]) + self.two(places[:, 1:3]).sum(1))
+
+
 class ProductOfWeights(nn.Module):
     """The gradient of ``left`` is a product of which one factor is ``right``, transposed."""
 
@@ -44,7 +59,7 @@ def outlined(model: nn.Module, num_devices: int = 2, rows: int = 8) -> Program:
 
 
 def factored(program: Program) -> list[str]:
-    return [str(n.kwargs["variable"]) for graph in program.shard_graphs for n in targets(graph, ops.product)]
+    return [str(n.kwargs["variable"]) for graph in program.shard_graphs for n in targets(graph, *ops.FACTORED)]
 
 
 def matrix_products(program: Program) -> int:
@@ -158,3 +173,68 @@ def test_what_one_device_alone_makes_whole_is_refused() -> None:
     targets(graph, ops.pack)[0].replace_input_with(product, copy)
     with pytest.raises(VerifyError, match=r"replicas_factor_the_same_gradients .* on one of cpu:0 and cpu:1 alone"):
         verify(program)
+
+
+def test_gradients_of_tables_are_left_as_rows_and_indices() -> None:
+    before = outlined(TwoTables(padding_idx=1))
+    after = FactorGradients(min_elements=0).run(before)
+    verify(after, before=before)
+    assert sorted(factored(after)) == ["one.weight", "two.weight"]
+    one, two = sorted(targets(after.shard_graphs[0], ops.index_add), key=lambda node: str(node.kwargs["variable"]))
+    assert [tuple(factor.meta["val"].shape) for factor in one.args] == [(4, 8), (4,)]
+    assert [tuple(factor.meta["val"].shape) for factor in two.args] == [(4, 2, 8), (4, 2)]
+    assert ("padding_idx" not in one.kwargs, two.kwargs["padding_idx"]) == (True, 1)
+    left = [
+        node
+        for region in after.regions.values()
+        for node in targets(region.graph_module.graph, aten.embedding_dense_backward.default)
+    ]
+    assert left == []
+
+
+def test_a_tables_gradient_that_is_scaled_by_counts_is_made_whole() -> None:
+    """The counts are those of a replica's own batch."""
+    assert factored(FactorGradients(min_elements=0).run(outlined(TwoTables(scale_grad_by_freq=True)))) == ["one.weight"]
+
+
+def test_a_tied_table_is_made_whole() -> None:
+    class Tied(TwoTables):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.one.weight.sum()
+
+    assert factored(FactorGradients(min_elements=0).run(outlined(Tied()))) == ["two.weight"]
+
+
+def test_regions_that_are_left_with_nothing_to_do_are_not_called() -> None:
+    """One bucket for each table, so that backward is cut between them; the last only adds up rows."""
+    caps = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    program = run_up_to("outline-regions", captured_model(TwoTables(), 2, 8, columns=40), **caps)
+    after = FactorGradients(min_elements=0).run(program)
+    verify(after, before=program)
+    calls = targets(after.shard_graphs[0], ops.call_region)
+    assert len(calls) < len(targets(program.shard_graphs[0], ops.call_region))
+    assert all(call.users for call in calls)
+    assert {str(call.kwargs["region"]) for call in calls} == set(after.regions)
+
+
+def test_a_table_is_printed_saved_and_checked(tmp_path: Path) -> None:
+    pipeline = default_pipeline(min_factored_elements=0)
+    program = run_passes(captured_model(TwoTables(padding_idx=1), 2, 8, columns=40), pipeline)
+    (line,) = [line for line in str(program).splitlines() if line.lstrip().startswith("d(two.weight)")]
+    assert "f32[60, 8] " in line and " = index_add(bucket=0, " in line and "padding_idx=1)" in line
+    program.save(tmp_path / "step.json")
+    assert str(Program.load(tmp_path / "step.json")) == str(program)
+    node = targets(program.device_graphs["cpu:0"].graph, ops.index_add)[0]
+    node.args = (node.args[1], node.args[0])
+    with pytest.raises(VerifyError, match=r"needs rows of float32.*, and as many integers that name their places"):
+        verify(program)
+
+
+def test_another_padding_is_another_gradient() -> None:
+    before = outlined(TwoTables(padding_idx=1))
+    after = FactorGradients(min_elements=0).run(before)
+    for graph in after.shard_graphs:
+        for node in targets(graph, ops.index_add):
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "padding_idx"}
+    with pytest.raises(VerifyError, match=r"two\.weight"):
+        verify(after, before=before)

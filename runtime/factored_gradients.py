@@ -10,7 +10,23 @@ import torch
 
 from mirrorc.program import Bucket, Slot
 
-Factors = tuple[torch.Tensor, torch.Tensor]  # [m, k] and [k, n], whose product is a gradient [m, n]
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""[m, k] and [k, n], whose product is a gradient [m, n]; or rows [..., n] of a table [m, n] and their places [...]."""
+
+
+@dataclass(frozen=True)
+class FactoredSlot:
+    """A slot whose gradient is left as two factors.
+
+    Attributes:
+        place: its number among the bucket's slots; the slot is a contiguous matrix.
+        is_table: whether the factors are rows and the places at which they are added up; else they are multiplied.
+        padding_idx: of a table, the row that is left out.
+    """
+
+    place: int
+    is_table: bool = False
+    padding_idx: int = -1
 
 
 @dataclass(frozen=True)
@@ -21,8 +37,8 @@ class _Sum:
     stop: int
 
 
-@dataclass(frozen=True)
-class _Product:
+@dataclass
+class _Rectangle:
     """Elements of the bucket that are a rectangle of a gradient: which of the factored ones, and its rows and columns."""
 
     start: int
@@ -30,6 +46,28 @@ class _Product:
     factored: int
     rows: slice
     columns: slice
+
+
+@dataclass
+class _Product(_Rectangle):
+    """A rectangle of a matrix product."""
+
+
+@dataclass
+class _Table(_Rectangle):
+    """A rectangle of a table's gradient, in memory that stays zero but for the few rows of a step.
+
+    Attributes:
+        padding_idx: see `FactoredSlot`.
+        written: the rows that the last step added to, counted from the rectangle's first, a tensor for each replica; None if
+            it is not known what the memory holds.
+    """
+
+    padding_idx: int = -1
+    written: Sequence[torch.Tensor] | None = None
+
+
+Piece = _Sum | _Product | _Table
 
 
 @dataclass(frozen=True)
@@ -44,27 +82,27 @@ class FactoredBucket:
 
     tensor: torch.Tensor
     factors: Sequence[Factors]
-    pieces: Sequence[_Sum | _Product]
+    pieces: Sequence[Piece]
 
 
-def pieces_of_share(bucket: Bucket, factored: Sequence[int], replica: int, num_replicas: int) -> list[_Sum | _Product]:
+def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
     """What a replica has to make of its share of a bucket.
 
     Args:
         bucket: the plan.
-        factored: places of the slots whose gradients are two factors, in order; those are contiguous matrices.
+        factored: the slots whose gradients are two factors, in order.
         replica: whose share.
         num_replicas: number of shares.
     """
     start, stop = bucket.share(replica, num_replicas)
-    number_of = {place: number for number, place in enumerate(factored)}
-    pieces: list[_Sum | _Product] = []
+    number_of = {slot.place: number for number, slot in enumerate(factored)}
+    pieces: list[Piece] = []
     for place, slot in enumerate(bucket.slots):
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.num_elements)
         if first >= last:
             continue
         if place in number_of:
-            pieces += _rectangles(slot, number_of[place], first, last)
+            pieces += _rectangles(slot, number_of[place], factored[number_of[place]], first, last)
         elif pieces and isinstance(pieces[-1], _Sum):
             pieces[-1] = _Sum(pieces[-1].start, last)  # with the gap between them, which is zero
         else:
@@ -72,7 +110,7 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[int], replica: int, num_r
     return pieces
 
 
-def _rectangles(slot: Slot, factored: int, first: int, last: int) -> Iterator[_Product]:
+def _rectangles(slot: Slot, number: int, kind: FactoredSlot, first: int, last: int) -> Iterator[_Product | _Table]:
     """Elements of a matrix that follow each other, as rectangles: the end of a row, whole rows, the beginning of a row."""
     width = slot.shape[1]
     while first < last:
@@ -83,8 +121,18 @@ def _rectangles(slot: Slot, factored: int, first: int, last: int) -> Iterator[_P
         else:
             stop = min(last, first - column + width)
             rows, columns = slice(row, row + 1), slice(column, column + stop - first)
-        yield _Product(first, stop, factored, rows, columns)
+        if kind.is_table:
+            yield _Table(first, stop, number, rows, columns, kind.padding_idx)
+        else:
+            yield _Product(first, stop, number, rows, columns)
         first = stop
+
+
+def forget_what_is_written(pieces: Sequence[Piece]) -> None:
+    """Makes shares be written whole next time: something else may have written to the bucket."""
+    for piece in pieces:
+        if isinstance(piece, _Table):
+            piece.written = None
 
 
 def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
@@ -100,9 +148,31 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
         if isinstance(piece, _Sum):
             for other in others:
                 total.add_(other[piece.start : piece.stop])
+            continue
+        pairs = [bucket.factors[piece.factored] for bucket in buckets]
+        if isinstance(piece, _Table):
+            _add_rows(piece, pairs, total)
         else:
-            pairs = [bucket.factors[piece.factored] for bucket in buckets]
             _multiply([(left[piece.rows], right[:, piece.columns]) for left, right in pairs], total)
+
+
+def _add_rows(piece: _Table, pairs: Sequence[Factors], flat: torch.Tensor) -> None:
+    """The sum of rows at their places, into 1-D memory; of what is zero already, nothing is touched."""
+    first, last = piece.rows.start, piece.rows.stop
+    out = flat.view(last - first, -1)
+    written, piece.written = piece.written, None
+    if written is None:
+        out.zero_()
+    for places in written or ():
+        out.index_fill_(0, places, 0.0)
+    found = []
+    for rows, indices in pairs:
+        places = indices.reshape(-1)
+        is_own = (places >= first) & (places < last) & (places != piece.padding_idx)
+        own = is_own.nonzero().squeeze(1)
+        found.append(places[own].long() - first)
+        out.index_add_(0, found[-1], rows.reshape(-1, rows.shape[-1])[:, piece.columns][own])
+    piece.written = found
 
 
 def _multiply(pairs: Sequence[Factors], flat: torch.Tensor) -> None:
