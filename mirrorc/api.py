@@ -31,7 +31,7 @@ from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, sel
 from mirrorc.pass_manager import add_passes as put_in
 from mirrorc.passes import default_pipeline
 from mirrorc.program import Program, Stage
-from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
+from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
@@ -268,9 +268,15 @@ class Step:
         options = self._options
         check_optimizer(options.optimizer, self._state.parameters)
         training_call = TrainingCall(options.model, options.loss_fn, call.structure)
-        decompositions = decompositions_for(options.backend)
         captured = capture_program(
-            training_call, call, shards, options.devices, self._state, options.optimizer, decompositions
+            training_call,
+            call,
+            shards,
+            options.devices,
+            self._state,
+            options.optimizer,
+            decompositions_for(options.backend),
+            channels_last=likes_channels_last(options.backend, options.devices[0].torch_device),
         )
         instruments = instruments_for(options.pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(captured.program, options.pipeline, instruments)

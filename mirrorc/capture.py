@@ -17,6 +17,7 @@ from mirrorc import ops
 from mirrorc.capture_errors import check_loss, check_writes, explain, refuse_written_inputs
 from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
+from mirrorc.memory_formats import lay_channels_last
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
 from mirrorc.source_lines import module_of
@@ -71,6 +72,8 @@ def capture(
     variable_names: Mapping[str, str],
     trained: Set[str],
     decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    channels_last: bool = False,
 ) -> CapturedGraph:
     """Captures one step on one shard.
 
@@ -82,6 +85,7 @@ def capture(
             weights have several names and are one variable).
         trained: the variables that the optimizer updates.
         decompositions: of ATen operators, as the backend likes them.
+        channels_last: whether the backend likes convolutions in that format.
 
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
@@ -93,6 +97,8 @@ def capture(
         traced = _trace(call, leaves, what)
         check_writes(traced, what)
         check_loss(traced, what)
+        if channels_last:
+            lay_channels_last(traced)
         try:
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         except Exception as error:

@@ -40,6 +40,8 @@ def capture_program(
     state: ModelState,
     optimizer: torch.optim.Optimizer,
     decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    channels_last: bool = False,
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard.
 
@@ -54,7 +56,9 @@ def capture_program(
     captured = []
     for types in distinct:
         examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
-        captured.append(capture(training_call, examples, names, state.names, trained, decompositions))
+        captured.append(
+            capture(training_call, examples, names, state.names, trained, decompositions, channels_last=channels_last)
+        )
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(shard_types(shard)) for shard in shards.tensors)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}

@@ -10,6 +10,7 @@ from torch import fx
 
 from mirrorc.program import Region
 from mirrorc.runtime.codegen import generate
+from mirrorc.runtime.decompositions import decompositions
 from mirrorc.torch_internals import compile_with_inductor, inductor_decompositions, lazy_graph_module
 
 BACKENDS = ("inductor", "eager")
@@ -18,7 +19,12 @@ RegionFunction = Callable[[list[Any]], Any]
 
 def decompositions_for(backend: str) -> Mapping[Any, Callable[..., Any]]:
     """The decompositions to capture with."""
-    return inductor_decompositions() if backend == "inductor" else {}
+    return decompositions(inductor_decompositions()) if backend == "inductor" else {}
+
+
+def likes_channels_last(backend: str, device: torch.device) -> bool:
+    """Whether convolutions are faster in channels-last format: oneDNN's are, which Inductor's code calls on CPUs."""
+    return backend == "inductor" and device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 class RegionCompiler:
