@@ -150,7 +150,7 @@ def choose_bucket_sizes(setting: Setting, default: BucketSizes) -> ChosenSizes:
     candidates = _candidates(setting, default)
     if len(candidates) == 1:
         sizes = _with_first(default.bucket_cap_mb, setting, default)
-        return _unmeasured(sizes, "all caps give one bucket")
+        return _unmeasured(sizes, "all caps give the same buckets")
     cache = CalibrationCache("buckets", setting.key())
     is_whole = functools.partial(_is_whole, candidates)
     kept = cache.read(is_whole)
