@@ -111,9 +111,10 @@ def compile(
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
     check_model(model)
-    sizes = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
-    given = {name: size for name, size in sizes.items() if size is not None and size != "auto"}
-    base = default_pipeline(**given, all_reduce=all_reduce) if passes is None else passes  # type: ignore[arg-type]
+    is_measured = bucket_cap_mb == "auto"
+    sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
+    sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
+    base = default_pipeline(**sizes, all_reduce=all_reduce) if passes is None else passes
     pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
     check_pass_names("print_after", print_after, pipeline)
     if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
@@ -129,7 +130,7 @@ def compile(
         backend=backend,
         devices=parsed,
         pipeline=pipeline,
-        to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if bucket_cap_mb == "auto" else None,
+        to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
         dump=dump_to,
         print_after=tuple(print_after),
         print_after_all=print_after_all,
