@@ -2,10 +2,10 @@
 
     python benchmarks/buckets.py [--workload mlp-8] [--caps 1 4 16 25 64] [--rounds 8] [--steps 3] [--optimizer AdamW]
 
-All steps run on two logical CPUs with a thread each, in one process; they take turns of a few steps, back and forth, so that a noisy
-machine is noisy for all. The calibration is done anew, in a cache of its own. Prints a Markdown table: the calibration's time for a cap
-(with the first bucket as "auto" has it: as large as the cap), and the median step with that cap, with the default first bucket and with
-one as large as the cap; the last line is the step that "auto" gives.
+All steps run on two logical CPUs with a thread each, in one process; they take turns of a few steps, back and forth, so that a
+noisy machine is noisy for all. The calibration is done anew, in a cache of its own. Prints a Markdown table: for each cap, with
+a first bucket as large, the calibration's time and that of a median step; then the step with mirrorc's default sizes, and with
+those that "auto" chooses. That is one of the former again: how far the two differ is how noisy the machine is.
 """
 
 from __future__ import annotations
@@ -77,21 +77,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
     options = parser.parse_args()
     torch.set_num_threads(NUM_REPLICAS)
+    alike = [{"bucket_cap_mb": cap, "first_bucket_mb": cap} for cap in options.caps]
     with empty_cache() as cache:
-        kinds: list[Sizes] = [{"bucket_cap_mb": "auto"}]
-        kinds += [{"bucket_cap_mb": cap} for cap in options.caps]
-        kinds += [{"bucket_cap_mb": cap, "first_bucket_mb": cap} for cap in options.caps]
-        seconds, programs = step_seconds(options, kinds)
+        seconds, programs = step_seconds(options, [*alike, {}, {"bucket_cap_mb": "auto"}])
         kept = [json.loads(path.read_text())["result"]["milliseconds"] for path in cache.iterdir()]
     ladder: dict[str, float] = kept[0] if kept else {}
-    print("| cap, MiB | calibration, ms | buckets | first 1 MiB: step, ms | buckets | first as the cap: step, ms |")
-    print("|---|---|---|---|---|---|")
-    for i, cap in enumerate(options.caps):
-        own, alike = 1 + i, 1 + len(options.caps) + i
-        row = f"| {cap:g} | {ladder.get(f'{cap:g}', '')} | {len(programs[own].buckets)} | {1e3 * seconds[own]:.2f} "
-        print(f"{row}| {len(programs[alike].buckets)} | {1e3 * seconds[alike]:.2f} |")
-    print(f"| auto | | | | {len(programs[0].buckets)} | {1e3 * seconds[0]:.2f} |")
-    print(f"\n{next(remark for remark in programs[0].remarks if remark.startswith('bucket sizes'))}")
+    print("| cap, MiB | buckets | calibration, ms | step, ms |\n|---|---|---|---|")
+    names = [f"{cap:g}" for cap in options.caps] + ["default", "auto"]
+    for name, program, median in zip(names, programs, seconds, strict=True):
+        print(f"| {name} | {len(program.buckets)} | {ladder.get(name, '')} | {1e3 * median:.2f} |")
+    print(f"\n{next(remark for remark in programs[-1].remarks if remark.startswith('bucket sizes'))}")
 
 
 if __name__ == "__main__":
