@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import threading
@@ -111,19 +112,15 @@ class _Rehearsal:
             self._parameters = [_filled(1.0, num_elements, cast.dtype, homes[0])] * len(homes)
         else:
             self._parameters = [_filled(1.0, num_elements, cast.dtype, home) for home in homes]
-        self._states: list[dict[str, torch.Tensor]] = [{} for _ in homes]
         self._kind = "reduce_scatter" if cast.shares_parameters else "all_reduce"
         self._communicator = communicator_for(cast.link, cast.devices, cast.timeout_seconds)
         self._communicator.prepare([(self._kind, bucket) for bucket in range(max(map(len, layouts)))])
         self._launch: Callable[..., Any] = getattr(self._communicator, f"launch_{self._kind}")
         self._wait: Callable[..., torch.Tensor] = getattr(self._communicator, f"wait_{self._kind}")
         self._start = threading.Barrier(len(homes), timeout=cast.timeout_seconds)
-        self._layouts = []
-        for layout in layouts:
-            self._layouts.append([self._buckets(layout, replica) for replica in range(len(homes))])
-            self.run(-1, 1.0)  # warms up, and makes the optimizers' state
-            for replica, own in enumerate(self._layouts[-1]):
-                self._hold_state(own, replica)
+        self._layouts = [[self._buckets(layout, replica) for replica in range(len(homes))] for layout in layouts]
+        self.run(0, 1.0)
+        self._share_state()
 
     def _buckets(self, layout: Layout, replica: int) -> list[_Bucket]:
         buckets, end = [], 0
@@ -145,17 +142,24 @@ class _Rehearsal:
         start, stop = share_bounds(num_elements, len(self._cast.devices), replica)
         return begin + start, begin + stop
 
-    def _hold_state(self, buckets: Sequence[_Bucket], replica: int) -> None:
-        """Puts the state that optimizers have made into memory that those of other layouts use, too."""
-        states, base = self._states[replica], self._parameters[replica]
-        for own in (bucket.optimizer for bucket in buckets if bucket.optimizer is not None):
-            for key, value in own.state.items():
-                if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
-                    continue
-                if key not in states:
-                    states[key] = torch.empty(base.numel(), dtype=value.dtype, device=value.device)
-                place = own.parameter.storage_offset()
-                own.state[key] = states[key][place : place + value.numel()].copy_(value)
+    def _share_state(self) -> None:
+        """Lets the optimizers of all layouts have their state in the same memory; those of the first have made theirs."""
+        num_replicas = len(self._cast.devices)
+        wholes: list[dict[str, torch.Tensor]] = [{} for _ in range(num_replicas)]
+        if self._cast.shares_parameters:
+            wholes = wholes[:1] * num_replicas
+        for replica, whole in enumerate(wholes):
+            buckets = [bucket for layout in self._layouts for bucket in layout[replica]]
+            optimizers = [bucket.optimizer for bucket in buckets if bucket.optimizer is not None]
+            made = dict(optimizers[0].state) if optimizers else {}
+            for key, value in made.items():
+                is_flat = isinstance(value, torch.Tensor) and key not in SCALAR_STATE
+                if is_flat and key not in whole:
+                    whole[key] = _filled(0.0, self._parameters[replica].numel(), value.dtype, value.device)
+                for own in optimizers:
+                    place = own.parameter.storage_offset()
+                    part = whole[key][place : place + own.parameter.numel()] if is_flat else copy.deepcopy(value)
+                    own.state[key] = part
 
     def run(self, layout: int, scale: float) -> float:
         """One step of a layout; the seconds of the slowest device."""

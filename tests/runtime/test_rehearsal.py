@@ -143,7 +143,7 @@ def test_a_slow_machine_rehearses_twice_all_the_same(monkeypatch: pytest.MonkeyP
     costly(monkeypatch, clock, wait=0.0, update=50.0)
     found = rehearsed_seconds(cast(link="copy"), LAYOUTS, 1.0)
     assert found == pytest.approx([50.0 * len(layout) for layout in LAYOUTS])
-    assert clock.perf_counter() == pytest.approx(3 * sum(found))  # once to warm up
+    assert clock.perf_counter() == pytest.approx(found[0] + 2 * sum(found))  # the first makes the optimizers' state
 
 
 def test_nothing_of_the_users_changes_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_nothing_of_the_users_changes_and_nothing_is_left(monkeypatch: pytest.Mo
     assert (torch.get_num_threads(), threading.active_count()) == before[1:]
     assert [dict(group) for group in optimizer.param_groups] == groups and not optimizer.state
     assert torch.equal(parameter, torch.ones(3)) and parameter.grad is None
-    assert len(made) == 3 and not any(reference() is not None for reference in made)
+    assert len(made) == 5 and not any(reference() is not None for reference in made)
 
 
 def test_layouts_use_one_memory_for_state_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_layouts_use_one_memory_for_state_and_gradients(monkeypatch: pytest.Monk
     finally:
         pool.close()
     assert len(seen) > len(LAYOUTS)
-    assert len(set().union(*seen.values())) <= 2 * 4  # of each replica: gradients, parameters, two entries of state
+    assert len(set().union(*seen.values())) == 1 + 1 + 2  # the sums, the parameters, two entries of state, all shared
 
 
 @pytest.mark.parametrize("failing", [0, 1])
