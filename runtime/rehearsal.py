@@ -127,12 +127,9 @@ class _Rehearsal:
         for num_elements in layout:
             begin, end = end, end + num_elements
             own = slice(*self._share(begin, num_elements, replica))
-            is_updated = self._cast.group is not None and own.start < own.stop
-            optimizer = (
-                FlatOptimizer(self._cast.optimizer, self._cast.group or 0, self._parameters[replica][own])
-                if is_updated
-                else None
-            )
+            optimizer = None
+            if self._cast.group is not None and own.start < own.stop:
+                optimizer = FlatOptimizer(self._cast.optimizer, self._cast.group, self._parameters[replica][own])
             buckets.append(_Bucket(self._gradients[replica][begin:end], optimizer))
         return buckets
 
