@@ -5,6 +5,7 @@ Long for one file, because it alone may know compiler, passes and runtime.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import threading
@@ -23,16 +24,25 @@ from mirrorc.devices import parse_devices
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.instruments import instruments_for
-from mirrorc.links import check_link
+from mirrorc.links import best_link, check_link
 from mirrorc.model_state import ModelState, check_model
 from mirrorc.optimizers import check_optimizer, is_elementwise
-from mirrorc.options import StepOptions, check_additions, check_choices, dump_directory, example_call
+from mirrorc.options import (
+    StepOptions,
+    check_additions,
+    check_bucket_sizes,
+    check_choices,
+    dump_directory,
+    example_call,
+)
 from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
 from mirrorc.pass_manager import add_passes as put_in
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters, default_pipeline
+from mirrorc.passes.region_gradients import share_one_memory
 from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
+from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
 from mirrorc.runtime.explanation import Explanation, explain_steps
@@ -59,8 +69,8 @@ def compile(
     passes: Sequence[Pass] | None = None,
     add_passes: Sequence[Placed] = (),
     disable_passes: Sequence[str] = (),
-    bucket_cap_mb: float = 25.0,
-    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float | str = 25.0,
+    first_bucket_mb: float | None = None,
     all_reduce: str | None = None,
     timeout_seconds: float = 1800.0,
     record: bool = True,
@@ -83,7 +93,9 @@ def compile(
         passes: a pipeline of one's own, instead of `mirrorc.passes.default_pipeline`.
         add_passes: passes of one's own, each placed by `mirrorc.before` or `mirrorc.after` one of the pipeline.
         disable_passes: names of passes to leave out.
-        bucket_cap_mb, first_bucket_mb, all_reduce: see `mirrorc.passes.default_pipeline`.
+        bucket_cap_mb, first_bucket_mb, all_reduce: see `mirrorc.passes.default_pipeline`, which has their defaults.
+            ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; what
+            was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``) and looked up from then on.
         timeout_seconds: bound of every wait among devices.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
@@ -93,13 +105,16 @@ def compile(
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
     check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record)
+    check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     check_additions(add_passes)
     dump_to = dump_directory(dump)
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
     check_model(model)
-    options = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb, "all_reduce": all_reduce}
-    base = default_pipeline(**options) if passes is None else passes  # type: ignore[arg-type]
+    is_measured = bucket_cap_mb == "auto"
+    sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
+    sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
+    base = default_pipeline(**sizes, all_reduce=all_reduce) if passes is None else passes
     pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
     check_pass_names("print_after", print_after, pipeline)
     if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
@@ -115,6 +130,7 @@ def compile(
         backend=backend,
         devices=parsed,
         pipeline=pipeline,
+        to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
         dump=dump_to,
         print_after=tuple(print_after),
         print_after_all=print_after_all,
@@ -152,6 +168,7 @@ class Step:
         self._busy = threading.Lock()
         self._is_closed = False
         self._is_broken = False  # a run was stopped: replicas may differ
+        self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
         self._signature = inspect.signature(options.model.forward)
         parameters = self._signature.parameters.values()
         self._parameter_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -278,8 +295,9 @@ class Step:
             decompositions_for(options.backend),
             channels_last=likes_channels_last(options.backend, options.devices[0].torch_device),
         )
-        instruments = instruments_for(options.pipeline, options.dump, options.print_after, options.print_after_all)
-        program = run_passes(captured.program, options.pipeline, instruments)
+        program, pipeline = self._with_measured_sizes(captured.program)
+        instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
+        program = run_passes(program, pipeline, instruments)
         if program.stage is not Stage.LOWERED:
             raise PassError(
                 f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
@@ -292,6 +310,29 @@ class Step:
         memory = Memory(self._store, self._optimizers)
         recorder = Recorder([clock_for(device) for device in options.devices]) if options.record else None
         return Executor(program, regions, memory, captured.constants, options.timeout_seconds, recorder)
+
+    def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
+        """The pipeline with numbers in place of "auto", and the program with a remark on them, so that both can be replayed."""
+        options, plan = self._options, self._options.to_measure
+        if plan is None:
+            return program, options.pipeline
+        assert isinstance(plan, PlanBuckets)
+        if self._chosen_sizes is None:
+            asked = next((p.link for p in options.pipeline if isinstance(p, LowerCollectives)), None)
+            is_shared = any(isinstance(p, ShareParameters) for p in options.pipeline) and share_one_memory(program)
+            setting = setting_of(
+                program,
+                options.optimizer,
+                num_threads=self._num_threads,
+                link=asked or best_link(options.devices)[0],
+                shares_parameters=is_shared,
+                timeout_seconds=options.timeout_seconds,
+            )
+            self._chosen_sizes = choose_bucket_sizes(setting, BucketSizes(plan.bucket_cap_mb, plan.first_bucket_mb))
+        chosen = self._chosen_sizes
+        sized = dataclasses.replace(plan, **dataclasses.asdict(chosen.sizes))
+        pipeline = [sized if p is plan else p for p in options.pipeline]
+        return program.evolve(remarks=(*program.remarks, chosen.remark)), pipeline
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Moves parameters, which are replica 0's, to its device, and lays them densely; gives what moved and its old data."""

@@ -9,6 +9,16 @@ from mirrorc.program import Device
 LINKS = ("shared-memory", "nccl", "copy")
 
 
+def best_link(devices: Sequence[Device]) -> tuple[str, str]:
+    """The link that devices are joined by if none is asked for; and why it is not a faster one, if it is not."""
+    held_by = [device.torch_device for device in devices]
+    if held_by[0].type == "cpu":
+        return "shared-memory", ""
+    if len(set(held_by)) < len(held_by):
+        return "copy", "link copy instead of nccl: some devices share one GPU"
+    return "nccl", ""
+
+
 def check_link(link: str | None, devices: Sequence[Device]) -> None:
     """Refuses a link that does not exist or cannot join these devices; None, for the best one, always can.
 

@@ -26,6 +26,7 @@ class StepOptions:
     backend: str
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
+    to_measure: Pass | None  # the one of the pipeline whose bucket sizes are chosen by measurement
     dump: Path | None
     print_after: Sequence[str]
     print_after_all: bool
@@ -53,6 +54,35 @@ def check_choices(
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
     if not isinstance(record, bool):
         raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
+
+
+def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:
+    """Refuses a word in place of a bucket size but "auto", and "auto" where it cannot choose.
+
+    Raises:
+        ValueError: names the argument and the remedy.
+    """
+    if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
+        raise ValueError(
+            f"bucket_cap_mb is {bucket_cap_mb!r}: give a positive number of MiB (math.inf for one bucket), or 'auto' to choose "
+            "by measurement"
+        )
+    if bucket_cap_mb != "auto":
+        return
+    if passes is not None:
+        raise ValueError(
+            "bucket_cap_mb='auto' has no part in a pipeline given with passes=: give PlanBuckets its numbers there, or use "
+            "add_passes and disable_passes in place of passes"
+        )
+    if "plan-buckets" in disable_passes:
+        raise ValueError(
+            "bucket_cap_mb='auto' chooses for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
+        )
+    if first_bucket_mb is not None:
+        raise ValueError(
+            f"bucket_cap_mb='auto' chooses the size of the first bucket, too, but first_bucket_mb is {first_bucket_mb!r}: leave "
+            "it out, or give both as numbers"
+        )
 
 
 def check_additions(add_passes: Any) -> None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from mirrorc import ops
 from mirrorc.graphs import copied, insert
-from mirrorc.links import LINKS, check_link
+from mirrorc.links import LINKS, best_link, check_link
 from mirrorc.program import Program, Stage
 
 
@@ -57,12 +57,7 @@ class LowerCollectives:
         if self.link is not None:
             check_link(self.link, program.devices)
             return self.link, f"link {self.link}: asked for"
-        held_by = [device.torch_device for device in program.devices]
-        if held_by[0].type == "cpu":
-            return "shared-memory", ""
-        if len(set(held_by)) < len(held_by):
-            return "copy", "link copy instead of nccl: some devices share one GPU"
-        return "nccl", ""
+        return best_link(program.devices)
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:

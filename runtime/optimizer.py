@@ -14,8 +14,14 @@ from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
 from mirrorc.runtime.process_memory import return_freed_memory
 
 
-class _FlatOptimizer:
-    """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter."""
+class FlatOptimizer:
+    """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter.
+
+    Args:
+        optimizer: the user's, which is read only.
+        group: index of its parameter group whose hyperparameters apply.
+        flat: the bucket's parameters, or a share of them, 1-D.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor) -> None:
         self.parameter = torch.nn.Parameter(flat)
@@ -68,7 +74,7 @@ class BucketOptimizers:
     def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore) -> None:
         self.user_optimizer = optimizer
         self._store = store
-        self._flat: dict[tuple[int, int], _FlatOptimizer] = {}
+        self._flat: dict[tuple[int, int], FlatOptimizer] = {}
         self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # what the user's optimizer was given
         self._entries: list[int] = []
         self._versions: list[int] = []
@@ -88,7 +94,7 @@ class BucketOptimizers:
             for replica, parameters in enumerate(flat.parameters):
                 start, stop = flat.bucket.share(replica, len(flat.parameters))
                 if start < stop:
-                    own = _FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
+                    own = FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
         self._publish()
@@ -105,12 +111,12 @@ class BucketOptimizers:
         assert isinstance(parameter, torch.nn.Parameter)
         return parameter
 
-    def _replicas(self, bucket: Bucket) -> dict[int, _FlatOptimizer]:
+    def _replicas(self, bucket: Bucket) -> dict[int, FlatOptimizer]:
         """The flat optimizers of a bucket, by replica; a small shared bucket may have no share for some."""
         keys = [(bucket.index, replica) for replica in range(len(self._store.devices))]
         return {replica: self._flat[(index, replica)] for index, replica in keys if (index, replica) in self._flat}
 
-    def _first(self, bucket: Bucket) -> _FlatOptimizer:
+    def _first(self, bucket: Bucket) -> FlatOptimizer:
         return next(iter(self._replicas(bucket).values()))
 
     def _take_over(self, bucket: Bucket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,4 +26,12 @@ def _reproducers_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproducer, "tempfile", SimpleNamespace(mkdtemp=mkdtemp))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _measurements_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads what another measured, or writes to the cache of who runs the tests; nor do processes that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRRORC_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
         yield
