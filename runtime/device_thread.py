@@ -14,6 +14,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.program import Device
+from mirrorc.runtime.process_memory import keep_what_is_freed
 
 Job = Callable[[], Any]
 Order = tuple[Job, int, list[Any]] | None  # a job, and where its result goes: index and list; None ends the thread
@@ -31,6 +32,7 @@ class DevicePool:
 
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
         self.devices = devices
+        keep_what_is_freed()
         self.timeout_seconds = timeout_seconds
         self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
         self._outbox: queue.SimpleQueue[None] = queue.SimpleQueue()
