@@ -36,6 +36,8 @@ from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
 from mirrorc.runtime.explanation import Explanation, explain_steps
+from mirrorc.runtime.memory import report_memory
+from mirrorc.runtime.memory_report import MemoryReport
 from mirrorc.runtime.optimizer import BucketOptimizers
 from mirrorc.runtime.recording import RecordedStep, Recorder, clock_for, recorded_steps
 from mirrorc.runtime.timeline import write_timeline
@@ -366,6 +368,19 @@ class Step:
             ExecutionError: no step was recorded; says why.
         """
         return explain_steps(*self._recorded())
+
+    def memory(self) -> MemoryReport:
+        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory_report.MemoryReport`; print it.
+
+        It is added up from the last call's or `prepare`'s program; that need not have run.
+
+        Raises:
+            ExecutionError: there is no program yet, or the step is in use.
+        """
+        program = self.program
+        assert self._last is not None, "who has a program has an executor"
+        with self._exclusive():
+            return report_memory(program, self._last.regions, self._optimizers)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.

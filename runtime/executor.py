@@ -57,7 +57,7 @@ class Executor:
     ) -> None:
         self.program = program
         self.recorder = recorder
-        self._regions = regions
+        self.regions = regions
         self._memory = memory
         self._constants = constants
         self._communicators = self._make_communicators(timeout_seconds)
@@ -96,7 +96,7 @@ class Executor:
     def _bind_node(self, replica: int, node: fx.Node) -> Any:
         """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
         if node.op == "call_module":
-            return self._regions[replica][str(node.target)]
+            return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or ops.is_compute(node):
             return node.target
         return _BINDERS[node.target](self, replica, node)

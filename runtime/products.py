@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -113,10 +112,30 @@ def _multiply(pairs: Sequence[Factors], flat: torch.Tensor) -> None:
     """
     (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
     out, num_inner = flat.view(m, n), sum(left.shape[1] for left, _ in pairs)
-    if num_inner * (m + n) < math.prod(out.shape) * (len(pairs) - 1):
+    if _is_one_product(m, n, num_inner, len(pairs)):
         left = torch.cat([left.t() for left, _ in pairs]).t()
         torch.mm(left, torch.cat([right for _, right in pairs]), out=out)
         return
     torch.mm(*pairs[0], out=out)
     for left, right in pairs[1:]:
         torch.addmm(out, left, right, out=out)
+
+
+def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
+    return num_inner * (m + n) < m * n * (num_pairs - 1)
+
+
+def copied_elements(pieces: Sequence[_Sum | _Product], factors: Sequence[Sequence[Factors]]) -> int:
+    """How many elements `make_share` copies at once: those of factors that it puts side by side.
+
+    Args:
+        pieces: of the share.
+        factors: of each replica, of the factored gradients; only their shapes are looked at.
+    """
+    copied = [0]
+    for piece in pieces:
+        if isinstance(piece, _Product):
+            m, n = (part.stop - part.start for part in (piece.rows, piece.columns))
+            num_inner = sum(own[piece.factored][0].shape[1] for own in factors)
+            copied.append(num_inner * (m + n) if _is_one_product(m, n, num_inner, len(factors)) else 0)
+    return max(copied)
