@@ -372,15 +372,14 @@ class Step:
     def memory(self) -> MemoryReport:
         """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory_report.MemoryReport`; print it.
 
-        It is added up from the last call's or `prepare`'s program; that need not have run.
+        It is added up from the program of the last call, or of `prepare`; that need not have run.
 
         Raises:
-            ExecutionError: there is no program yet, or the step is in use.
+            ExecutionError: there is no program yet.
         """
-        program = self.program
-        assert self._last is not None, "who has a program has an executor"
-        with self._exclusive():
-            return report_memory(program, self._last.regions, self._optimizers)
+        program, last = self.program, self._last
+        assert last is not None, "who has a program has an executor"
+        return report_memory(program, last.regions, self._optimizers)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.

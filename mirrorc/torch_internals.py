@@ -278,9 +278,6 @@ def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor])
         action: what is watched; called once.
         given: the tensors that were there before.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
     known = {storage_key(tensor) for tensor in given}
     holders: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -291,21 +288,33 @@ def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor])
         if not holders[key]:
             del holders[key], sizes[key]
 
+    def note(operator: Any, args: Any, result: Any) -> None:
+        nonlocal peak
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in known:
+                key = storage_key(tensor)
+                holders[key], sizes[key] = holders.get(key, 0) + 1, tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor, drop, key)
+        peak = max(peak, sum(sizes.values()))
+
+    with watched_operators(note):
+        action()
+    return peak
+
+
+@contextlib.contextmanager
+def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Calls ``note(operator, args, result)`` after every operator of torch that this thread runs, on fake tensors too."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal peak
             result = func(*args, **(kwargs or {}))
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in known:
-                    key = storage_key(tensor)
-                    holders[key], sizes[key] = holders.get(key, 0) + 1, tensor.untyped_storage().nbytes()
-                    weakref.finalize(tensor, drop, key)
-            peak = max(peak, sum(sizes.values()))
+            note(func, args, result)
             return result
 
     with Watch():
-        action()
-    return peak
+        yield
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:

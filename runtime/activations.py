@@ -143,19 +143,19 @@ class _Walk:
             blocks, temporary = self._call(node)
             self.values[node] = blocks
             self.ledger.hold(blocks)
-            self._note_with(node, temporary)
+            self._note_with((node, None), temporary, ops.name_of(node))
             for source in dying[node]:
                 self.ledger.drop(self.values[source])
             if not node.users and node.op != "placeholder":
                 self.ledger.drop(blocks)
         return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
 
-    def _note_with(self, node: fx.Node, temporary: int) -> None:
-        """Notes a node, with memory that is taken while it runs."""
-        passing = Block(temporary, f"temporaries of {ops.name_of(node)}", "")
-        self.ledger.hold([passing])
-        self.ledger.note((node, None))
-        self.ledger.drop([passing])
+    def _note_with(self, where: Where, temporary: int, name: str) -> None:
+        """Notes a moment, with memory that is taken only while what is called runs."""
+        passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
+        self.ledger.hold(passing)
+        self.ledger.note(where)
+        self.ledger.drop(passing)
 
     def _call_region(self, node: fx.Node, dying: Sequence[fx.Node]) -> None:
         found = self.dry_runs[ops.region_of(node)]
@@ -171,7 +171,7 @@ class _Walk:
                 blocks[own] = (Block(own.num_bytes, names.get(own, f"{own.name} of {node.target}"), own.type),)
                 self.ledger.hold(blocks[own])
                 held.add(own)
-            self.ledger.note((node, step))
+            self._note_with((node, step), step.workspace, step.call)
             self.ledger.drop(block for place in step.dropped for block in blocks[place])
             held.difference_update(step.dropped)
         for part, result in zip(parts, found.results, strict=True):

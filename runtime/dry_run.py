@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from mirrorc.printed_values import type_of
 from mirrorc.program import Region
 from mirrorc.runtime.backend import RegionFunction, retarget
 from mirrorc.runtime.codegen import generate
-from mirrorc.torch_internals import inductor_wrapper, storage_key
+from mirrorc.runtime.workspaces import workspace_bytes
+from mirrorc.torch_internals import inductor_wrapper, storage_key, watched_operators
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +47,14 @@ class DryStep:
         node: the node of the region's graph that it carries out, where that is known.
         taken: what it takes.
         dropped: what nothing holds any more after it; an argument's memory may still be held by the caller.
+        workspace: bytes that its operator takes besides while it runs.
     """
 
     call: str
     node: fx.Node | None
     taken: tuple[Allocation, ...]
     dropped: tuple[Held, ...]
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _run(
     mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
     assert mode is not None, "a region has an argument that is a tensor"
     follower = _Follower(namespace, arguments)
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), watched_operators(follower.note_operator):
         steps = [follower.step(statement, node_of) for statement in _flat(function.body[:-1])]
         last = function.body[-1]
         assert isinstance(last, ast.Return) and last.value is not None, "a region's code ends by returning its outputs"
@@ -130,8 +133,8 @@ def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
     for step in reversed(steps):
         if step.call and not step.call.startswith(_PREPARATIONS):
             following = step.call
-        if step.taken or step.dropped:
-            named.append(DryStep(following, step.node, step.taken, step.dropped))
+        if step.taken or step.dropped or step.workspace:
+            named.append(replace(step, call=following))
     return named[::-1]
 
 
@@ -144,11 +147,18 @@ class _Follower:
         self._held: dict[str, list[int]] = {}  # local name -> memory
         self._holders: Counter[int] = Counter()
         self._found: dict[int, Held] = {}
+        self._workspace = 0
         for place, value in enumerate(arguments):
             for tensor in _tensors(value):
                 self._found.setdefault(storage_key(tensor), place)
 
+    def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Told of every operator that a statement runs."""
+        self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
+
     def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:
+        """Runs a statement."""
+        self._workspace = 0
         exec(compile(ast.Module([statement], []), "<region>", "exec"), self._globals, self._locals)
         targets = getattr(statement, "targets", [])
         names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
@@ -171,7 +181,7 @@ class _Follower:
                 if not isinstance(self._found[key], int):  # an argument's stays what it is
                     del self._found[key]
         call = node.name if node is not None else _called(statement)
-        return DryStep(call, node, tuple(taken), tuple(dropped))
+        return DryStep(call, node, tuple(taken), tuple(dropped), self._workspace)
 
     def results(self, value: ast.expr) -> tuple[Held | None, ...]:
         """The memory of the outputs that an expression names."""

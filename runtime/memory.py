@@ -17,6 +17,7 @@ from mirrorc.runtime.recording import call_name
 from mirrorc.source_lines import source_line
 
 _MOST_LISTED = 5  # values at the peak
+_LEAST_LISTED = 0.01  # of the peak
 
 Owners = tuple[str, ...]
 
@@ -158,10 +159,11 @@ def _peak(walk: Activations) -> ActivationPeak:
         return ActivationPeak(0, "", "", "", ())
     node, step = walk.where
     inner = step.node if step is not None else None
+    listed = [block for block in walk.blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * walk.peak]
     return ActivationPeak(
         num_bytes=walk.peak,
         call=call_name(node),
         operation=step.call if step is not None else "",
         source=source_line(inner) if inner is not None else source_line(node),
-        largest=tuple(LiveValue(b.name, b.type, b.num_bytes) for b in walk.blocks[:_MOST_LISTED] if b.num_bytes),
+        largest=tuple(LiveValue(block.name, block.type, block.num_bytes) for block in listed),
     )
