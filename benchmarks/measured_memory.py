@@ -53,7 +53,7 @@ def measure(make_step: Callable[[], mirrorc.Step], *args: Any, **kwargs: Any) ->
     Linux only. The activations are those of the steps after the first, which makes the optimizer's state.
     """
     gc.collect()
-    before = [tensor for tensor in _live_tensors()]  # held, so that no memory of theirs is used again meanwhile
+    before = list(_live_tensors())  # held, so that no memory of theirs is used again meanwhile
     step = make_step()
     for _ in range(2):
         step(*args, **kwargs)

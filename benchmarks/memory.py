@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--workloads mlp-64 gpt-8 ...] [--backend inductor] [--devices 2]
 
-Prints a Markdown table: told / measured, in MiB, and the ratio of both. Activations are the sum of the devices' peaks, gradients the
-pages of buckets that are written. See `measured_memory` for how it is measured; on Linux only.
+Prints a Markdown table: told / measured, in MiB, and the ratio of both. Activations are the sum of the devices' peaks, gradients
+the pages of buckets that are written. See `measured_memory` for how it is measured; on Linux only.
 """
 
 from __future__ import annotations

@@ -237,7 +237,9 @@ def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
     module = ast.parse(getattr(compiled, "source_code", None) or "")
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
     if len(functions) != 1:
-        raise ValueError(f"Inductor's code has {len(functions)} functions of the name 'call', not one: it was not understood")
+        raise ValueError(
+            f"Inductor's code has {len(functions)} functions of the name 'call', not one: it was not understood"
+        )
     namespace: dict[str, Any] = {}
     prelude: list[ast.stmt] = []
     for statement in module.body:

@@ -116,9 +116,7 @@ class _Generator:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in self.graph.nodes:
             self.names[node] = f"v{len(self.names)}"
-        self.dying = {
-            node: [self.names[source] for source in last] for node, last in last_uses(self.graph).items()
-        }
+        self.dying = {node: [self.names[source] for source in last] for node, last in last_uses(self.graph).items()}
         if placeholders:
             self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
         for node in self.graph.nodes:

@@ -126,7 +126,9 @@ class _Tally:
         """The state of an optimizer that runs by itself, on the first replica's parameters."""
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
-        self.remarks.append(f"{kind} runs by itself: what it takes and frees while it does is not known, and not counted")
+        self.remarks.append(
+            f"{kind} runs by itself: what it takes and frees while it does is not known, and not counted"
+        )
         if num_bytes is None:
             self.unknown.add(owners)
             self.remarks.append(f"what state {kind} keeps is not known before its first step; totals are without it")

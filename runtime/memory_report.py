@@ -167,9 +167,13 @@ class MemoryReport:
                 continue
             inside = f", at {peak.operation}" if peak.operation else ""
             source = f"  # {peak.source}" if peak.source else ""
-            head = f"activations on {who} are at their peak, {size_text(peak.num_bytes)}, in {peak.call}{inside}:{source}"
+            head = (
+                f"activations on {who} are at their peak, {size_text(peak.num_bytes)}, in {peak.call}{inside}:{source}"
+            )
             lines.append(head)
-            lines += [f"  {size_text(v.num_bytes):>10}  {v.name}{f': {v.type}' if v.type else ''}" for v in peak.largest]
+            lines += [
+                f"  {size_text(v.num_bytes):>10}  {v.name}{f': {v.type}' if v.type else ''}" for v in peak.largest
+            ]
         return lines
 
     def _remark_lines(self) -> list[str]:
@@ -185,4 +189,4 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _cells(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>17}" for cell in cells)
+    return "".join(f"{cell:>16}" for cell in cells)

@@ -258,7 +258,7 @@ class BucketOptimizers:
         )
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """Bytes of what an optimizer that runs by itself keeps for these buckets; None before its first step, as it may be any."""
+        """Bytes of what an optimizer that runs by itself keeps for these buckets; None before its first step: it may be any."""
         states = [state for bucket in buckets for state in self._user_states(bucket)]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         if not tensors and not self._has_run_by_itself:

@@ -24,7 +24,8 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
         return max(0, _forward(image, weight, result)) if _is_blocked(image, weight) else 0
     if operator is aten.convolution_backward.default:
         gradient, image, weight = args[:3]
-        return max(0, _backward(gradient, image, weight, result)) if _is_blocked(image, weight) else 0
+        is_strided = any(step > 1 for step in args[4])
+        return max(0, _backward(gradient, image, weight, result, is_strided)) if _is_blocked(image, weight) else 0
     return 0
 
 
@@ -62,7 +63,7 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) ->
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
-def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any) -> int:
+def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
     """First the image's gradient, if it is asked for; then the weight's, while that is there."""
     given = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
@@ -70,4 +71,6 @@ def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor,
     if result[0] is None:
         return of_weight - given
     of_image = _blocked(gradient) + _blocked_weight(weight) + _blocked(image)
+    if is_strided:  # the gradient is written twice (seen in torch 2.13)
+        of_image = max(of_image, _blocked(image) + 2 * result[0].nbytes)
     return max(of_image, of_weight + result[0].nbytes) - given

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirrorc.program import Bucket, Placement, Slot, UpdateRule
-from mirrorc.runtime.products import FactoredBucket, make_share, pieces_of_share
+from mirrorc.runtime.products import FactoredBucket, copied_elements, make_share, pieces_of_share
+from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)
 
@@ -80,3 +81,24 @@ def test_no_rows_at_all_give_zeros() -> None:
     flat = torch.full((bucket.num_elements,), 7.0)
     make_share([FactoredBucket(flat, [(torch.rand(8, 0), torch.rand(0, 4))], pieces_of_share(bucket, [0], 0, 1))], 0)
     assert torch.equal(flat[:32], torch.zeros(32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=3),
+    rows=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+)
+def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows: list[int]) -> None:
+    """The elements of factors that are put side by side, counted against what torch allocates."""
+    bucket, num_replicas = bucket_of(shapes), len(rows)
+    factored = list(range(len(shapes)))
+    pairs = [
+        [(torch.ones(m, k, dtype=torch.float64), torch.ones(k, n, dtype=torch.float64)) for m, n in shapes]
+        for k in rows
+    ]
+    for replica in range(num_replicas):
+        pieces = pieces_of_share(bucket, factored, replica, num_replicas)
+        buckets = [FactoredBucket(torch.zeros(bucket.num_elements, dtype=torch.float64), own, pieces) for own in pairs]
+        given_ = [own.tensor for own in buckets] + [factor for own in pairs for pair in own for factor in pair]
+        taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
+        assert taken == 8 * copied_elements(pieces, pairs)
