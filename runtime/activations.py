@@ -246,12 +246,13 @@ class _Walk:
             next(node for node in ops.calls(module.graph, ops.pack) if ops.bucket_of(node) == index)
             for module in self.program.device_graphs.values()
         ]
-        factors: Any = [
-            [tuple(factor.meta["val"] for factor in gradient.args) for gradient in factored_of(own)] for own in packs
-        ]
-        places = [i for i, gradient in enumerate(pack.args) if ops.stays_factored(gradient)]
         if not factored_of(pack):
             return 0
+        factors: Any = [
+            [tuple(f.meta["val"] for f in gradient.args if isinstance(f, fx.Node)) for gradient in factored_of(own)]
+            for own in packs
+        ]
+        places = [i for i, gradient in enumerate(pack.args) if ops.stays_factored(gradient)]
         pieces = pieces_of_share(bucket, places, self.replica, self.program.num_replicas)
         return copied_elements(pieces, factors) * bucket.dtype.itemsize
 

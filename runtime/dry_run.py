@@ -89,8 +89,8 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
         code, namespace = inductor_wrapper(function)
         return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
     except Exception as error:  # noqa: BLE001 - said; whatever Inductor's code calls may fail on fake tensors
-        own = generate(region.name, module.graph, lambda node: node.target)
-        found = _run(ast.parse(own.source), own.namespace, arguments, lambda line: own.nodes[line - 1])
+        plain = generate(region.name, module.graph, lambda node: node.target)
+        found = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
         reason = str(error).strip().split("\n")[0]
         remark = f"{region.name} is counted as if it were not fused, its compiled code could not be followed: {reason}"
         return DryRun(found.steps, found.results, remark)

@@ -166,11 +166,8 @@ class MemoryReport:
                 lines.append(f"activations on {who}: none")
                 continue
             inside = f", at {peak.operation}" if peak.operation else ""
-            source = f"  # {peak.source}" if peak.source else ""
-            head = (
-                f"activations on {who} are at their peak, {size_text(peak.num_bytes)}, in {peak.call}{inside}:{source}"
-            )
-            lines.append(head)
+            lines.append(f"activations on {who} are at their peak, {size_text(peak.num_bytes)}, in {peak.call}{inside}")
+            lines += [f"  # {peak.source}"[:_TEXT_WIDTH].rstrip()] if peak.source else []
             lines += [
                 f"  {size_text(v.num_bytes):>10}  {v.name}{f': {v.type}' if v.type else ''}" for v in peak.largest
             ]

@@ -302,5 +302,5 @@ def test_the_peak_is_in_the_users_terms() -> None:
     assert [value.num_bytes for value in peak.largest] == sorted((v.num_bytes for v in peak.largest), reverse=True)
     assert sum(value.num_bytes for value in peak.largest) <= peak.num_bytes
     text = str(told)
-    assert f"in {peak.call}, at {peak.operation}:  # {peak.source}" in text
+    assert f"in {peak.call}, at {peak.operation}\n  # {peak.source[:80]}" in text
     assert all(f"  {value.name}: {value.type}" in text for value in peak.largest)

@@ -32,7 +32,8 @@ def test_text() -> None:
         "cpu:1                                -               -               -               -         1.0 MiB         1.0 MiB",
         "all                            4.0 MiB         2.0 MiB         8.0 MiB         1.0 KiB         2.0 MiB        16.0 MiB",
         "",
-        "activations on cpu:0, cpu:1 are at their peak, 1.0 MiB, in bwd_0, at d_fc_mm:  # model.py:3  x = self.fc(x)",
+        "activations on cpu:0, cpu:1 are at their peak, 1.0 MiB, in bwd_0, at d_fc_mm",
+        "  # model.py:3  x = self.fc(x)",
         "     2.0 KiB  fc_relu: f32[512]",
     ]
 
