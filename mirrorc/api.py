@@ -46,6 +46,8 @@ from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
 from mirrorc.runtime.explanation import Explanation, explain_steps
+from mirrorc.runtime.memory import report_memory
+from mirrorc.runtime.memory_report import MemoryReport
 from mirrorc.runtime.optimizer import BucketOptimizers
 from mirrorc.runtime.recording import RecordedStep, Recorder, clock_for, recorded_steps
 from mirrorc.runtime.timeline import write_timeline
@@ -413,6 +415,18 @@ class Step:
             ExecutionError: no step was recorded; says why.
         """
         return explain_steps(*self._recorded())
+
+    def memory(self) -> MemoryReport:
+        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory_report.MemoryReport`; print it.
+
+        It is added up from the program of the last call, or of `prepare`; that need not have run.
+
+        Raises:
+            ExecutionError: there is no program yet.
+        """
+        program, last = self.program, self._last
+        assert last is not None, "who has a program has an executor"
+        return report_memory(program, last.regions, self._optimizers)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mirrorc.program import Aggregation, Bucket, Device, Placement, Program, Role, Synchronization, Variable
+from mirrorc.runtime.process_memory import return_freed_memory
 
 
 @dataclass
@@ -97,7 +98,10 @@ class VariableStore:
         """Makes room for a program's variables and moves them there; tells whether the buckets' layout changed."""
         moved = self.plan != program.buckets
         if moved:
-            self.buckets = [self._make_bucket(bucket) for bucket in program.buckets]
+            self.buckets = []
+            return_freed_memory()  # what is allocated next are pages that nobody has written to: some gradients never do
+            gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
+            self.buckets = [self._make_bucket(*pair) for pair in zip(program.buckets, gradients, strict=True)]
             self._own = {name for name in self._own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             self._own |= {slot.variable for flat in self.buckets for slot in flat.bucket.slots}
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
@@ -112,11 +116,10 @@ class VariableStore:
             self.layout += 1
         return moved
 
-    def _make_bucket(self, bucket: Bucket) -> FlatBucket:
+    def _make_bucket(self, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
         def empty() -> list[torch.Tensor]:
             return [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=d.torch_device) for d in self.devices]
 
-        gradients = [_for_gradients(bucket, device.torch_device) for device in self.devices]
         is_shared = bucket.placement is Placement.SHARED
         parameters = empty()[:1] * len(self.devices) if is_shared else empty()
         views = [slot_views(flat, bucket) for flat in parameters]

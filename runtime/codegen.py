@@ -77,6 +77,16 @@ def generate(
     return _Generator(graph, bind, boxed, clock).generate(title)
 
 
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, the values that nothing uses after it."""
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        dying[node] = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(dying[node])
+    return dying
+
+
 class Constant:
     """A value that is bound once, instead of a call."""
 
@@ -106,7 +116,7 @@ class _Generator:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in self.graph.nodes:
             self.names[node] = f"v{len(self.names)}"
-        self._find_last_uses()
+        self.dying = {node: [self.names[source] for source in last] for node, last in last_uses(self.graph).items()}
         if placeholders:
             self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
         for node in self.graph.nodes:
@@ -116,13 +126,6 @@ class _Generator:
     def _emit(self, line: str, node: fx.Node | None) -> None:
         self.lines.append(line)
         self.nodes.append(node)
-
-    def _find_last_uses(self) -> None:
-        seen: set[fx.Node] = set()
-        for node in reversed(list(self.graph.nodes)):
-            last = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(last)
-            self.dying[node] = [self.names[source] for source in last]
 
     def _emit_node(self, node: fx.Node) -> None:
         if node.op == "output":

@@ -22,9 +22,9 @@ from mirrorc.runtime.communicator.base import record_event, wait_event
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.factored_gradients import (
     FactoredBucket,
-    FactoredSlot,
     Factors,
     Piece,
+    factored_slots,
     forget_what_is_written,
     pieces_of_share,
 )
@@ -64,7 +64,7 @@ class Executor:
     ) -> None:
         self.program = program
         self.recorder = recorder
-        self._regions = regions
+        self.regions = regions
         self._memory = memory
         self._constants = constants
         self._communicators = self._make_communicators(timeout_seconds)
@@ -105,7 +105,7 @@ class Executor:
     def _bind_node(self, replica: int, node: fx.Node) -> Any:
         """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
         if node.op == "call_module":
-            return self._regions[replica][str(node.target)]
+            return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or ops.is_compute(node):
             return node.target
         return _BINDERS[node.target](self, replica, node)
@@ -124,7 +124,7 @@ class Executor:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
-        factored = [_factored_slot(i, made) for i, made in enumerate(node.args) if ops.stays_factored(made)]
+        factored = factored_slots(node)
         makers = {slot.place: _maker(node.args[slot.place]) for slot in factored}
         plain = [i for i in range(len(slots)) if i not in makers]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
@@ -329,10 +329,6 @@ class Executor:
         self._memory.store.gradients_are_of = None
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
-
-
-def _factored_slot(place: int, gradient: fx.Node) -> FactoredSlot:
-    return FactoredSlot(place, gradient.target is ops.index_add, gradient.kwargs.get("padding_idx", -1))  # type: ignore[arg-type]
 
 
 def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
+from mirrorc import ops
 from mirrorc.program import Bucket, Slot
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -27,6 +28,15 @@ class FactoredSlot:
     place: int
     is_table: bool = False
     padding_idx: int = -1
+
+
+def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
+    """The slots of a packed bucket whose gradients are left as two factors."""
+    return [
+        FactoredSlot(place, gradient.target is ops.index_add, gradient.kwargs.get("padding_idx", -1))  # type: ignore[union-attr, arg-type]
+        for place, gradient in enumerate(pack.args)
+        if ops.stays_factored(gradient)
+    ]
 
 
 @dataclass(frozen=True)
@@ -183,10 +193,34 @@ def _multiply(pairs: Sequence[Factors], flat: torch.Tensor) -> None:
     """
     (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
     out, num_inner = flat.view(m, n), sum(left.shape[1] for left, _ in pairs)
-    if num_inner * (m + n) < math.prod(out.shape) * (len(pairs) - 1):
+    if _is_one_product(m, n, num_inner, len(pairs)):
         left = torch.cat([left.t() for left, _ in pairs]).t()
         torch.mm(left, torch.cat([right for _, right in pairs]), out=out)
         return
     torch.mm(*pairs[0], out=out)
     for left, right in pairs[1:]:
         torch.addmm(out, left, right, out=out)
+
+
+def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
+    return num_inner * (m + n) < m * n * (num_pairs - 1)
+
+
+def copied_elements(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]]) -> int:
+    """How many elements `make_share` copies at once: factors that it puts side by side, and rows that fall into the share.
+
+    All rows of a replica may.
+
+    Args:
+        pieces: of the share.
+        factors: of each replica, of the factored gradients; only their shapes are looked at.
+    """
+    copied = [0]
+    for piece in pieces:
+        if isinstance(piece, _Product):
+            m, n = (part.stop - part.start for part in (piece.rows, piece.columns))
+            num_inner = sum(own[piece.factored][0].shape[1] for own in factors)
+            copied.append(num_inner * (m + n) if _is_one_product(m, n, num_inner, len(factors)) else 0)
+        elif isinstance(piece, _Table):
+            copied.append(max(own[piece.factored][0].numel() for own in factors))
+    return max(copied)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,24 @@ from mirrorc.optimizers import SCALAR_STATE, state_signature
 from mirrorc.program import Bucket, Placement
 from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
 from mirrorc.runtime.process_memory import return_freed_memory
+from mirrorc.torch_internals import peak_allocation, storage_key
+
+_TRIED_ELEMENTS = 4096  # so many that numbers of one element do not count
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """What an element-wise update needs besides parameters and gradients.
+
+    Attributes:
+        state: dtypes of the state's tensors, by entry: as long as the bucket.
+        scalars: dtypes of its entries that are one number, by entry.
+        temporary_bytes: bytes for each element that an update takes and gives back.
+    """
+
+    state: Mapping[str, torch.dtype]
+    scalars: Mapping[str, torch.dtype]
+    temporary_bytes: float
 
 
 class FlatOptimizer:
@@ -80,6 +99,7 @@ class BucketOptimizers:
         self._versions: list[int] = []
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
+        self._has_run_by_itself = False
 
     @property
     def leave_gradients(self) -> bool:
@@ -229,6 +249,33 @@ class BucketOptimizers:
             else:
                 held[key] = value
 
+    def update_memory(self, bucket: Bucket) -> UpdateMemory:
+        """What the update of an element-wise bucket needs; its memory need not be laid out.
+
+        Found by stepping a copy of the optimizer on a few elements; entries of state are the user's own, if there are some yet.
+        """
+        device = self._parameter(bucket.slots[0].variable).device
+        flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=bucket.dtype, device=device) for _ in range(2))
+        tried = FlatOptimizer(self.user_optimizer, bucket.rule.group, flat)
+        tried.update(gradient)  # makes its state
+        made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]
+        peak = peak_allocation(lambda: tried.update(gradient), [flat, gradient, *made])
+        state = self._user_states(bucket)[0] or tried.state
+        entries = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+        return UpdateMemory(
+            state={key: dtype for key, dtype in entries.items() if key not in SCALAR_STATE},
+            scalars={key: dtype for key, dtype in entries.items() if key in SCALAR_STATE},
+            temporary_bytes=peak / _TRIED_ELEMENTS,
+        )
+
+    def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        """Bytes of what an optimizer that runs by itself keeps for these buckets; None before its first step: it may be any."""
+        states = [state for bucket in buckets for state in self._user_states(bucket)]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        if not tensors and not self._has_run_by_itself:
+            return None
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
     def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
         """Runs the user's optimizer on replica 0's parameters, as a training loop would."""
         self.user_optimizer.zero_grad(set_to_none=True)
@@ -242,6 +289,7 @@ class BucketOptimizers:
                 members.append((parameter, home))
         try:
             self.user_optimizer.step()
+            self._has_run_by_itself = True
         finally:
             for parameter, home in members:
                 parameter.grad = None

@@ -9,10 +9,12 @@ from mirrorc.program import Bucket, Placement, Slot, UpdateRule
 from mirrorc.runtime.factored_gradients import (
     FactoredBucket,
     FactoredSlot,
+    copied_elements,
     forget_what_is_written,
     make_share,
     pieces_of_share,
 )
+from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)
 
@@ -143,3 +145,24 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     flat[4 * 20] = 5.0  # as no step would
     make_share([FactoredBucket(flat, [(torch.ones(1, 4), torch.tensor([9]))], pieces)], 0)
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=3),
+    rows=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+)
+def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows: list[int]) -> None:
+    """The elements of factors that are put side by side, counted against what torch allocates."""
+    bucket, num_replicas = bucket_of(shapes), len(rows)
+    factored = [FactoredSlot(i) for i in range(len(shapes))]
+    pairs = [
+        [(torch.ones(m, k, dtype=torch.float64), torch.ones(k, n, dtype=torch.float64)) for m, n in shapes]
+        for k in rows
+    ]
+    for replica in range(num_replicas):
+        pieces = pieces_of_share(bucket, factored, replica, num_replicas)
+        buckets = [FactoredBucket(torch.zeros(bucket.num_elements, dtype=torch.float64), own, pieces) for own in pairs]
+        given_ = [own.tensor for own in buckets] + [factor for own in pairs for pair in own for factor in pair]
+        taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
+        assert taken == 8 * copied_elements(pieces, pairs)
