@@ -26,6 +26,7 @@ from mirrorc.runtime.factored_gradients import (
     Piece,
     factored_slots,
     forget_what_is_written,
+    make_whole,
     pieces_of_share,
 )
 from mirrorc.runtime.failures import explain_failure
@@ -125,8 +126,8 @@ class Executor:
         flat = self._memory.store.buckets[ops.bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         factored = factored_slots(node)
-        makers = {slot.place: _maker(node.args[slot.place]) for slot in factored}
-        plain = [i for i in range(len(slots)) if i not in makers]
+        left = [slot.place for slot in factored]
+        plain = [i for i in range(len(slots)) if i not in left]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
         self._pieces += pieces
         is_left_to_shares = all(
@@ -138,9 +139,9 @@ class Executor:
                 if gradients[i] is not slots[i]:  # else backward wrote it there
                     slots[i].copy_(gradients[i])
             if factored and is_left_to_shares:
-                return FactoredBucket(whole, [gradients[i] for i in makers], pieces)
-            for i, make in makers.items():
-                slots[i].copy_(make(*gradients[i]))
+                return FactoredBucket(whole, [gradients[i] for i in left], pieces)
+            if factored:
+                make_whole(whole, flat.bucket, factored, [gradients[i] for i in left])
             return whole
 
         return pack

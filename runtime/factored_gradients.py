@@ -166,6 +166,13 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
             _multiply([(left[piece.rows], right[:, piece.columns]) for left, right in pairs], total)
 
 
+def make_whole(
+    tensor: torch.Tensor, bucket: Bucket, factored: Sequence[FactoredSlot], factors: Sequence[Factors]
+) -> None:
+    """Makes one replica's factored gradients in its bucket, whatever is there."""
+    make_share([FactoredBucket(tensor, factors, pieces_of_share(bucket, factored, 0, 1))], 0)
+
+
 def _add_rows(piece: _Table, pairs: Sequence[Factors], flat: torch.Tensor) -> None:
     """The sum of rows at their places, into 1-D memory; of what is zero already, nothing is touched."""
     first, last = piece.rows.start, piece.rows.stop
@@ -209,7 +216,7 @@ def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
 def copied_elements(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]]) -> int:
     """How many elements `make_share` copies at once: factors that it puts side by side, and rows that fall into the share.
 
-    All rows of a replica may.
+    Of a replica's rows, a share is taken to get an even part.
 
     Args:
         pieces: of the share.
@@ -222,5 +229,5 @@ def copied_elements(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]
             num_inner = sum(own[piece.factored][0].shape[1] for own in factors)
             copied.append(num_inner * (m + n) if _is_one_product(m, n, num_inner, len(factors)) else 0)
         elif isinstance(piece, _Table):
-            copied.append(max(own[piece.factored][0].numel() for own in factors))
+            copied.append(max(own[piece.factored][0].numel() for own in factors) // len(factors))
     return max(copied)
