@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import logging
 import os
 import re
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +195,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph; outputs keep the strides of the graph's values.
+    """Compiles a functional ATen graph, or finds it in Inductor's cache; outputs keep the strides of the graph's values.
 
     The result takes a list, which it empties, and gives a sequence of outputs.
 
@@ -207,11 +210,126 @@ def compile_with_inductor(
 
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
-    with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing:
+    with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
         joint_graph_passes(graph_module)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        graph_module.meta["mirrorc"] = (
+            "all outputs keep their strides"  # a part of the cache's key, as the line above is not
+        )
         return compile_fx_inner(graph_module, list(example_inputs))
+
+
+@contextlib.contextmanager
+def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
+    """Lends a mode of fake tensors an environment of symbolic sizes: Inductor's cache is used with one only.
+
+    It stays empty: whether sizes become symbols was decided when the mode was made.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+_unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar(
+    "unfinished", default=None
+)
+
+
+@contextlib.contextmanager
+def kernels_compiled_together() -> Iterator[None]:
+    """Within, `compile_with_inductor` does not wait for the C++ compiler, which works while more is lowered; its end does.
+
+    What `compile_with_inductor` gives must not be called before the end.
+
+    Raises:
+        Exception: at the end, what Inductor raises if a kernel cannot be compiled.
+    """
+    _let_waits_be_put_off()
+    waits: list[Callable[[], None]] = []
+    token = _unfinished.set(waits)
+    try:
+        yield
+    finally:
+        _unfinished.reset(token)
+    for wait in waits:
+        wait()
+
+
+@functools.cache
+def _let_waits_be_put_off() -> None:
+    """Inductor's modules end with a wait for their kernels, which takes the place of each among their globals."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait_now = AsyncCompile.wait
+
+    def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waits = _unfinished.get()
+        if waits is None:
+            wait_now(self, scope)
+        else:
+            waits.append(functools.partial(wait_now, self, scope))
+
+    AsyncCompile.wait = wait  # type: ignore[method-assign]
+
+
+def prepare_cpp_compiler() -> None:
+    """Begins, in threads, what Inductor would do before its first kernel of a process, so that capturing goes on meanwhile.
+
+    Inductor tries the processor's vector instructions one after the other, compiling a file for each, then precompiles a
+    header. `compile_with_inductor` waits for the former alone. What fails here fails again, and is said, when a kernel is
+    compiled.
+    """
+    _instructions_tried(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _instructions_tried(process: int) -> threading.Event:
+    """Set when a process has tried them: its threads do not live on in one that is forked."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+
+    known = set(x86_isa_checker())
+    trials = [
+        _started(functools.partial(bool, instructions))
+        for instructions in supported_vec_isa_list
+        if known.issuperset(str(instructions).split())
+    ]
+    is_tried = threading.Event()
+
+    def precompile_header() -> None:
+        for trial in trials:
+            trial.join()
+        is_tried.set()
+        CppPythonBindingsCodeCache.load_pybinding([], _LEAST_KERNEL)
+
+    _started(precompile_header)
+    return is_tried
+
+
+_LEAST_KERNEL = """#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel() { [[maybe_unused]] at::vec::Vectorized<float> one(1); }
+"""
+
+
+def _started(job: Callable[[], Any]) -> threading.Thread:
+    """A thread that does a job with the settings of its maker, and ends with the process."""
+    context = contextvars.copy_context()  # Inductor's settings are context variables
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            context.run(job)
+
+    thread = threading.Thread(target=run, name="mirrorc C++ compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:

@@ -7,8 +7,10 @@ import json
 import logging
 import operator
 import os
+import queue
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -190,6 +192,108 @@ def test_compile_with_inductor_computes_and_keeps_strides() -> None:
     assert box == [] and found.stride() == stride
     torch.testing.assert_close(found, given.t().sin())
     torch.testing.assert_close(total, given.sin().sum())
+
+
+def sine_of(rows: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A graph of one sine, and its fake argument."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sin.default, (x,))
+    graph.output((y,))
+    with FakeTensorMode():
+        x.meta["val"], y.meta["val"] = torch.empty(rows, 3), torch.empty(rows, 3)
+    return fx.GraphModule({}, graph), [x.meta["val"]]
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_compile_with_inductor_finds_what_it_compiled_in_the_cache_and_not_what_others_did() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import fresh_cache
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def lookups() -> tuple[int, int]:
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache():
+        misses, hits = lookups()
+        for _ in range(2):
+            graph_module, examples = sine_of(5)
+            function = internals.compile_with_inductor(graph_module, examples, num_threads=1)
+            assert examples[0].fake_mode.shape_env is None  # type: ignore[attr-defined]
+        assert lookups() == (misses + 1, hits + 1)
+        given = torch.randn(5, 3)
+        torch.testing.assert_close(function([given])[0], given.sin())
+        graph_module, examples = sine_of(5)
+        mode = examples[0].fake_mode  # type: ignore[attr-defined]
+        mode.shape_env = ShapeEnv()
+        tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+        with torch.no_grad(), torch._inductor.config.patch({"cpp.threads": 1}), tracing:
+            compile_fx_inner(graph_module, examples)
+        assert lookups() == (misses + 2, hits + 1)
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_kernels_compiled_together_are_there_at_the_end() -> None:
+    given = torch.randn(7, 3)
+    with internals.kernels_compiled_together():
+        functions = [internals.compile_with_inductor(*sine_of(rows), num_threads=1) for rows in (7, 8)]
+    torch.testing.assert_close(functions[0]([given])[0], given.sin())
+    torch.testing.assert_close(functions[1]([torch.ones(8, 3)])[0], torch.ones(8, 3).sin())
+
+
+def test_kernels_compiled_together_are_waited_for_at_the_end_alone() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    waited: list[str] = []
+    scopes = [{"kernel": LambdaFuture(functools.partial(waited.append, name))} for name in ("first", "second")]
+    with internals.kernels_compiled_together():
+        for scope in scopes:
+            AsyncCompile().wait(scope)
+        assert waited == []
+    assert waited == ["first", "second"] and scopes[0] == {"kernel": None}
+    AsyncCompile().wait({"kernel": LambdaFuture(lambda: waited.append("as ever"))})
+    assert waited[-1] == "as ever"
+    with pytest.raises(KeyError), internals.kernels_compiled_together():
+        AsyncCompile().wait({"kernel": LambdaFuture(lambda: waited.append("in vain"))})
+        raise KeyError
+    assert waited[-1] == "as ever"
+
+
+def test_prepare_cpp_compiler_tries_once_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache, cpu_vec_isa
+
+    tried: list[tuple[str, bool]] = []
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            tried.append((str(self), threading.current_thread() is threading.main_thread()))
+            if self == "avx512":
+                raise OSError("no compiler")
+            return True
+
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [*map(Instructions, ("avx512", "avx2", "asimd"))])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    compiled: queue.SimpleQueue[str] = queue.SimpleQueue()
+    load = lambda arguments, code: compiled.put(code)  # noqa: E731
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding", load)
+    internals._instructions_tried.cache_clear()
+    try:
+        internals.prepare_cpp_compiler()
+        internals.prepare_cpp_compiler()
+        internals._instructions_tried(os.getpid()).wait()
+        assert sorted(tried) == [("avx2", False), ("avx512", False)]
+        assert compiled.get(timeout=60) == internals._LEAST_KERNEL
+    finally:
+        internals._instructions_tried.cache_clear()
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_the_kernel_that_precompiles_the_header_compiles() -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    assert CppPythonBindingsCodeCache.load_pybinding([], internals._LEAST_KERNEL)() is None
 
 
 def test_has_cpp_compiler_sees_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
