@@ -284,15 +284,40 @@ def prepare_cpp_compiler() -> None:
     """Begins, in threads, what Inductor would do before its first kernel of a process, so that capturing goes on meanwhile.
 
     Inductor tries the processor's vector instructions one after the other, compiling a file for each, then precompiles a
-    header. `compile_with_inductor` waits for the former alone. What fails here fails again, and is said, when a kernel is
-    compiled.
+    header. Who asks Inductor for its instructions waits until all are tried. What fails here fails again, and is said, when a
+    kernel is compiled.
     """
+    _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
+def _let_instructions_be_tried_together() -> None:
+    """A trial changes its instructions' flags for a while, so that no other thread may try them at the same time."""
+    from torch._inductor import cpu_vec_isa
+
+    try_one_by_one = cpu_vec_isa.valid_vec_isa_list
+
+    def valid_vec_isa_list() -> list[Any]:
+        _instructions_tried(os.getpid()).wait()
+        return try_one_by_one()
+
+    cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
+
+
 def _instructions_tried(process: int) -> threading.Event:
-    """Set when a process has tried them: its threads do not live on in one that is forked."""
+    """Set when a process has tried them, which begins with the first call: threads do not live on in what is forked."""
+    with _preparing:
+        if process not in _prepared:
+            _prepared.clear()
+            _prepared[process] = _try_instructions()
+        return _prepared[process]
+
+
+_preparing, _prepared = threading.Lock(), dict[int, threading.Event]()
+
+
+def _try_instructions() -> threading.Event:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
 
