@@ -283,9 +283,9 @@ def _let_waits_be_put_off() -> None:
 def prepare_cpp_compiler() -> None:
     """Begins, in threads, what Inductor would do before its first kernel of a process, so that capturing goes on meanwhile.
 
-    Inductor tries the processor's vector instructions one after the other, compiling a file for each, then precompiles a
-    header. Who asks Inductor for its instructions waits until all are tried. What fails here fails again, and is said, when a
-    kernel is compiled.
+    Inductor tries the processor's vector instructions one after the other, each with a file or more that it compiles (once for
+    a cache) and loads in a process of its own. Who asks Inductor for its instructions waits until all are tried. What fails
+    here fails again, and is said, when a kernel is compiled.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -318,7 +318,7 @@ _preparing, _prepared = threading.Lock(), dict[int, threading.Event]()
 
 
 def _try_instructions() -> threading.Event:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor import codecache, cpp_builder  # noqa: F401 - here, as several threads will ask for them
     from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
 
     known = set(x86_isa_checker())
@@ -329,19 +329,13 @@ def _try_instructions() -> threading.Event:
     ]
     is_tried = threading.Event()
 
-    def precompile_header() -> None:
+    def tell() -> None:
         for trial in trials:
             trial.join()
         is_tried.set()
-        CppPythonBindingsCodeCache.load_pybinding([], _LEAST_KERNEL)
 
-    _started(precompile_header)
+    _started(tell)
     return is_tried
-
-
-_LEAST_KERNEL = """#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel() { [[maybe_unused]] at::vec::Vectorized<float> one(1); }
-"""
 
 
 def _started(job: Callable[[], Any]) -> threading.Thread:
