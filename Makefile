@@ -1,9 +1,10 @@
 # Every target makes its own virtual environment, so that a fresh machine needs Python 3.11+, make and a C++ compiler only.
 PYTHON ?= python3
 VENV := .venv
+VENV_TF := .venv-tf
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-tf clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,5 +31,15 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	$(BIN)/python benchmarks/local.py
 
+# TensorFlow in an environment of its own: it and torch need not agree on what they depend on.
+$(VENV_TF)/.installed:
+	$(PYTHON) -m venv $(VENV_TF)
+	$(VENV_TF)/bin/python -m pip install --quiet "tensorflow-cpu>=2.16" || $(VENV_TF)/bin/python -m pip install --quiet "tensorflow>=2.16"
+	touch $@
+
+bench-tf: $(VENV)/.installed $(VENV_TF)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python $(VENV_TF)/bin/python
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_TF) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,7 @@
-"""Compares training steps on this machine: mirrorc, PyTorch DDP, and one process on the whole batch.
+"""Compares training steps on this machine: mirrorc, PyTorch DDP, one process on the whole batch, and TensorFlow.
 
     python benchmarks/local.py [--workloads mlp-64 gpt-8] [--contenders mirrorc DDP] [--rounds 8] [--no-memory]
+    python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python .venv-tf/bin/python
 
 All contenders of a workload are started, then take turns of a few steps each, so that a noisy machine is noisy for all. Then
 each is started alone, to see how much memory its processes take. Prints a Markdown table of medians and of ratios.
@@ -11,10 +12,16 @@ from __future__ import annotations
 import argparse
 import socket
 import statistics
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from contenders import CONTENDERS, Contender
+from contenders import CONTENDERS
+from processes import ContenderProcesses
 from workloads import WORKLOADS
+
+HERE = Path(__file__).resolve().parent
+TENSORFLOW = "TensorFlow"
 
 
 def free_port() -> int:
@@ -22,6 +29,15 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def start(name: str, workload: str, tensorflow_python: str) -> ContenderProcesses:
+    """Starts a contender on a workload; returns when it has made its first step."""
+    if name == TENSORFLOW:
+        sizes = ["--per-replica", str(WORKLOADS[workload].per_replica)]
+        return ContenderProcesses([[tensorflow_python, str(HERE / "tensorflow_contender.py"), workload, *sizes]])
+    command = [sys.executable, str(HERE / "contenders.py"), name, workload, "--port", str(free_port()), "--rank"]
+    return ContenderProcesses([[*command, str(rank)] for rank in range(CONTENDERS[name][0])])
 
 
 @dataclass
@@ -33,12 +49,12 @@ class Result:
     memory: float = float("nan")
 
 
-def measure(workload: str, names: list[str], rounds: int, steps: int) -> dict[str, Result]:
+def measure(workload: str, names: list[str], rounds: int, steps: int, tensorflow_python: str) -> dict[str, Result]:
     """Median step and time to the first step of each contender."""
-    running = {}
+    running: dict[str, ContenderProcesses] = {}
     try:
         for name in names:
-            running[name] = Contender(name, workload, free_port())
+            running[name] = start(name, workload, tensorflow_python)
         times: dict[str, list[float]] = {name: [] for name in names}
         for contender in running.values():
             contender.run(2)
@@ -51,9 +67,9 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> dict[st
             contender.close()
 
 
-def peak_memory(workload: str, name: str, steps: int) -> int:
+def peak_memory(workload: str, name: str, steps: int, tensorflow_python: str) -> int:
     """Bytes at peak of a contender that runs alone."""
-    contender = Contender(name, workload, free_port())
+    contender = start(name, workload, tensorflow_python)
     try:
         return contender.peak_memory(steps)
     finally:
@@ -64,7 +80,8 @@ def main() -> None:
     """Measures what the command line names and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=[*CONTENDERS, TENSORFLOW])
+    parser.add_argument("--tensorflow-python", default=str(HERE.parent / ".venv-tf" / "bin" / "python"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn; a hundred times as many of the tiny one")
     parser.add_argument("--no-memory", action="store_true", help="do not start each contender again to see its memory")
@@ -75,9 +92,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for workload in options.workloads:
         steps = options.steps * (100 if workload == "tiny" else 1)
-        results = measure(workload, options.contenders, options.rounds, steps)
+        results = measure(workload, options.contenders, options.rounds, steps, options.tensorflow_python)
         for name, result in results.items() if not options.no_memory else ():
-            result.memory = peak_memory(workload, name, 4 * steps)
+            result.memory = peak_memory(workload, name, 4 * steps, options.tensorflow_python)
         own = results.get("mirrorc", Result(float("nan"), 0.0))
         for name, result in results.items():
             milliseconds, mebibytes = result.step * 1e3, result.memory / 2**20

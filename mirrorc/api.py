@@ -286,6 +286,7 @@ class Step:
     def _compile_at_home(self, call: Call, shards: Shards) -> Executor:
         options = self._options
         check_optimizer(options.optimizer, self._state.parameters)
+        self._regions.prepare(options.devices[0].torch_device)
         training_call = TrainingCall(options.model, options.loss_fn, call.structure)
         captured = capture_program(
             training_call,
@@ -305,10 +306,11 @@ class Step:
                 f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
                 "'lower-devices' gives it"
             )
-        regions = [
-            {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
-            for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
-        ]
+        with self._regions.together():
+            regions = [
+                {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
+                for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
+            ]
         memory = Memory(self._store, self._optimizers)
         recorder = Recorder([clock_for(device) for device in options.devices]) if options.record else None
         return Executor(program, regions, memory, captured.constants, options.timeout_seconds, recorder)

@@ -203,17 +203,15 @@ def split_call(call: Call, num_replicas: int) -> Shards:
         ValueError: no tensor to split, tensors that disagree on dim 0, or fewer examples than replicas.
     """
     sizes = _shard_sizes(call, num_replicas)
-    starts = [sum(sizes[:i]) for i in range(num_replicas)]
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
-            columns.append(leaf.per_replica)
+            columns.append([tensor.detach() for tensor in leaf.per_replica])
         elif leaf.split:
-            columns.append([leaf.tensor.narrow(0, starts[i], sizes[i]) for i in range(num_replicas)])
+            columns.append(leaf.tensor.detach().split_with_sizes(sizes))
         else:
-            columns.append([leaf.tensor] * num_replicas)
-    tensors = tuple(tuple(column[i].detach() for column in columns) for i in range(num_replicas))
-    return Shards(tensors, sizes)
+            columns.append([leaf.tensor.detach()] * num_replicas)
+    return Shards(tuple(zip(*columns, strict=True)), sizes)
 
 
 def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:

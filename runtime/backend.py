@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch import fx
 from mirrorc.program import Region
 from mirrorc.runtime.codegen import generate
 from mirrorc.runtime.decompositions import decompositions
-from mirrorc.torch_internals import compile_with_inductor, inductor_decompositions, lazy_graph_module
+from mirrorc.torch_internals import (
+    compile_with_inductor,
+    inductor_decompositions,
+    kernels_compiled_together,
+    lazy_graph_module,
+    prepare_cpp_compiler,
+)
 
 BACKENDS = ("inductor", "eager")
 RegionFunction = Callable[[list[Any]], Any]
@@ -39,6 +46,22 @@ class RegionCompiler:
         self.backend = backend
         self.num_threads = num_threads
         self._compiled: dict[tuple[int, torch.device], tuple[Region, RegionFunction]] = {}
+
+    def prepare(self, device: torch.device) -> None:
+        """Begins in the background what the first region has to wait for; to be called before a program is captured."""
+        if self.backend == "inductor" and device.type == "cpu":
+            prepare_cpp_compiler()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Within, regions are compiled side by side; their functions can be called from its end on."""
+        before = dict(self._compiled)
+        try:
+            with kernels_compiled_together() if self.backend == "inductor" else contextlib.nullcontext():
+                yield
+        except BaseException:
+            self._compiled = before  # the others have no kernels
+            raise
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
         """The region as a function of a list of arguments, which it empties, to a sequence of outputs."""

@@ -98,9 +98,10 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Returns when a device has finished, or one of an earlier run had: results are in ``results``, not in the queue.
+        """Returns when all devices have finished, or one has failed, or those of an earlier run had.
 
-        An interrupt may take a message from the queue with it; it cannot take a result.
+        Results are in ``results``, not in the queue. An interrupt may take a message from the queue with it; it cannot take a
+        result, and a message about all of them comes when they are there.
         """
         try:
             self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -149,5 +150,8 @@ def _serve(
                 results[replica] = (True, job())
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
                 results[replica] = (False, error)
-            outbox.put(None)
+            if not results[replica][0] or None not in results:
+                outbox.put(
+                    None
+                )  # the caller is woken once: each time it would take the interpreter from who still runs
             del order, job, results

@@ -10,6 +10,7 @@ import operator
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import cpp_compiler, tracing
 
 aten = torch.ops.aten
 CHATTY = logging.getLogger("chatty")
@@ -73,7 +75,7 @@ def test_trace_full_graph_leaves_logging_out() -> None:
 
 
 def test_logging_methods_are_those_of_a_logger() -> None:
-    assert {logging.Logger.info, logging.Logger.warning, logging.Logger.isEnabledFor} <= internals._logging_methods()
+    assert {logging.Logger.info, logging.Logger.warning, logging.Logger.isEnabledFor} <= tracing._logging_methods()
 
 
 def test_export_joint_graph_says_what_every_input_and_output_is() -> None:
@@ -213,6 +215,103 @@ def test_compile_with_inductor_computes_and_keeps_strides() -> None:
     torch.testing.assert_close(total, given.sin().sum())
 
 
+def sine_of(rows: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A graph of one sine, and its fake argument."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sin.default, (x,))
+    graph.output((y,))
+    with FakeTensorMode():
+        x.meta["val"], y.meta["val"] = torch.empty(rows, 3), torch.empty(rows, 3)
+    return fx.GraphModule({}, graph), [x.meta["val"]]
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_compile_with_inductor_finds_what_it_compiled_in_the_cache_and_not_what_others_did() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import fresh_cache
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def lookups() -> tuple[int, int]:
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache():
+        misses, hits = lookups()
+        for _ in range(2):
+            graph_module, examples = sine_of(5)
+            function = internals.compile_with_inductor(graph_module, examples, num_threads=1)
+            assert examples[0].fake_mode.shape_env is None  # type: ignore[attr-defined]
+        assert lookups() == (misses + 1, hits + 1)
+        given = torch.randn(5, 3)
+        torch.testing.assert_close(function([given])[0], given.sin())
+        graph_module, examples = sine_of(5)
+        mode = examples[0].fake_mode  # type: ignore[attr-defined]
+        mode.shape_env = ShapeEnv()
+        tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+        with torch.no_grad(), torch._inductor.config.patch({"cpp.threads": 1}), tracing:
+            compile_fx_inner(graph_module, examples)
+        assert lookups() == (misses + 2, hits + 1)
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_kernels_compiled_together_are_there_at_the_end() -> None:
+    given = torch.randn(7, 3)
+    with internals.kernels_compiled_together():
+        functions = [internals.compile_with_inductor(*sine_of(rows), num_threads=1) for rows in (7, 8)]
+    torch.testing.assert_close(functions[0]([given])[0], given.sin())
+    torch.testing.assert_close(functions[1]([torch.ones(8, 3)])[0], torch.ones(8, 3).sin())
+
+
+def test_kernels_compiled_together_are_waited_for_at_the_end_alone() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    waited: list[str] = []
+    scopes = [{"kernel": LambdaFuture(functools.partial(waited.append, name))} for name in ("first", "second")]
+    with internals.kernels_compiled_together():
+        for scope in scopes:
+            AsyncCompile().wait(scope)
+        assert waited == []
+    assert waited == ["first", "second"] and scopes[0] == {"kernel": None}
+    AsyncCompile().wait({"kernel": LambdaFuture(lambda: waited.append("as ever"))})
+    assert waited[-1] == "as ever"
+    with pytest.raises(KeyError), internals.kernels_compiled_together():
+        AsyncCompile().wait({"kernel": LambdaFuture(lambda: waited.append("in vain"))})
+        raise KeyError
+    assert waited[-1] == "as ever"
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_prepare_cpp_compiler_tries_once_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    internals.prepare_cpp_compiler()
+    known = cpu_vec_isa.valid_vec_isa_list()  # Inductor keeps the list
+    tried: list[tuple[str, bool]] = []
+    main_is_held = threading.Event()
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            main_is_held.wait(60)
+            tried.append((str(self), threading.current_thread() is threading.main_thread()))
+            if self == "avx512":
+                raise OSError("no compiler")
+            return True
+
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [*map(Instructions, ("avx512", "avx2", "asimd"))])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    cpp_compiler._prepared.clear()
+    try:
+        internals.prepare_cpp_compiler()
+        internals.prepare_cpp_compiler()
+        threading.Timer(0.05, main_is_held.set).start()
+        assert cpu_vec_isa.valid_vec_isa_list() is known  # once all are tried
+        assert sorted(tried) == [("avx2", False), ("avx512", False)]
+    finally:
+        cpp_compiler._prepared.clear()
+
+
 def test_has_cpp_compiler_sees_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder, exc
 
@@ -319,10 +418,10 @@ def test_every_function_is_called_here() -> None:
     names = [
         name
         for name, found in inspect.getmembers(internals, inspect.isfunction)
-        if found.__module__ == internals.__name__
+        if found.__module__.startswith(f"{internals.__name__}.")
     ]
     public = [name for name in names if not name.startswith("_")]
-    assert len(public) >= 9
+    assert len(public) >= 20
     assert [
         name for name in public if operator.countOf(source.split(), name) == 0 and f"internals.{name}" not in source
     ] == []

@@ -112,6 +112,39 @@ def test_a_region_is_compiled_once_for_two_logical_cpus(monkeypatch: pytest.Monk
     assert len(compiled) == 2
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_regions_compiled_together_compute_what_they_say(name: str) -> None:
+    if name == "inductor" and not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
+    compiler = RegionCompiler(name, num_threads=1)
+    compiler.prepare(CPU)
+    with compiler.together():
+        functions = [compiler.compile(small_region(), CPU) for _ in range(2)]
+    for function in functions:
+        for value, reference in zip(function(arguments()), expected(), strict=True):
+            torch.testing.assert_close(value, reference)
+
+
+def test_what_was_compiled_together_with_a_failure_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def record(graph_module: fx.GraphModule, examples: object, num_threads: int) -> object:
+        compiled.append(graph_module)
+        return lambda box: box
+
+    monkeypatch.setattr(backend, "compile_with_inductor", record)
+    compiler, kept, lost = RegionCompiler("inductor", num_threads=1), small_region(), small_region()
+    with compiler.together():
+        compiler.compile(kept, CPU)
+    with pytest.raises(KeyError), compiler.together():
+        compiler.compile(lost, CPU)
+        raise KeyError
+    compiler.compile(kept, CPU)
+    assert len(compiled) == 2
+    compiler.compile(lost, CPU)
+    assert len(compiled) == 3
+
+
 def test_inductor_does_not_change_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
     def wreck(graph_module: fx.GraphModule, examples: object, num_threads: int) -> object:
         graph_module.graph.erase_node(graph_module.graph.output_node())

@@ -1,0 +1,55 @@
+"""Every private API of torch that mirrorc uses, each behind a name of ours; a test calls each and fails when one moves."""
+
+from __future__ import annotations
+
+from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocation, storage_key, watched_operators
+from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
+from mirrorc.torch_internals.graphs import add_node, lazy_graph_module, quiet_fake_tensors
+from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
+from mirrorc.torch_internals.state import (
+    has_gradient_hooks,
+    has_step_hooks,
+    hook_tables,
+    is_dense,
+    is_structured_trace_on,
+    mark_optimizer_stepped,
+    torch_modes,
+    trace_artifact,
+)
+from mirrorc.torch_internals.tracing import (
+    JointGraph,
+    export_joint_graph,
+    is_users_file,
+    trace_full_graph,
+    user_frames,
+    written_modules,
+)
+
+__all__ = [
+    "JointGraph",
+    "add_node",
+    "compile_with_inductor",
+    "export_joint_graph",
+    "has_cpp_compiler",
+    "has_gradient_hooks",
+    "has_step_hooks",
+    "hook_tables",
+    "inductor_decompositions",
+    "inductor_wrapper",
+    "is_dense",
+    "is_structured_trace_on",
+    "is_users_file",
+    "kernels_compiled_together",
+    "lazy_graph_module",
+    "mark_optimizer_stepped",
+    "peak_allocation",
+    "prepare_cpp_compiler",
+    "quiet_fake_tensors",
+    "storage_key",
+    "torch_modes",
+    "trace_artifact",
+    "trace_full_graph",
+    "user_frames",
+    "watched_operators",
+    "written_modules",
+]

@@ -1,0 +1,114 @@
+"""What memory is taken and given back: by compiled code, by operators."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class _NoKernel:
+    """Stands for a compiled kernel and computes nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """On CPUs."""
+
+    run = __call__  # on GPUs
+
+
+def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
+    """The Python function ``call(self, args)`` that allocates memory around the kernels of `compile_with_inductor`'s result.
+
+    Its namespace is for running it on fake tensors: kernels compute nothing, and what allocates or views memory is torch's
+    own function of that name. Nothing is compiled.
+
+    Raises:
+        ValueError: there is no such function, as with Inductor's C++ wrapper.
+    """
+    module = ast.parse(getattr(compiled, "source_code", None) or "")
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    if len(functions) != 1:
+        raise ValueError(
+            f"Inductor's code has {len(functions)} functions of the name 'call', not one: it was not understood"
+        )
+    namespace: dict[str, Any] = {}
+    prelude: list[ast.stmt] = []
+    for statement in module.body:
+        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        if "async_compile" not in names:
+            prelude.append(statement)
+        elif isinstance(statement, ast.Assign):  # name = async_compile.cpp_pybinding(...)
+            namespace.update({node.id: _NoKernel() for node in statement.targets if isinstance(node, ast.Name)})
+    exec(compile(ast.Module(prelude, type_ignores=[]), "<Inductor's wrapper>", "exec"), namespace)
+    for name in list(namespace):
+        if name.startswith("empty_strided_"):
+            namespace[name] = _empty_strided_on(name.removeprefix("empty_strided_").removesuffix("_pinned"))
+    for name in ("assert_size_stride", "assert_alignment", "run_intermediate_hooks"):
+        namespace[name] = _NoKernel()
+    namespace["reinterpret_tensor"] = _reinterpret
+    return functions[0], namespace
+
+
+def _empty_strided_on(device: str) -> Callable[..., torch.Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number for a tensor's memory, also a fake one's: tensors that share memory have the same, as long as one is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor]) -> int:
+    """Bytes of the tensors that operators of torch make in an action, at the moment when most are alive.
+
+    What operators allocate and free within themselves is not seen.
+
+    Args:
+        action: what is watched; called once.
+        given: the tensors that were there before.
+    """
+    known = {storage_key(tensor) for tensor in given}
+    holders: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    peak = 0
+
+    def drop(key: int) -> None:
+        holders[key] -= 1
+        if not holders[key]:
+            del holders[key], sizes[key]
+
+    def note(operator: Any, args: Any, result: Any) -> None:
+        nonlocal peak
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in known:
+                key = storage_key(tensor)
+                holders[key], sizes[key] = holders.get(key, 0) + 1, tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor, drop, key)
+        peak = max(peak, sum(sizes.values()))
+
+    with watched_operators(note):
+        action()
+    return peak
+
+
+@contextlib.contextmanager
+def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Calls ``note(operator, args, result)`` after every operator of torch that this thread runs, on fake tensors too."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            note(func, args, result)
+            return result
+
+    with Watch():
+        yield

@@ -1,0 +1,107 @@
+"""Inductor: its decompositions, and compiling one graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor wants to see applied.
+
+    Dropout is kept, as it gets a random stream of its own, and what `compile_with_inductor` decomposes itself.
+    """
+    from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    for packet in (torch.ops.aten.native_dropout, *(kept.overloadpacket for kept in _EXPANDED_LATE)):
+        for overload in packet.overloads():
+            table.pop(getattr(packet, overload), None)
+    return table
+
+
+_EXPANDED_LATE = (torch.ops.aten.embedding_dense_backward.default,)
+"""What a pass wants to see whole, though Inductor has it decomposed."""
+
+
+def _expand(graph: fx.Graph) -> None:
+    """Decomposes what was kept whole, as Inductor wants it."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = select_decomp_table()
+    for node in [node for node in graph.nodes if node.target in _EXPANDED_LATE]:
+        tensors = node.all_input_nodes
+        constants = node.args[len(tensors) :]
+        values = [tensor.meta["val"] for tensor in tensors]
+        with values[0].fake_mode:
+            traced = make_fx(lambda *given: table[node.target](*given, *constants), table)(*values)  # noqa: B023
+        placeholders = [inside for inside in traced.graph.nodes if inside.op == "placeholder"]
+        with graph.inserting_before(node):
+            made = graph.graph_copy(traced.graph, dict(zip(placeholders, tensors, strict=True)))
+        node.replace_all_uses_with(made)  # type: ignore[arg-type]
+        graph.erase_node(node)
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compiles a functional ATen graph, or finds it in Inductor's cache; outputs keep the strides of the graph's values.
+
+    The result takes a list, which it empties, and gives a sequence of outputs.
+
+    Args:
+        graph_module: the graph; it is changed.
+        example_inputs: fake tensors with the shapes and strides of the arguments.
+        num_threads: threads that a compiled loop may use on the CPU.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
+    tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
+    with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
+        _expand(graph_module.graph)
+        joint_graph_passes(graph_module)
+        output = graph_module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        graph_module.meta["mirrorc"] = (
+            "all outputs keep their strides"  # a part of the cache's key, as the line above is not
+        )
+        return compile_fx_inner(graph_module, list(example_inputs))
+
+
+@contextlib.contextmanager
+def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
+    """Lends a mode of fake tensors an environment of symbolic sizes: Inductor's cache is used with one only.
+
+    It stays empty: whether sizes become symbols was decided when the mode was made.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,64 @@
+"""Settings of torch, hooks, and its structured trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_structured_trace_on() -> bool:
+    """Whether torch writes a structured trace (the environment variable TORCH_TRACE, or a handler of one's own)."""
+    from torch._logging._internal import LazyTraceHandler, trace_log
+
+    # one that waits for a folder which nobody named takes itself away when it is first written to
+    return any(not isinstance(h, LazyTraceHandler) or h.root_dir is not None for h in trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Adds a text to torch's structured trace, where tlparse shows it as a file."""
+    from torch._logging._internal import trace_structured
+
+    metadata = {"name": name, "encoding": "string"}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)
+
+
+def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells LR schedulers that the optimizer has stepped, though its own ``step`` was not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user hooked into ``optimizer.step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
+    """The tables that a module's forward and backward hooks are in, live."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(module, name) for name in names]
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether the user hooked into a tensor's gradient."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def torch_modes() -> tuple[Any, ...]:
+    """Settings of torch that shape a captured graph or its compiled code."""
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
+    return (
+        autocast,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,0 +1,179 @@
+"""Capturing: Dynamo, AOTAutograd, and where in the user's code they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+@dataclass
+class JointGraph:
+    """Forward and backward as AOTAutograd gives them, its descriptors turned into plain names.
+
+    Attributes:
+        graph_module: the functional graph.
+        leaf_of: placeholder to index of the tensor argument.
+        variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
+        tangent: the placeholder for the gradient of the loss.
+        loss: the node of the loss.
+        gradients: parameter name to the node of its gradient, None if it has none.
+        buffer_writes: buffer name to the node of its new value.
+        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
+        fake_mode: the mode of the graph's fake tensors.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: Any
+    tangent: fx.Node
+    loss: fx.Node
+    leaf_of: dict[fx.Node, int] = field(default_factory=dict)
+    variable_of: dict[fx.Node, str] = field(default_factory=dict)
+    gradients: dict[str, fx.Node | None] = field(default_factory=dict)
+    buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
+    written_inputs: list[tuple[str, str]] = field(default_factory=list)
+
+    def fake_seed(self) -> torch.Tensor:
+        """A fake tensor like a replica's seed."""
+        with self.fake_mode:
+            return torch.empty((), dtype=torch.int64)
+
+    def constant(self, node: fx.Node) -> torch.Tensor:
+        """The tensor that a get_attr node names."""
+        return _attribute(self.graph_module, str(node.target))
+
+
+def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises."""
+    from torch._dynamo import config
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    options = {
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods(),
+    }
+    names = type(module).forward.__globals__
+    before = set(names)
+    try:
+        with config.patch(options), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            traced = dynamo_graph_capture_for_export(module)(*leaves)
+        traced.meta["mirrorc_written_modules"] = _written_modules(caught)
+        return traced
+    finally:
+        for name in set(names) - before:  # Dynamo installs its graph there, and with it the model, for ever
+            if name.startswith("__compiled_fn"):
+                del names[name]
+
+
+_MODULE_SOURCE = r"""L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?["',\]]"""
+
+
+def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """The modules whose attributes the traced forward assigns, as Dynamo reports them; other warnings are passed on.
+
+    What forward writes to other objects (a configuration, a module of Python) is reported by a warning of torch.
+    """
+    written: list[str] = []
+    for warning in caught:
+        if "side effects" in str(warning.message):
+            for source in re.findall(
+                r"L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?[\"',\]]", str(warning.message)
+            ):
+                written.append(".".join(re.findall(r"'([^']+)'", source)))
+        if not written:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return written
+
+
+def written_modules(traced: fx.GraphModule) -> list[str]:
+    """The modules whose attributes the forward of `trace_full_graph`'s result assigns."""
+    return list(traced.meta["mirrorc_written_modules"])
+
+
+def _logging_methods() -> set[Callable[..., Any]]:
+    names = ("debug", "info", "warning", "warning_once", "error", "exception", "critical", "log", "isEnabledFor")
+    methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    return methods
+
+
+def export_joint_graph(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> JointGraph:
+    """The functional forward-and-backward graph of what `trace_full_graph` gave."""
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
+    graph_module = exported.graph_module
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    tangent = next(node for node in placeholders if isinstance(node.meta["desc"], d.TangentAOTInput))
+    results = list(zip(output.args[0], output.meta["desc"], strict=True))
+    loss = next(node for node, desc in results if isinstance(desc, d.PlainAOTOutput))
+    joint = JointGraph(graph_module, tangent.meta["val"].fake_mode, tangent, loss)
+    for node in placeholders:
+        desc = node.meta["desc"]
+        if isinstance(desc, d.PlainAOTInput):
+            joint.leaf_of[node] = desc.idx
+        elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
+            joint.variable_of[node] = desc.target
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            joint.variable_of[node] = str(node.target)
+    for node, desc in results:
+        if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
+            joint.gradients[desc.grad_of.target] = node
+        elif isinstance(desc, d.InputMutationAOTOutput):
+            _note_mutation(joint, node, desc.mutated_input, d)
+    return joint
+
+
+def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> None:
+    if isinstance(mutated, d.BufferAOTInput):
+        joint.buffer_writes[mutated.target] = node
+    elif isinstance(mutated, d.ParamAOTInput):
+        joint.written_inputs.append(("parameter", mutated.target))
+    else:
+        joint.written_inputs.append(("argument", str(mutated.idx)))
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The user's frames that the tracer was in when it failed, outermost first; not those of torch, Python or mirrorc."""
+    frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
+    cause = error.__cause__ or error.__context__
+    if not frames and cause is not None:
+        return user_frames(cause)
+    return [frame for frame in frames if is_users_file(frame.filename)]
+
+
+def is_users_file(path: str) -> bool:
+    """Whether a source file is neither torch's nor Python's nor mirrorc's."""
+    if path.startswith((torch.__path__[0], _MIRRORC, "<")):
+        return False
+    return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_MIRRORC = str(Path(__file__).parent.parent)
