@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,9 +148,11 @@ class _Follower:
         self._holders: Counter[int] = Counter()
         self._found: dict[int, Held] = {}
         self._workspace = 0
+        self._places: defaultdict[int, list[int]] = defaultdict(list)  # memory -> arguments, of which some may be views
         for place, value in enumerate(arguments):
             for tensor in _tensors(value):
                 self._found.setdefault(storage_key(tensor), place)
+                self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
         """Told of every operator that a statement runs."""
@@ -177,7 +179,7 @@ class _Follower:
         for key in before:
             self._holders[key] -= 1
             if not self._holders[key]:
-                dropped.append(self._found[key])
+                dropped += self._places.get(key) or [self._found[key]]
                 if not isinstance(self._found[key], int):  # an argument's stays what it is
                     del self._found[key]
         call = node.name if node is not None else _called(statement)

@@ -75,7 +75,7 @@ def test_nobody_imports_a_second_copy_from_the_root(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
+def test_private_names_of_torch_stay_in_one_folder(path: Path) -> None:
     if relative(path).startswith(MAY_BE_PRIVATE):
         return
     names = {*imports(path), *dotted_names(path)}

@@ -138,3 +138,15 @@ def test_a_deep_region_is_followed_in_one_go() -> None:
 
     found = ran(region_of(build, 1))
     assert len(lives(found)) == 3000 and sum(len(step.dropped) for step in found.steps) == 3000
+
+
+def test_arguments_that_share_memory_are_all_dropped() -> None:
+    """A value and a view of it, both saved for backward."""
+
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(aten.sin.default, (graph.call_function(aten.add.Tensor, (x, y)),))]
+
+    region = region_of(build, 3, 3)
+    one, other = [node for node in region.graph_module.graph.nodes if node.op == "placeholder"]
+    other.meta["val"] = one.meta["val"].detach()
+    assert (0, 1) in [step.dropped for step in ran(region).steps]
