@@ -251,7 +251,10 @@ class Step:
         groups = tuple(tuple(id(p) for p in group["params"]) for group in self._options.optimizer.param_groups)
         key = (
             call.structure,
-            tuple(shard_types(shard) for shard in shards.tensors),
+            tuple(
+                shard_types(shard, device.torch_device)
+                for shard, device in zip(shards.tensors, self._options.devices, strict=True)
+            ),
             self._state.fingerprint(),
             (groups, is_elementwise(self._options.optimizer)),
             torch_modes(),
