@@ -19,7 +19,7 @@ from mirrorc.runtime.backend import RegionFunction
 from mirrorc.runtime.buffers import VariableStore
 from mirrorc.runtime.codegen import Constant, GraphFunction, generate
 from mirrorc.runtime.communicator import Communicator, communicator_for
-from mirrorc.runtime.communicator.base import record_event, wait_event
+from mirrorc.runtime.communicator.base import record_event, wait_device, wait_event
 from mirrorc.runtime.cuda_graphs import StepGraph
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.factored_gradients import (
@@ -362,6 +362,9 @@ class Executor:
             self.recorder.forget()
 
     def _begin_afresh(self) -> None:
+        """After a step that failed: nobody waits for the end of what GPUs were given of it, and its memory is used anew."""
+        for device in dict.fromkeys(device.torch_device for device in self.program.devices):
+            wait_device(device)
         self._forget_step()
         self._memory.store.gradients_are_of = None
         for link, communicator in self._communicators.items():
