@@ -73,6 +73,9 @@ class CudaCapturer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._anchor: torch.cuda.CUDAGraph | None = None
+        self._failed: list[
+            torch.cuda.CUDAGraph
+        ] = []  # torch's allocator keeps pointers to graphs whose capture did not end
 
     def capture(self, function: Callable[[], None]) -> Graph:
         """As in `Capturer`; in the device's thread, whose stream is the one that warmed up."""
@@ -83,9 +86,13 @@ class CudaCapturer:
     def _capture(self, function: Callable[[], Any], **options: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
-        # other threads, which pin batches say, may go on: all that is captured is queued by this one
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options):
-            function()
+        try:
+            # other threads, which pin batches say, may go on: all that is captured is queued by this one
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options):
+                function()
+        except BaseException:
+            self._failed.append(graph)
+            raise
         return graph
 
     def wait(self) -> None:

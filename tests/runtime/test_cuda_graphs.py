@@ -38,6 +38,10 @@ def test_captures_share_the_pool_of_one_that_stays(monkeypatch: pytest.MonkeyPat
     (anchor, _), *others = asked
     assert [own for own, _ in others] == graphs and anchor not in graphs and calls == [0, 1]
     assert [options.pop("pool", None) for _, options in asked] == [None, anchor.pool(), anchor.pool()]
+    with pytest.raises(ZeroDivisionError):
+        capturer.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    failed = asked.pop()[0]
+    assert any(own is failed for own in capturer._failed), "torch points to it"
     shared = {"stream": "the thread's stream on cpu", "capture_error_mode": "thread_local"}
     assert [options for _, options in asked] == [shared] * 3
 
