@@ -442,8 +442,12 @@ class Step:
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
         last = self._last  # another thread may run the step meanwhile
-        recorder = last.recorder if last is not None else None
-        steps = recorded_steps(self._options.record, recorder, is_captured=self._options.cuda_graphs)
+        if self._options.cuda_graphs:
+            raise ExecutionError(
+                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
+                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            )
+        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
         assert last is not None, "what has no program has no steps"
         return last.program, steps
 

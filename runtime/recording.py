@@ -201,26 +201,14 @@ class Recorder:
         return RecordedStep(warms_up, _nanoseconds(begun), tuple(own[0] for own in times), tuple(calls))
 
 
-def recorded_steps(
-    is_recording: bool, recorder: Recorder | None, *, is_captured: bool = False
-) -> tuple[RecordedStep, ...]:
+def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[RecordedStep, ...]:
     """The recorded steps of the program that was called last, if any was.
-
-    Args:
-        is_recording: whether steps are recorded.
-        recorder: of that program; None if there is none.
-        is_captured: whether steps are CUDA graphs, in which no call has a time of its own.
 
     Raises:
         ExecutionError: there are none; says why, and what to do.
     """
     if not is_recording:
         raise ExecutionError("no step was recorded: this one was compiled with record=False; compile with record=True")
-    if is_captured:
-        raise ExecutionError(
-            "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its own; "
-            "compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
-        )
     steps = recorder.steps() if recorder is not None else ()
     if recorder is not None and recorder.has_begun and not steps:
         raise ExecutionError(
