@@ -13,9 +13,7 @@ from mirrorc.optimizers import check_capturable
 from mirrorc.program import Program
 from mirrorc.source_lines import source_line
 
-NUM_WARM_UP_STEPS = (
-    3  # as many as torch.cuda.make_graphed_callables runs: kernels are tuned, the optimizer makes its state
-)
+NUM_WARM_UP_STEPS = 3  # as torch.cuda.make_graphed_callables has it: kernels are tuned, optimizers make their state
 _MANY_RENEWALS = 8  # so many are reported, once
 
 Function = Callable[[list[Any]], torch.Tensor]
