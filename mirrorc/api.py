@@ -32,6 +32,7 @@ from mirrorc.options import (
     check_additions,
     check_bucket_sizes,
     check_choices,
+    check_cuda_graphs,
     dump_directory,
     example_call,
 )
@@ -43,6 +44,7 @@ from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
+from mirrorc.runtime.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor, Memory
 from mirrorc.runtime.explanation import Explanation, explain_steps
@@ -76,6 +78,7 @@ def compile(
     all_reduce: str | None = None,
     timeout_seconds: float = 1800.0,
     record: bool = True,
+    cuda_graphs: bool = False,
     example_inputs: Any = None,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
@@ -100,6 +103,8 @@ def compile(
             was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``) and looked up from then on.
         timeout_seconds: bound of every wait among devices.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
+        cuda_graphs: on one GPU, capture the step after a few calls as a CUDA graph, and replay it from then on: for steps that
+            the GPU does faster than Python hands it their kernels. Nothing is recorded then. This has not run on a GPU yet.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
 
@@ -112,6 +117,7 @@ def compile(
     dump_to = dump_directory(dump)
     parsed = parse_devices(devices)
     check_link(all_reduce, parsed)
+    check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
     is_measured = bucket_cap_mb == "auto"
     sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
@@ -138,6 +144,7 @@ def compile(
         print_after_all=print_after_all,
         timeout_seconds=timeout_seconds,
         record=record,
+        cuda_graphs=cuda_graphs,
     )
     step = Step(chosen, state)
     if example_inputs is not None:
@@ -157,7 +164,8 @@ class Step:
         self._options = options
         self._state = state
         self._store = VariableStore(state.tensors, options.devices)
-        self._optimizers = BucketOptimizers(options.optimizer, self._store)
+        self._optimizers = BucketOptimizers(options.optimizer, self._store, is_captured=options.cuda_graphs)
+        self._capturer = CudaCapturer(options.devices[0].torch_device) if options.cuda_graphs else None
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
@@ -245,7 +253,10 @@ class Step:
         groups = tuple(tuple(id(p) for p in group["params"]) for group in self._options.optimizer.param_groups)
         key = (
             call.structure,
-            tuple(shard_types(shard) for shard in shards.tensors),
+            tuple(
+                shard_types(shard, device.torch_device)
+                for shard, device in zip(shards.tensors, self._options.devices, strict=True)
+            ),
             self._state.fingerprint(),
             (groups, is_elementwise(self._options.optimizer)),
             torch_modes(),
@@ -298,6 +309,8 @@ class Step:
             decompositions_for(options.backend),
             channels_last=likes_channels_last(options.backend, options.devices[0].torch_device),
         )
+        if options.cuda_graphs:
+            check_captured_program(captured.program, options.optimizer)
         program, pipeline = self._with_measured_sizes(captured.program)
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, instruments)
@@ -312,8 +325,10 @@ class Step:
                 for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
             ]
         memory = Memory(self._store, self._optimizers)
-        recorder = Recorder([clock_for(device) for device in options.devices]) if options.record else None
-        return Executor(program, regions, memory, captured.constants, options.timeout_seconds, recorder)
+        step_graph = StepGraph(self._capturer, options.devices[0].torch_device) if self._capturer is not None else None
+        is_recording = options.record and step_graph is None
+        recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
+        return Executor(program, regions, memory, captured.constants, options.timeout_seconds, recorder, step_graph)
 
     def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
         """The pipeline with numbers in place of "auto", and the program with a remark on them, so that both can be replayed."""
@@ -443,6 +458,11 @@ class Step:
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
         last = self._last  # another thread may run the step meanwhile
+        if self._options.cuda_graphs:
+            raise ExecutionError(
+                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
+                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            )
         steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
         assert last is not None, "what has no program has no steps"
         return last.program, steps
@@ -452,6 +472,8 @@ class Step:
         self._is_closed = True
         if self._pool is not None:
             self._pool.close()
+        for executor in self._executors.values():
+            executor.release()
 
     def __enter__(self) -> Step:
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.program import UpdateRule
+from mirrorc.program import UpdateRule, Variable
 from mirrorc.torch_internals import has_step_hooks
 
 ELEMENTWISE = (
@@ -32,6 +32,56 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def is_fused(group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a group's parameters of a dtype are updated by torch's fused kernels: if it says so, or leaves it open.
+
+    If open, not for 16-bit parameters: torch's fused SGD leaves them as they are on the CPU (seen in 2.13).
+    """
+    fused = group.get("fused", False)
+    if fused is None and not group.get("foreach"):
+        return dtype in (torch.float32, torch.float64)
+    return bool(fused)
+
+
+def check_capturable(optimizer: torch.optim.Optimizer, variables: Mapping[str, Variable]) -> None:
+    """Refuses an optimizer whose updates cannot be captured in a CUDA graph.
+
+    Args:
+        optimizer: the user's.
+        variables: of the program that it updates, by name.
+
+    Raises:
+        ValueError: says which parameter's update, why, and the remedy.
+    """
+    name_of = type(optimizer).__name__
+    remedy = "use Adam, AdamW, SGD or Adagrad with fused=True, or compile with cuda_graphs=False"
+    for name, variable in variables.items():
+        rule = variable.update
+        if rule is None:
+            continue
+        if not rule.elementwise:
+            raise ValueError(
+                f"cuda_graphs=True cannot capture {name_of}, which runs by itself (another class than torch's element-wise "
+                f"ones, or with hooks, capturable or differentiable): {remedy}"
+            )
+        group = optimizer.param_groups[rule.group]
+        if not is_fused(group, variable.dtype):
+            raise ValueError(
+                f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
+                f"which is not fused: {remedy}"
+            )
+        tensors = [key for key in optimizer.defaults if key != "lr" and _holds_tensor(group[key])]
+        if tensors:
+            raise ValueError(
+                f"cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}, which is "
+                f"read on the host in every step: give a number, or compile with cuda_graphs=False"
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(part, torch.Tensor) for part in (value if isinstance(value, tuple | list) else (value,)))
 
 
 def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -32,6 +32,27 @@ class StepOptions:
     print_after_all: bool
     timeout_seconds: float
     record: bool
+    cuda_graphs: bool
+
+
+def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
+    """Refuses CUDA graphs on anything but one GPU.
+
+    Raises:
+        TypeError, ValueError: names the devices and the remedy.
+    """
+    if not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs is {cuda_graphs!r}: say True, for one GPU, or False")
+    if not cuda_graphs:
+        return
+    names = ", ".join(device.name for device in devices)
+    if devices[0].torch_device.type != "cuda":
+        raise ValueError(f"cuda_graphs=True is for a GPU, not for {names}: leave it out")
+    if len(devices) > 1:
+        raise ValueError(
+            f"cuda_graphs=True is for one device, not for {names}: several meet in Python between their calls, which a graph "
+            "does not replay; leave it out, or name one GPU"
+        )
 
 
 def check_choices(

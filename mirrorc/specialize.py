@@ -15,6 +15,7 @@ from mirrorc.inputs import Call, Shards, identifier
 from mirrorc.model_state import ModelState
 from mirrorc.optimizers import update_rules
 from mirrorc.program import Aggregation, Argument, Device, Program, Role, Stage, Synchronization, Variable
+from mirrorc.torch_internals import is_dense
 
 ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
@@ -27,9 +28,13 @@ class CapturedProgram:
     constants: Mapping[str, torch.Tensor]
 
 
-def shard_types(shard: Sequence[torch.Tensor]) -> ShardTypes:
-    """What a graph is specialised on: shapes, strides and dtypes of a replica's tensors."""
-    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in shard)
+def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
+    """What a graph is specialised on: shapes, strides and dtypes of a replica's tensors, once they are on its device.
+
+    Moving a tensor with gaps or overlaps to another device makes it dense there.
+    """
+    moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
 
 def capture_program(
@@ -48,7 +53,8 @@ def capture_program(
     Raises:
         CaptureError: the model cannot be captured.
     """
-    distinct = list(dict.fromkeys(shard_types(shard) for shard in shards.tensors))
+    types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
+    distinct = list(dict.fromkeys(types_of))
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
@@ -60,7 +66,7 @@ def capture_program(
             capture(training_call, examples, names, state.names, trained, decompositions, channels_last=channels_last)
         )
     _check_agreement(captured, type(training_call.model).__name__)
-    shard_of_replica = tuple(distinct.index(shard_types(shard)) for shard in shards.tensors)
+    shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}
     program = Program(
         stage=Stage.CAPTURED,

@@ -12,13 +12,15 @@ import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.optimizers import check_capturable
 from mirrorc.program import Program
 from mirrorc.randomness import mix
 from mirrorc.runtime.backend import RegionFunction
 from mirrorc.runtime.buffers import VariableStore
 from mirrorc.runtime.codegen import Constant, GraphFunction, generate
 from mirrorc.runtime.communicator import Communicator, communicator_for
-from mirrorc.runtime.communicator.base import record_event, wait_event
+from mirrorc.runtime.communicator.base import record_event, wait_device, wait_event
+from mirrorc.runtime.cuda_graphs import StepGraph
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.factored_gradients import (
     FactoredBucket,
@@ -52,6 +54,7 @@ class Executor:
         constants: tensors that the capture found outside of parameters and buffers.
         timeout_seconds: bound of every wait among replicas.
         recorder: keeps the times of its last steps; None for none.
+        step_graph: captures and replays the steps of a program of one device; None to make every call anew.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class Executor:
         constants: Mapping[str, torch.Tensor],
         timeout_seconds: float,
         recorder: Recorder | None = None,
+        step_graph: StepGraph | None = None,
     ) -> None:
         self.program = program
         self.recorder = recorder
+        self._step_graph = step_graph
         self.regions = regions
         self._memory = memory
         self._constants = constants
@@ -245,8 +250,10 @@ class Executor:
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
+            ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
         """
         self.bind()
+        self._renew_step_graph()
         if self.recorder is not None:
             self.recorder.begin()
         self.has_updated = False
@@ -274,6 +281,20 @@ class Executor:
             communicator.release()
         return self._global_loss([value for _, value in results], weights)
 
+    def _renew_step_graph(self) -> None:
+        """Drops what was captured for another layout of memory, or for other hyperparameters."""
+        if self._step_graph is None:
+            return
+        optimizers = self._memory.optimizers
+        layout, baked = self._memory.store.layout, optimizers.baked_hyperparameters()
+        if self._step_graph.renew(memory=layout, hyperparameters=baked):
+            check_capturable(optimizers.user_optimizer, self.program.variables)
+
+    def release(self) -> None:
+        """Frees what it keeps on a GPU for steps to come."""
+        if self._step_graph is not None:
+            self._step_graph.release()
+
     def _run_replica(
         self, replica: int, start: Sequence[Any], shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
     ) -> tuple[torch.Tensor, Any]:
@@ -281,17 +302,33 @@ class Executor:
         device = self.program.devices[replica].torch_device
         for event in start:
             wait_event(event)
-        values: list[Any] = []
+        values: list[torch.Tensor] = []
         for argument in self.program.arguments:
             if argument.kind == "batch":
-                values.append(shard[argument.leaf].to(device, non_blocking=True))  # type: ignore[index]
+                own = shard[argument.leaf]  # type: ignore[index]
+                values.append(own if self._step_graph is not None else own.to(device, non_blocking=True))
             elif argument.kind == "loss_weight":
                 values.append(weight)
             else:
                 assert seed is not None
                 values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
-        loss = self._functions[replica].call(values)
+        call = self._functions[replica].call
+        loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         return loss, record_event(device)
+
+    def _run_captured(
+        self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """A step with a graph: captured when it is due, and replayed from then on."""
+        step_graph.load(values)
+        if step_graph.is_due:
+            try:
+                with self._memory.optimizers.capturing():
+                    step_graph.capture(function)
+            finally:
+                self.has_updated = False  # the calls were made, but nothing has run
+        self.has_updated = step_graph.is_captured
+        return step_graph.run(function)
 
     def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
         if weights not in self._weights:
@@ -326,6 +363,9 @@ class Executor:
             self.recorder.forget()
 
     def _begin_afresh(self) -> None:
+        """After a step that failed: nobody waits for the end of what GPUs were given of it, and its memory is used anew."""
+        for device in dict.fromkeys(device.torch_device for device in self.program.devices):
+            wait_device(device)
         self._forget_step()
         self._memory.store.gradients_are_of = None
         for link, communicator in self._communicators.items():

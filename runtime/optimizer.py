@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mirrorc.optimizers import SCALAR_STATE, state_signature
+from mirrorc.optimizers import SCALAR_STATE, is_fused, state_signature
 from mirrorc.program import Bucket, Placement
 from mirrorc.runtime.buffers import FlatBucket, VariableStore, slot_views
 from mirrorc.runtime.process_memory import return_freed_memory
@@ -40,13 +41,17 @@ class FlatOptimizer:
         optimizer: the user's, which is read only.
         group: index of its parameter group whose hyperparameters apply.
         flat: the bucket's parameters, or a share of them, 1-D.
+        rate: holds the learning rate, in place of the group's; None to take the group's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor, rate: torch.Tensor | None = None
+    ) -> None:
         self.parameter = torch.nn.Parameter(flat)
         self.parameter.requires_grad_(True)
         self._source = optimizer
         self._group = group
+        self._rate = rate
         self.optimizer = object.__new__(type(optimizer))
         state = {
             "defaults": dict(optimizer.defaults),
@@ -56,13 +61,12 @@ class FlatOptimizer:
         self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """The user's, as they are now; where they leave the implementation open, the fused one.
-
-        Not for 16-bit parameters: torch's fused SGD leaves them as they are on the CPU (seen in 2.13).
-        """
+        """The user's, as they are now; where they leave the implementation open, the fused one."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
-            group["fused"] = self.parameter.dtype in (torch.float32, torch.float64)
+            group["fused"] = is_fused(group, self.parameter.dtype)
+        if self._rate is not None:
+            group["lr"] = self._rate
         return group
 
     def sync(self) -> None:
@@ -88,9 +92,11 @@ class BucketOptimizers:
     Args:
         optimizer: the user's.
         store: the variables.
+        is_captured: whether updates are captured in CUDA graphs. Then the learning rate is a tensor on the first device, of
+            32 bits, as torch's fused kernels demand.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore, *, is_captured: bool = False) -> None:
         self.user_optimizer = optimizer
         self._store = store
         self._flat: dict[tuple[int, int], FlatOptimizer] = {}
@@ -98,6 +104,8 @@ class BucketOptimizers:
         self._entries: list[int] = []
         self._versions: list[int] = []
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_captured = is_captured
+        self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
         self._has_run_by_itself = False
 
@@ -110,11 +118,13 @@ class BucketOptimizers:
         """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
         self._flat.clear()
         self._whole.clear()
+        self._write_rates()
         for flat in self._elementwise():
             for replica, parameters in enumerate(flat.parameters):
                 start, stop = flat.bucket.share(replica, len(flat.parameters))
                 if start < stop:
-                    own = FlatOptimizer(self.user_optimizer, flat.bucket.rule.group, parameters[start:stop])
+                    group = flat.bucket.rule.group
+                    own = FlatOptimizer(self.user_optimizer, group, parameters[start:stop], self._rates.get(group))
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
         self._publish()
@@ -189,8 +199,44 @@ class BucketOptimizers:
 
     def sync_hyperparameters(self) -> None:
         """Takes over hyperparameters that changed since the last step."""
+        self._write_rates()
         for own in self._flat.values():
             own.sync()
+
+    def _write_rates(self) -> None:
+        """Writes the learning rates to where captured updates read them."""
+        if not self._is_captured:
+            return
+        for index, group in enumerate(self.user_optimizer.param_groups):
+            if index not in self._rates:
+                device = self._store.devices[0].torch_device
+                self._rates[index] = torch.empty((), dtype=torch.float32, device=device)
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor):
+                self._rates[index].copy_(rate.reshape(()))
+            else:
+                self._rates[index].fill_(rate)
+
+    def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
+        """Of each group, those that a captured update holds as numbers: all that the class knows but the learning rate."""
+        known = [name for name in self.user_optimizer.defaults if name != "lr"]
+        return tuple(tuple(group[name] for name in known) for group in self.user_optimizer.param_groups)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Marks the flat optimizers as fit to be captured, which the fused ones are; torch's Adam refuses to be otherwise.
+
+        Only for so long: outside of captures, torch warns of the mark.
+        """
+        groups = [own.optimizer.param_groups[0] for own in self._flat.values()]
+        groups = [group for group in groups if "capturable" in group]
+        for group in groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["capturable"] = False
 
     def updater(self, bucket: int, replica: int) -> Callable[[torch.Tensor], None]:
         """The function that applies a reduced bucket of gradients on a replica."""

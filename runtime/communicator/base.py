@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -144,6 +145,13 @@ def record_event(device: torch.device) -> Any:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def wait_device(device: torch.device) -> None:
+    """Returns when a GPU has done all that it was given; at once for a CPU, or for a GPU that is broken."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # it fails again wherever it is used next
+            torch.cuda.synchronize(device)
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:

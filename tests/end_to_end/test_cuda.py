@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc import ExecutionError
+from mirrorc.runtime.cuda_graphs import NUM_WARM_UP_STEPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -59,3 +62,134 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_inputs_with_gaps_are_dense_on_the_gpu() -> None:
+    model = make_net()
+    reference = copy.deepcopy(model)
+    x, y = torch.randn(8, 24).double()[:, ::2], torch.randint(0, 5, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, ["cuda:0"], optimizer=optimizer, loss_fn=F.cross_entropy) as step:
+        found = step(x, target=y).cpu()
+    torch.testing.assert_close(found, F.cross_entropy(reference(x), y).detach(), rtol=1e-10, atol=1e-12)
+
+
+# CUDA graphs. The rates have 32 bits, as those of graphs have.
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.125),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.125, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.125),
+}
+
+
+def train(
+    kind: str, *, cuda_graphs: bool, backend: str, sizes: tuple[int, ...] = (7,), num_steps: int = 10
+) -> list[torch.Tensor]:
+    """Losses, parameters and the optimizer's state after steps at a rate that a scheduler halves."""
+    torch.manual_seed(0)
+    model = make_net().float()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    losses = []
+    with mirrorc.compile(
+        model,
+        ["cuda:0"],
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        backend=backend,
+        cuda_graphs=cuda_graphs,
+        bucket_cap_mb=0.001,
+    ) as step:
+        for i in range(num_steps * len(sizes)):
+            size = sizes[i % len(sizes)]
+            losses.append(step(torch.randn(size, 12), target=torch.randint(0, 5, (size,))))
+            scheduler.step()
+        if cuda_graphs:
+            assert step._last is not None and step._last._step_graph is not None
+            assert step._last._step_graph.is_captured
+    state = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
+    return [value.detach().cpu() for value in (*losses, *model.parameters(), *state)]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The kernels are the same, only whether the rate is a tensor may round otherwise."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_graphs_train_as_calls_do(kind: str, backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*capturable.*")
+        found = train(kind, cuda_graphs=True, backend=backend)
+    assert_close(found, train(kind, cuda_graphs=False, backend=backend))
+
+
+def test_graphs_of_two_shapes_share_their_memory() -> None:
+    expected = train("adamw", cuda_graphs=False, backend="eager", sizes=(7, 4))
+    assert_close(train("adamw", cuda_graphs=True, backend="eager", sizes=(7, 4)), expected)
+
+
+def test_a_graph_is_dropped_and_captured_anew() -> None:
+    runs = []
+    for cuda_graphs in (False, True):
+        torch.manual_seed(0)
+        model = make_net().float()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        with mirrorc.compile(
+            model, ["cuda:0"], optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", cuda_graphs=cuda_graphs
+        ) as step:
+            for i in range(3 * NUM_WARM_UP_STEPS + 6):
+                if i == NUM_WARM_UP_STEPS + 2:
+                    optimizer.param_groups[0]["weight_decay"] = 0.5
+                if i == 2 * NUM_WARM_UP_STEPS + 4:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                step(torch.randn(7, 12), target=torch.randint(0, 5, (7,)))
+        runs.append([parameter.detach().cpu() for parameter in model.parameters()])
+    assert_close(runs[1], runs[0])
+
+
+def test_a_loss_that_is_kept_outlives_replays() -> None:
+    model = make_net()
+    with mirrorc.compile(
+        model, ["cuda:0"], optimizer=OPTIMIZERS["sgd"](model.parameters()), loss_fn=F.cross_entropy, cuda_graphs=True
+    ) as step:
+        kept = [step(torch.randn(7, 12).double(), target=torch.randint(0, 5, (7,))) for _ in range(8)]
+        values = [loss.item() for loss in kept]
+    assert len(set(values)) == 8
+
+
+def test_what_a_gpu_refuses_to_capture_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    x, y = torch.randn(7, 12).double(), torch.randint(0, 5, (7,))
+    with mirrorc.compile(
+        model, ["cuda:0"], optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", cuda_graphs=True
+    ) as step:
+        for _ in range(NUM_WARM_UP_STEPS):
+            step(x, target=y)
+        before = copy.deepcopy(model.state_dict())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.SGD, "step", lambda self: self.param_groups[0]["params"][0].sum().item())
+            with pytest.raises(
+                ExecutionError, match=r"(?s)cannot be captured.*cuda_graphs=False.*No parameter was changed"
+            ):
+                step(x, target=y)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.ones(3).cuda().sum().item() == 3.0, "the GPU goes on"
+
+
+def test_two_logical_devices_have_no_graph() -> None:
+    model = make_net()
+    with pytest.raises(ValueError, match="one device, not for cuda:0, cuda:0/1"):
+        mirrorc.compile(
+            model,
+            DEVICES["two-logical"],
+            optimizer=OPTIMIZERS["sgd"](model.parameters()),
+            loss_fn=F.cross_entropy,
+            cuda_graphs=True,
+        )

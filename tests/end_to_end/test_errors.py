@@ -20,6 +20,7 @@ from torch import nn
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.passes import Replicate
+from mirrorc.runtime import executor
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 TOLERANCE = 1e-10
@@ -360,6 +361,21 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
             for variable in step.variables.values():
                 assert torch.equal(*variable.values)
     assert_same_model(model, twin, TOLERANCE)
+
+
+def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs may still read and write the memory that the next step begins with."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(executor, "wait_device", waited.append)
+    model = Embedder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        y = torch.zeros(4, dtype=torch.int64)
+        step(torch.tensor([0, 1, 2, 3]), target=y)
+        assert waited == []
+        with pytest.raises(ExecutionError):
+            step(torch.tensor([0, 1, 2, 100]), target=y)
+        assert waited == [torch.device("cpu")], "each once, though two replicas share it"
 
 
 def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:

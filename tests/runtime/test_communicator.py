@@ -15,6 +15,7 @@ from mirrorc.runtime.communicator import (
     SharedMemoryCommunicator,
     communicator_for,
 )
+from mirrorc.runtime.communicator.base import wait_device
 
 LINKS = ("shared-memory", "copy")
 KINDS = ("all_reduce", "reduce_scatter", "send")
@@ -230,3 +231,16 @@ def test_a_reduce_scatter_gives_each_replica_its_share_of_the_same_sum(link: str
         return comm.wait_reduce_scatter(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica])).clone()
 
     assert torch.equal(torch.cat(on_threads(num_replicas, job)), expected)
+
+
+def test_only_gpus_are_waited_for_and_a_broken_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        asked.append(device)
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        wait_device(device)
+    assert asked == [torch.device("cuda", 1)]
