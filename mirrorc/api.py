@@ -42,11 +42,12 @@ from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters, defau
 from mirrorc.passes.region_gradients import share_one_memory
 from mirrorc.program import Program, Stage
 from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
+from mirrorc.runtime.binding import Memory
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.runtime.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.device_thread import DevicePool
-from mirrorc.runtime.executor import Executor, Memory
+from mirrorc.runtime.executor import Executor
 from mirrorc.runtime.explanation import Explanation, explain_steps
 from mirrorc.runtime.memory import report_memory
 from mirrorc.runtime.memory_report import MemoryReport

@@ -63,6 +63,7 @@ def generate(
     *,
     boxed: Callable[[fx.Node], bool] = lambda _: False,
     clock: Clock | None = None,
+    pauses: Callable[[fx.Node], bool] = lambda _: False,
 ) -> GraphFunction:
     """Generates the function of a graph.
 
@@ -73,8 +74,9 @@ def generate(
             `Constant`.
         boxed: calls whose function takes a list of arguments that it empties, and gives a sequence that is unpacked.
         clock: marks the end of every call; None for a function without marks.
+        pauses: calls before which the function, a generator then, yields.
     """
-    return _Generator(graph, bind, boxed, clock).generate(title)
+    return _Generator(graph, bind, boxed, clock, pauses).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -96,9 +98,14 @@ class Constant:
 
 class _Generator:
     def __init__(
-        self, graph: fx.Graph, bind: Callable[[fx.Node], Any], boxed: Callable[[fx.Node], bool], clock: Clock | None
+        self,
+        graph: fx.Graph,
+        bind: Callable[[fx.Node], Any],
+        boxed: Callable[[fx.Node], bool],
+        clock: Clock | None,
+        pauses: Callable[[fx.Node], bool],
     ) -> None:
-        self.graph, self.bind, self.boxed, self.clock = graph, bind, boxed, clock
+        self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
         self.marked: list[fx.Node] = []
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
@@ -144,6 +151,8 @@ class _Generator:
             if self.boxed(node):
                 self._emit_boxed(node, function)
             else:
+                if self.pauses(node):
+                    self._emit("    yield", None)
                 arguments = [self._show(a) for a in node.args] + [
                     f"{k}={self._show(v)}" for k, v in node.kwargs.items()
                 ]

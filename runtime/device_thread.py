@@ -53,11 +53,11 @@ class DevicePool:
         """Runs one job on each device.
 
         Args:
-            jobs: one for each device.
+            jobs: one for each device, or for the first ones.
             on_failure: called once, when the first job fails or the caller is interrupted; it must wake jobs that wait.
 
         Returns:
-            For each device, whether its job succeeded, and its result or exception.
+            For each job, whether it succeeded, and its result or exception.
 
         Raises:
             ExecutionError: a job did not end in time.
@@ -106,7 +106,7 @@ class DevicePool:
         try:
             self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
+            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=False) if result is None)
             raise ExecutionError(
                 f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
                 "long; raise timeout_seconds, or close() and compile anew"
