@@ -33,6 +33,7 @@ class DevicePool:
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
         self.devices = devices
         keep_what_is_freed()
+        self.num_threads = num_threads
         self.timeout_seconds = timeout_seconds
         self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
         self._outbox: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -53,20 +54,17 @@ class DevicePool:
         """Runs one job on each device.
 
         Args:
-            jobs: one for each device, or for the first ones.
+            jobs: one for each device.
             on_failure: called once, when the first job fails or the caller is interrupted; it must wake jobs that wait.
 
         Returns:
-            For each job, whether it succeeded, and its result or exception.
+            For each device, whether its job succeeded, and its result or exception.
 
         Raises:
             ExecutionError: a job did not end in time.
             KeyboardInterrupt: after all jobs have ended.
         """
-        if self.is_stuck:
-            raise ExecutionError(
-                "a device is still busy with an earlier step that was given up: close() the step and compile anew"
-            )
+        self._check_free()
         results: list[tuple[bool, Any] | None] = [None] * len(jobs)
         try:
             for replica, job in enumerate(jobs):
@@ -97,6 +95,23 @@ class DevicePool:
             raise interrupted
         return [result for result in results if result is not None]
 
+    def run_here(self, job: Job) -> Any:
+        """Runs a job of CPU devices in the calling thread, set up as a device's; gives its result, or raises what it raises."""
+        self._check_free()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            with torch.no_grad():
+                return job()
+        finally:
+            torch.set_num_threads(before)
+
+    def _check_free(self) -> None:
+        if self.is_stuck:
+            raise ExecutionError(
+                "a device is still busy with an earlier step that was given up: close() the step and compile anew"
+            )
+
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
         """Returns when all devices have finished, or one has failed, or those of an earlier run had.
 
@@ -106,7 +121,7 @@ class DevicePool:
         try:
             self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=False) if result is None)
+            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
             raise ExecutionError(
                 f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
                 "long; raise timeout_seconds, or close() and compile anew"

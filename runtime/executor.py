@@ -25,6 +25,7 @@ from mirrorc.runtime.factored_gradients import forget_what_is_written
 from mirrorc.runtime.failures import explain_failure
 from mirrorc.runtime.recording import Recorder
 from mirrorc.runtime.turns import Pace, Turns, can_take_turns, take_turns
+from mirrorc.torch_internals import is_plain_thread
 
 
 class Executor:
@@ -117,7 +118,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.begin()
         self._binder.has_updated = False
-        in_turns = self.pace.in_turns
+        in_turns = self.pace.in_turns and is_plain_thread()
         writer = (self, in_turns)  # each way has pieces of shares of its own
         if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
             forget_what_is_written(self._binder.pieces)
@@ -129,15 +130,14 @@ class Executor:
             (replica, start, shards[replica], weight_tensors[replica], seed)
             for replica in range(self.program.num_replicas)
         ]
-        jobs: list[Callable[[], Any]] = [functools.partial(self._run_replica, *own) for own in arguments]
-        if in_turns:
-            self._turns = self._turns or self._generate(lambda node: node.target is ops.wait)
-            jobs = [lambda: take_turns([self._run_in_turns(*own) for own in arguments])]
+        if in_turns and not self._turns:
+            self._turns = self._generate(lambda node: node.target is ops.wait)
         began = time.perf_counter()
         try:
-            results = pool.run(jobs, self._abort)
-            if in_turns and results[0][0]:
-                results = results[0][1]
+            if in_turns:
+                results = pool.run_here(lambda: take_turns([self._run_in_turns(*own) for own in arguments]))
+            else:
+                results = pool.run([functools.partial(self._run_replica, *own) for own in arguments], self._abort)
         except BaseException:
             if not pool.is_stuck:  # who is stuck shall find the meetings it was to come to, called off
                 self._begin_afresh()
@@ -146,7 +146,8 @@ class Executor:
         if failures:
             self._begin_afresh()
             raise explain_failure(self.program.devices, failures, self._binder.has_updated)
-        self.pace.note(time.perf_counter() - began)
+        if in_turns == self.pace.in_turns:
+            self.pace.note(time.perf_counter() - began)
         for communicator in self._communicators.values():
             communicator.release()
         return self._global_loss([value for _, value in results], weights)
@@ -173,7 +174,7 @@ class Executor:
         return loss, record_event(self.program.devices[replica].torch_device)
 
     def _run_in_turns(self, replica: int, *given: Any) -> Turns:
-        """A replica's step on a CPU, in a thread that runs others' as well."""
+        """A replica's step on a CPU, in the caller's thread."""
         loss = yield from self._turns[replica].call(self._arguments(replica, *given))
         return loss, None
 

@@ -1,4 +1,4 @@
-"""Lets the replicas of a small step take turns on one thread, where waking threads takes longer than what they compute."""
+"""Lets the replicas of a small step take turns in the caller's thread, where waking theirs takes longer than computing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def can_take_turns(program: Program) -> bool:
 
 
 def take_turns(replicas: Sequence[Turns]) -> list[tuple[bool, Any]]:
-    """Runs steps round by round. For each, whether it succeeded, and its result or exception; one failure ends all."""
+    """Runs steps round by round. For each, whether it succeeded, and its result or exception; one failure ends all.
+
+    An interrupt ends all as well, and is raised.
+    """
     results: list[tuple[bool, Any]] = [(False, Aborted())] * len(replicas)
     left = dict(enumerate(replicas))
     while left:
@@ -43,7 +46,7 @@ def take_turns(replicas: Sequence[Turns]) -> list[tuple[bool, Any]]:
             except StopIteration as end:
                 results[replica] = (True, end.value)
                 del left[replica]
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
                 results[replica] = (False, error)
                 for other in left.values():
                     other.close()

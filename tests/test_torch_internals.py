@@ -406,6 +406,16 @@ def test_torch_modes_follow_the_user() -> None:
     assert internals.torch_modes() == before
 
 
+def test_is_plain_thread() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert internals.is_plain_thread()
+    for mode in (torch.autocast("cpu"), torch.device("meta"), TorchDispatchMode()):
+        with mode:
+            assert not internals.is_plain_thread()
+    assert internals.is_plain_thread()
+
+
 def test_is_dense() -> None:
     assert internals.is_dense(torch.zeros(3, 4).t())
     assert internals.is_dense(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))

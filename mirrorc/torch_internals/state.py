@@ -59,6 +59,15 @@ def torch_modes() -> tuple[Any, ...]:
     )
 
 
+def is_plain_thread() -> bool:
+    """Whether operators do in this thread what they do in a new one: no autocast, no mode that sees or changes them."""
+    return (
+        not torch.is_autocast_enabled("cpu")
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

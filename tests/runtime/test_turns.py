@@ -13,6 +13,7 @@ from mirrorc.pass_manager import run_passes
 from mirrorc.passes import default_pipeline
 from mirrorc.runtime import turns
 from mirrorc.runtime.communicator import Aborted
+from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.turns import Pace, can_take_turns, take_turns
 
 
@@ -188,6 +189,58 @@ def test_a_failing_step_in_turns_says_whose_it_is_and_the_next_one_runs(
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         step(rows, target=target)
         assert not torch.equal(before[-1], list(model.parameters())[-1])
+
+
+def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in turns run in it: its number of threads stays, and its modes do not reach the step."""
+    in_turns_at_once(monkeypatch)
+    ran: list[int] = []
+    run_here = DevicePool.run_here
+
+    def counted(self: DevicePool, job: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            ran.append(torch.get_num_threads())
+            assert not torch.is_grad_enabled()
+            return job()
+
+        return run_here(self, watched)
+
+    monkeypatch.setattr(DevicePool, "run_here", counted)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    before = torch.get_num_threads()
+    x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(x, target=target)
+        assert ran == [max(1, before // 2)]
+        with torch.device("meta"):
+            assert step(x, target=target).device.type == "cpu"
+        assert len(ran) == 1  # by threads
+    assert torch.get_num_threads() == before and torch.is_grad_enabled()
+
+
+def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turns_at_once(monkeypatch)
+    model = nn.Linear(4, 3)
+    x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(x, target=target)
+        region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
+        function = step._last._turns[1]  # type: ignore[union-attr]
+
+        def interrupted(*_: object) -> Any:
+            raise KeyboardInterrupt
+
+        name = next(key for key, value in function.namespace.items() if value is step._last.regions[1][region])  # type: ignore[union-attr]
+        kept, function.namespace[name] = function.namespace[name], interrupted
+        with pytest.raises(KeyboardInterrupt):
+            step(x, target=target)
+        function.namespace[name] = kept
+        assert step(x, target=target).isfinite()
 
 
 def test_other_programs_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
