@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,11 +34,13 @@ class CapturedGraph:
             output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
+        remarks: what there is to say to a reader.
     """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
+    remarks: tuple[str, ...] = ()
 
 
 class TrainingCall(nn.Module):
@@ -97,13 +99,15 @@ def capture(
         traced = _trace(call, leaves, what)
         check_writes(traced, what)
         check_loss(traced, what)
-        if channels_last:
-            lay_channels_last(traced)
         try:
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         except Exception as error:
             raise explain(error, what) from error
-    return _restructure(joint, leaf_names, variable_names, trained, what)
+    captured = _restructure(joint, leaf_names, variable_names, trained, what)
+    remark = lay_channels_last(captured.graph) if channels_last else ""
+    graph = with_stable_names(captured.graph)
+    graph.lint()
+    return replace(captured, graph=graph, remarks=(remark,) if remark else ())
 
 
 def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.GraphModule:
@@ -160,8 +164,6 @@ def _restructure(
         arguments.pop()
     _remove_dead_code(graph)
     _own_gradients(graph)
-    graph = with_stable_names(graph)
-    graph.lint()
     return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
 
 

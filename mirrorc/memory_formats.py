@@ -7,35 +7,101 @@ from typing import Any
 import torch
 from torch import fx
 
-_CONVOLUTIONS = (torch.conv2d, torch.nn.functional.conv2d)
+from mirrorc import ops
+
+aten = torch.ops.aten
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # oneDNN's
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_READ_STRIDES = (
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+    aten.view.dtype,
+)
 
 
-def lay_channels_last(traced: fx.GraphModule) -> None:
-    """Gives convolutions their inputs and weights in channels-last format, in a graph of torch's functions.
+def lay_channels_last(graph: fx.Graph) -> str:
+    """Gives two-dimensional convolutions their inputs and weights in channels-last format, forward and backward.
 
-    What they make has that format then, and so has, up to what changes the shape, all that is made of it, in forward and
-    backward. Parameters stay as they are: a step copies the weights, which is little to copy, and their gradients.
+    What they make has that format then, and so has, up to what changes the shape, all that is made of it: the types of values
+    are found anew. Parameters stay as they are: a step copies the weights, which is little to copy, and their gradients.
 
-    Source: torch's own compiler lays convolutions on CPUs in this way; here graphs are cut into regions, each compiled by
-        itself, so that the format must be seen from the beginning.
+    Source: torch's own compiler lays convolutions on CPUs in this way, when it compiles; here graphs are cut into regions, each
+        compiled by itself, so that the format must be in the graph before.
+
+    Args:
+        graph: a captured graph of functional operators; changed in place.
+
+    Returns:
+        A remark on why it was left as it is; empty if it was laid out, or has nothing to be.
     """
-    laid: dict[fx.Node, fx.Node] = {}
-    for node in [node for node in traced.graph.nodes if node.target in _CONVOLUTIONS]:
-        given = [value for value in node.args[:2] if isinstance(value, fx.Node)]
-        if len(given) == 2 and all(_is_laid_out(value) for value in given):
-            node.args = (*(_channels_last(node, value, laid) for value in given), *node.args[2:])
-    traced.recompile()
+    if not any(_is_convolution(node) for node in graph.nodes):
+        return ""
+    strided = next((node for node in graph.nodes if node.target in _READ_STRIDES), None)
+    if strided is not None:
+        return f"convolutions are not laid channels-last: {strided.name} depends on how values lie in memory"
+    _Layout(graph).run()
+    return ""
 
 
-def _is_laid_out(value: fx.Node) -> bool:
-    example: Any = value.meta.get("example_value")
-    return isinstance(example, torch.Tensor) and example.dim() == 4 and example.dtype in _DTYPES
+def _is_convolution(node: fx.Node) -> bool:
+    if node.target is not aten.convolution.default:
+        return False
+    values = [given.meta["val"] for given in node.args[:2]]  # type: ignore[union-attr]
+    return all(value.dim() == 4 and value.dtype in _DTYPES for value in values)
 
 
-def _channels_last(convolution: fx.Node, value: fx.Node, laid: dict[fx.Node, fx.Node]) -> fx.Node:
-    if value not in laid:
-        with convolution.graph.inserting_before(convolution):
-            laid[value] = convolution.graph.call_method("contiguous", (value,), {"memory_format": torch.channels_last})
-        laid[value].meta.update(convolution.meta)
-    return laid[value]
+class _Layout:
+    """Walks a graph once; each value has its type before what uses it is looked at."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.mode = next(node for node in graph.nodes if _is_convolution(node)).meta["val"].fake_mode
+        self.laid: dict[fx.Node, fx.Node] = {}  # a value, and its copy in channels-last format
+        self.changed: set[fx.Node] = set()  # values that lie in another way than before
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if _is_convolution(node):
+                node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
+            elif node.target is aten.convolution_backward.default:
+                own = (self.laid.get(given, given) for given in node.args[1:3])  # type: ignore[call-overload]
+                node.args = (node.args[0], *own, *node.args[3:])
+            if ops.is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
+                self._find_type(node)
+        self.graph.lint()
+
+    def _channels_last(self, convolution: fx.Node, given: Any) -> fx.Node:
+        if given.meta["val"].is_contiguous(memory_format=torch.channels_last):
+            return given
+        if given not in self.laid:
+            with self.graph.inserting_before(convolution):
+                copy = self.graph.call_function(aten.clone.default, (given,), {"memory_format": torch.channels_last})
+            copy.meta = {key: convolution.meta[key] for key in convolution.meta if key != "val"}
+            self.laid[given] = copy
+            self.changed.add(copy)
+            self._find_type(copy)
+        return self.laid[given]
+
+    def _find_type(self, node: fx.Node) -> None:
+        if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
+            return
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda given: given.meta["val"])
+        with self.mode, torch.no_grad():
+            try:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            except (RuntimeError, ValueError):
+                if node.target not in _VIEWS:
+                    raise
+                node.target = aten.reshape.default  # elements that no longer lie as the view needs them are copied
+                value = node.target(*args)
+        if "val" not in node.meta or _strides(value) != _strides(node.meta["val"]):
+            self.changed.add(node)
+        node.meta["val"] = value
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.stride()
+    return [_strides(part) for part in value] if isinstance(value, list | tuple) else None

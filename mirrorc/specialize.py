@@ -75,6 +75,7 @@ def capture_program(
         arguments=captured[0].arguments,
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=shard_of_replica,
+        remarks=tuple(dict.fromkeys(remark for c in captured for remark in c.remarks)),
     )
     return CapturedProgram(program, constants)
 

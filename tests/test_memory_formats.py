@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc import api
 from mirrorc.capture import TrainingCall
 from mirrorc.devices import parse_devices
 from mirrorc.inputs import flatten_call, split_call
@@ -92,6 +93,77 @@ def test_only_compiled_cpu_code_gets_it() -> None:
     assert likes_channels_last("inductor", torch.device("cpu")) == torch.backends.mkldnn.is_available()
     assert not likes_channels_last("eager", torch.device("cpu"))
     assert not likes_channels_last("inductor", torch.device("cuda"))
+
+
+class PseudoLabels(nn.Module):
+    """One convolution, with and without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.conv(x)
+        return self.head((self.conv(1.5 * x) * target.sigmoid()).mean((2, 3)))
+
+
+class WritesBetween(nn.Module):
+    """Its input is written between two convolutions of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.0
+        with torch.no_grad():
+            before = self.one(x)
+        x.mul_(2.0)
+        return self.head((before + self.two(x)).mean((2, 3)))
+
+
+class Flattens(nn.Module):
+    """A view of what a convolution gives, as in LeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.conv(x)).view(x.size(0), -1))
+
+
+class LooksAtStrides(nn.Module):
+    """Takes elements by where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.as_strided(self.conv(x), (x.size(0), 16), (64, 1)))
+
+
+@pytest.mark.parametrize("make", [Convolutions, PseudoLabels, WritesBetween, Flattens, LooksAtStrides])
+def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
+    """Trained with it and without: whatever a model does with what convolutions give."""
+    trained = []
+    for channels_last in (False, True):
+        monkeypatch.setattr(api, "likes_channels_last", lambda *_, it=channels_last: it)
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+            losses = [step(torch.randn(6, 3, 6, 6), target=torch.arange(6) % 5).item() for _ in range(3)]
+            said = any("not laid channels-last: " in remark for remark in step.program.remarks)
+            assert said == (channels_last and make is LooksAtStrides)
+        trained.append((losses, list(model.parameters())))
+    (losses, parameters), (same_losses, same_parameters) = trained
+    assert losses == pytest.approx(same_losses, rel=1e-5)
+    for one, other in zip(parameters, same_parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert one.stride() == other.stride()
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
