@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+MOST_SECONDS = 1200  # that processes may take to answer
+
 
 class ContenderProcesses:
     """The processes of one contender on one workload, which speak as `serving.serve` does; they sleep between runs.
@@ -59,6 +61,8 @@ class ContenderProcesses:
         answers = []
         for process in self._processes:
             assert process.stdout is not None
+            if not select.select([process.stdout], [], [], MOST_SECONDS)[0]:
+                raise RuntimeError(f"{' '.join(map(str, process.args))} did not answer within {MOST_SECONDS} s")  # type: ignore[arg-type]
             line = process.stdout.readline()
             if not line:
                 raise RuntimeError(f"{' '.join(map(str, process.args))} ended instead of answering")  # type: ignore[arg-type]

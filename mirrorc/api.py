@@ -432,7 +432,8 @@ class Step:
         Raises:
             ExecutionError: no step was recorded; says why.
         """
-        return explain_steps(*self._recorded())
+        program, steps = self._recorded()
+        return explain_steps(program, steps, self._last is not None and self._last.in_turns)
 
     def memory(self) -> MemoryReport:
         """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory_report.MemoryReport`; print it.

@@ -17,7 +17,7 @@ from mirrorc.printed_values import PrintedValues, type_of
 from mirrorc.program import Program
 from mirrorc.runtime.codegen import last_uses
 from mirrorc.runtime.dry_run import DryRun, DryStep, Held
-from mirrorc.runtime.factored_gradients import copied_elements, factored_slots, pieces_of_share
+from mirrorc.runtime.factored_gradients import copied_elements, factored_slots, is_left_to_shares, pieces_of_share
 
 
 @dataclass(eq=False)
@@ -264,11 +264,8 @@ class _Walk:
 
 def factored_of(pack: fx.Node) -> list[fx.Node]:
     """The gradients of a packed bucket that are left as factors to those who make shares of it."""
-    is_left_to_shares = all(
-        user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in pack.users
-    )
     gradients = [gradient for gradient in pack.args if ops.stays_factored(gradient)]
-    return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares else []
+    return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares(pack) else []
 
 
 _HANDLERS: dict[Any, Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = {

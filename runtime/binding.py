@@ -22,6 +22,7 @@ from mirrorc.runtime.factored_gradients import (
     Factors,
     Piece,
     factored_slots,
+    is_left_to_shares,
     make_whole,
     pieces_of_share,
 )
@@ -91,15 +92,13 @@ class Binder:
         plain = [i for i in range(len(slots)) if i not in left]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
         self.pieces += pieces
-        is_left_to_shares = all(
-            user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in node.users
-        )
+        stays_factored = bool(factored) and is_left_to_shares(node)
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
             for i in plain:
                 if gradients[i] is not slots[i]:  # else backward wrote it there
                     slots[i].copy_(gradients[i])
-            if factored and is_left_to_shares:
+            if stays_factored:
                 return FactoredBucket(whole, [gradients[i] for i in left], pieces)
             if factored:
                 make_whole(whole, flat.bucket, factored, [gradients[i] for i in left])

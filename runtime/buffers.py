@@ -36,7 +36,7 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Memory for gradients, zero between slots; what no device writes in a slot that it has not of its own, is never touched."""
+    """Memory for gradients, zero between slots. Slots are not initialised: pages of those that nobody writes stay untouched."""
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
     ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
     for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
@@ -77,9 +77,8 @@ class VariableStore:
         self.devices = devices
         self.buckets: list[FlatBucket] = []
         self.layout = 0  # counts layouts: whoever holds views asks for them again when it changes
-        self.gradients_are_of: object = (
-            None  # who wrote the gradients that are in the buckets, in a step that succeeded
-        )
+        # what wrote the gradients that are in the buckets, in a step that succeeded: an executor, in one of its ways
+        self.gradients_are_of: tuple[int, bool] | None = None
         self._values: dict[str, list[torch.Tensor]] = {}
         self._watched: dict[str, _Watched] = {}
         self._aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = []

@@ -71,9 +71,8 @@ class CudaCapturer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._failed: list[
-            torch.cuda.CUDAGraph
-        ] = []  # torch's allocator keeps pointers to graphs whose capture did not end
+        # torch's allocator keeps pointers to graphs whose capture did not end
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, function: Callable[[], None]) -> Graph:
         """As in `Capturer`; in the device's thread, whose stream is the one that warmed up."""

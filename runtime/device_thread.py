@@ -166,7 +166,6 @@ def _serve(
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
                 results[replica] = (False, error)
             if not results[replica][0] or None not in results:
-                outbox.put(
-                    None
-                )  # the caller is woken once: each time it would take the interpreter from who still runs
+                # the caller is woken once: each time, it would take the interpreter from who still runs
+                outbox.put(None)
             del order, job, results

@@ -61,6 +61,7 @@ class Executor:
         self._functions: list[GraphFunction] = []
         self._turns: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
         self.pace = Pace(can_take_turns(program))
+        self.in_turns = False  # whether the last step's replicas took turns
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
@@ -115,29 +116,23 @@ class Executor:
         """
         self.bind()
         self._renew_step_graph()
+        self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
         self._binder.has_updated = False
-        in_turns = self.pace.in_turns and is_plain_thread()
-        writer = (self, in_turns)  # each way has pieces of shares of its own
-        if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
-            forget_what_is_written(self._binder.pieces)
-        self._memory.store.gradients_are_of = writer
         weight_tensors = self._weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
-        arguments = [
+        given = [
             (replica, start, shards[replica], weight_tensors[replica], seed)
             for replica in range(self.program.num_replicas)
         ]
-        if in_turns and not self._turns:
-            self._turns = self._generate(lambda node: node.target is ops.wait)
         began = time.perf_counter()
         try:
-            if in_turns:
-                results = pool.run_here(lambda: take_turns([self._run_in_turns(*own) for own in arguments]))
+            if self.in_turns:
+                results = pool.run_here(lambda: take_turns([self._run_in_turns(*own) for own in given]))
             else:
-                results = pool.run([functools.partial(self._run_replica, *own) for own in arguments], self._abort)
+                results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
         except BaseException:
             if not pool.is_stuck:  # who is stuck shall find the meetings it was to come to, called off
                 self._begin_afresh()
@@ -146,11 +141,24 @@ class Executor:
         if failures:
             self._begin_afresh()
             raise explain_failure(self.program.devices, failures, self._binder.has_updated)
-        if in_turns == self.pace.in_turns:
+        if self.in_turns == self.pace.in_turns:
             self.pace.note(time.perf_counter() - began)
         for communicator in self._communicators.values():
             communicator.release()
         return self._global_loss([value for _, value in results], weights)
+
+    def _choose_way(self) -> None:
+        """By threads or in turns; what is known of the other way's steps, or of another program's, is forgotten."""
+        in_turns = self.pace.in_turns and is_plain_thread()
+        if in_turns and not self._turns:
+            self._turns = self._generate(lambda node: node.target is ops.wait)
+        if in_turns != self.in_turns and self.recorder is not None:
+            self.recorder.clear()
+        self.in_turns = in_turns
+        writer = (id(self), in_turns)  # each way has pieces of shares of its own
+        if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
+            forget_what_is_written(self._binder.pieces)
+        self._memory.store.gradients_are_of = writer
 
     def _renew_step_graph(self) -> None:
         """Drops what was captured for another layout of memory, or for other hyperparameters."""

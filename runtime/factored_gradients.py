@@ -39,6 +39,11 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
     ]
 
 
+def is_left_to_shares(pack: fx.Node) -> bool:
+    """Whether all that takes a packed bucket makes shares of it, in the memory that replicas share."""
+    return all(user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in pack.users)
+
+
 @dataclass(frozen=True)
 class _Sum:
     """Elements of the bucket that are added up over replicas."""

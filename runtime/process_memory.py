@@ -17,11 +17,8 @@ def keep_what_is_freed() -> None:
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
-        libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-            ctypes.c_void_p,
-            [ctypes.c_size_t],
-            [ctypes.c_void_p],
-        )
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.argtypes = [ctypes.c_void_p]
         libc.free(libc.malloc(_LARGEST_KEPT))
 
 

@@ -40,6 +40,10 @@ class Clock:
         self._noted: deque[tuple[Any, ...]] = deque(maxlen=NUM_KEPT_STEPS)
         self.note = self._noted.append
 
+    def clear(self) -> None:
+        """Forgets the marks of all steps."""
+        self._noted.clear()
+
     def noted(self) -> list[tuple[Any, ...]]:
         """The marks of the last steps, a tuple for each."""
         return list(self._noted.copy())  # in one go: the device's thread cannot append meanwhile
@@ -171,6 +175,12 @@ class Recorder:
     def begin(self) -> None:
         """The caller begins a step."""
         self._begun.append(self._now())
+
+    def clear(self) -> None:
+        """Forgets all steps; while none runs."""
+        self._begun.clear()
+        for clock in self.clocks:
+            clock.clear()
 
     def forget(self) -> None:
         """The step that began last has failed, or was interrupted, though some devices may finish it."""

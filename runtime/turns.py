@@ -12,6 +12,8 @@ from mirrorc.runtime.communicator import Aborted
 
 LONGEST_SECONDS = 1e-3  # of a step that is tried in turns: a longer one computes more than the threads cost
 _NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps in either way: those after a change, and those that are compared
+NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
+"""After so many steps it is decided which way stays."""
 
 Turns = Generator[None, None, Any]
 """A replica's step, which pauses before each of its waits and returns a result."""

@@ -133,3 +133,19 @@ def test_state_signatures() -> None:
     moment = torch.zeros(3)
     assert state_signature({"step": torch.tensor(2.0), "exp_avg": moment}) == (("exp_avg", None), ("step", 2.0))
     assert state_signature({"momentum_buffer": None}) == state_signature({}) == ()
+
+
+@pytest.mark.parametrize("register", ["register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"])
+def test_hooks_on_all_optimizers_are_seen(register: str) -> None:
+    """They would work on buckets, not on parameters."""
+    from torch.optim import optimizer as of_all
+
+    _, parameters = model_and_parameters()
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    assert is_elementwise(optimizer)
+    handle = getattr(of_all, register)(lambda *_: None)
+    try:
+        assert not is_elementwise(optimizer)
+    finally:
+        handle.remove()
+    assert is_elementwise(optimizer)

@@ -63,6 +63,9 @@ def prepare_cpp_compiler() -> None:
     _instructions_tried(os.getpid())
 
 
+_MOST_SECONDS = 120.0  # a compiler that takes longer hangs
+
+
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
     """A trial changes its instructions' flags for a while, so that no other thread may try them at the same time."""
@@ -71,7 +74,7 @@ def _let_instructions_be_tried_together() -> None:
     try_one_by_one = cpu_vec_isa.valid_vec_isa_list
 
     def valid_vec_isa_list() -> list[Any]:
-        _instructions_tried(os.getpid()).wait()
+        _instructions_tried(os.getpid()).wait(_MOST_SECONDS)  # then Inductor tries them itself
         return try_one_by_one()
 
     cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]

@@ -31,8 +31,11 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user hooked into ``optimizer.step``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether the user hooked into ``optimizer.step``, of this optimizer or of all."""
+    from torch.optim import optimizer as of_all
+
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks)
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:

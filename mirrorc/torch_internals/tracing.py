@@ -77,9 +77,6 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
                 del names[name]
 
 
-_MODULE_SOURCE = r"""L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?["',\]]"""
-
-
 def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     """The modules whose attributes the traced forward assigns, as Dynamo reports them; other warnings are passed on.
 

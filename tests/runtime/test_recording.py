@@ -32,6 +32,7 @@ from mirrorc.runtime.recording import (
     collectives_of,
     recorded_steps,
 )
+from mirrorc.runtime.turns import NUM_TRIAL_STEPS
 
 
 def counter() -> Callable[[], float]:
@@ -369,7 +370,7 @@ def test_each_program_has_its_own_record() -> None:
 def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() -> None:
     model = nn.Linear(3, 2)
     step = compiled(model)
-    for _ in range(NUM_KEPT_STEPS + 3):
+    for _ in range(NUM_TRIAL_STEPS + NUM_KEPT_STEPS + 3):  # whose records are forgotten when the way changes
         step(torch.ones(4, 3), target=torch.ones(4, 2))
     steps = recorder_of(step).steps()
     assert len(steps) == NUM_KEPT_STEPS and not any(recorded.warms_up for recorded in steps)

@@ -109,7 +109,10 @@ class Small(nn.Module):
         return self.head(self.drop(self.norm(self.body(self.table(rows)))))
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices: int) -> tuple[nn.Module, list[float]]:
+def trained(
+    monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices: int
+) -> tuple[nn.Module, list[float], bool]:
+    """A trained model, its losses, and whether the last steps were made in turns."""
     monkeypatch.setattr(turns, "LONGEST_SECONDS", longest_seconds)
     torch.manual_seed(0)
     model = Small()
@@ -126,34 +129,36 @@ def trained(monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices
             losses.append(step(rows, target=target).item())
         assert_mirrored(step, model, num_devices)
         assert len(step.explain().buckets) == len(step.program.buckets)
-        in_turns = [executor.pace.is_decided for executor in step._executors.values()]
-        assert in_turns == [True, False]  # the second kind of batch has not come often enough
-    return model, losses
+        often, seldom = step._executors.values()
+        assert often.pace.is_decided and not seldom.pace.is_decided  # which has not come often enough
+        assert bool(often._turns) == (longest_seconds > 0) and often.in_turns == often.pace.in_turns
+        assert ("take turns" in str(step.explain())) == often.in_turns
+    return model, losses, often.in_turns
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_turns_give_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     """Whatever is faster here: one run never tries turns, in the other turns are always faster."""
-    by_threads, losses = trained(monkeypatch, 0.0, num_devices)
+    by_threads, losses, _ = trained(monkeypatch, 0.0, num_devices)
     note = Pace.note
 
     def as_if_faster(self: Pace, seconds: float) -> None:
         note(self, 0.1 if self.in_turns else 0.2)
 
     monkeypatch.setattr(Pace, "note", as_if_faster)
-    in_turns, same_losses = trained(monkeypatch, 1.0, num_devices)
-    assert losses == same_losses
+    in_turns, same_losses, took_turns = trained(monkeypatch, 1.0, num_devices)
+    assert took_turns and losses == same_losses
     for one, other in zip(by_threads.state_dict().values(), in_turns.state_dict().values(), strict=True):
         assert torch.equal(one, other)
 
 
 def test_turns_are_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What shares know of their memory is known of their own way alone."""
-    by_threads, losses = trained(monkeypatch, 0.0, 2)
+    by_threads, losses, _ = trained(monkeypatch, 0.0, 2)
     note = Pace.note
     monkeypatch.setattr(Pace, "note", lambda self, seconds: note(self, 0.3 if self.in_turns else 0.2))
-    tried, same_losses = trained(monkeypatch, 1.0, 2)
-    assert losses == same_losses
+    tried, same_losses, took_turns = trained(monkeypatch, 1.0, 2)
+    assert not took_turns and losses == same_losses
     for one, other in zip(by_threads.state_dict().values(), tried.state_dict().values(), strict=True):
         assert torch.equal(one, other)
 
