@@ -66,7 +66,7 @@ class _Layout:
             if _is_convolution(node):
                 node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
             elif node.target is aten.convolution_backward.default:
-                own = (self.laid.get(given, given) for given in node.args[1:3])  # type: ignore[call-overload]
+                own = (self.laid.get(given, given) for given in node.args[1:3])
                 node.args = (node.args[0], *own, *node.args[3:])
             if ops.is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
                 self._find_type(node)

@@ -179,7 +179,8 @@ class _Follower:
         for key in before:
             self._holders[key] -= 1
             if not self._holders[key]:
-                dropped += self._places.get(key) or [self._found[key]]
+                alike: list[Held] = [*self._places.get(key, ())]
+                dropped += alike or [self._found[key]]
                 if not isinstance(self._found[key], int):  # an argument's stays what it is
                     del self._found[key]
         call = node.name if node is not None else _called(statement)

@@ -44,7 +44,7 @@ def _expand(graph: fx.Graph) -> None:
         placeholders = [inside for inside in traced.graph.nodes if inside.op == "placeholder"]
         with graph.inserting_before(node):
             made = graph.graph_copy(traced.graph, dict(zip(placeholders, tensors, strict=True)))
-        node.replace_all_uses_with(made)  # type: ignore[arg-type]
+        node.replace_all_uses_with(made)
         graph.erase_node(node)
 
 
