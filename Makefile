@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses=4
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadgroup
 
 # The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.
 lint: $(VENV)/.installed

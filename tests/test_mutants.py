@@ -10,6 +10,8 @@ from tiny_models import MODELS
 
 from mirrorc import verifier
 
+pytestmark = pytest.mark.xdist_group("mutants")  # one process makes the report
+
 HANDMADE_QUOTA, MODEL_QUOTA = 5, 1  # mutants of a kind, of handmade programs in all and of each model
 
 
