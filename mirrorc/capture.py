@@ -17,7 +17,7 @@ from mirrorc import ops
 from mirrorc.capture_errors import check_loss, check_writes, explain, refuse_written_inputs
 from mirrorc.errors import CaptureError
 from mirrorc.inputs import Structure, rebuild_call
-from mirrorc.memory_formats import lay_channels_last
+from mirrorc.memory_formats import laid_channels_last
 from mirrorc.program import Argument
 from mirrorc.randomness import seed_random_ops
 from mirrorc.source_lines import module_of
@@ -104,8 +104,8 @@ def capture(
         except Exception as error:
             raise explain(error, what) from error
     captured = _restructure(joint, leaf_names, variable_names, trained, what)
-    remark = lay_channels_last(captured.graph) if channels_last else ""
-    graph = with_stable_names(captured.graph)
+    graph, remark = laid_channels_last(captured.graph) if channels_last else (captured.graph, "")
+    graph = with_stable_names(graph)
     graph.lint()
     return replace(captured, graph=graph, remarks=(remark,) if remark else ())
 

@@ -8,10 +8,12 @@ import torch
 from torch import fx
 
 from mirrorc import ops
+from mirrorc.graphs import copied
 
 aten = torch.ops.aten
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # oneDNN's
+_OF_TORCH = ("aten", "prims")
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _READ_STRIDES = (
     aten.as_strided.default,
@@ -21,28 +23,35 @@ _READ_STRIDES = (
 )
 
 
-def lay_channels_last(graph: fx.Graph) -> str:
+def laid_channels_last(graph: fx.Graph) -> tuple[fx.Graph, str]:
     """Gives two-dimensional convolutions their inputs and weights in channels-last format, forward and backward.
 
     What they make has that format then, and so has, up to what changes the shape, all that is made of it: the types of values
     are found anew. Parameters stay as they are: a step copies the weights, which is little to copy, and their gradients.
+    Operators that are not torch's own get their arguments as they lay before: they may draw random numbers in the order of
+    memory, or have been written for one format.
 
     Source: torch's own compiler lays convolutions on CPUs in this way, when it compiles; here graphs are cut into regions, each
         compiled by itself, so that the format must be in the graph before.
 
     Args:
-        graph: a captured graph of functional operators; changed in place.
+        graph: a captured graph of functional operators.
 
     Returns:
-        A remark on why it was left as it is; empty if it was laid out, or has nothing to be.
+        A graph, and a remark on why it is the old one; empty if it was laid out, or has nothing to be.
     """
     if not any(_is_convolution(node) for node in graph.nodes):
-        return ""
-    strided = next((node for node in graph.nodes if node.target in _READ_STRIDES), None)
-    if strided is not None:
-        return f"convolutions are not laid channels-last: {strided.name} depends on how values lie in memory"
-    _Layout(graph).run()
-    return ""
+        return graph, ""
+    layout = _Layout(copied(graph))
+    try:
+        layout.run()
+    except _DependsOnStrides as found:
+        return graph, f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
+    return layout.graph, ""
+
+
+class _DependsOnStrides(Exception):
+    """Raised where values must lie as they do."""
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -60,9 +69,16 @@ class _Layout:
         self.mode = next(node for node in graph.nodes if _is_convolution(node)).meta["val"].fake_mode
         self.laid: dict[fx.Node, fx.Node] = {}  # a value, and its copy in channels-last format
         self.changed: set[fx.Node] = set()  # values that lie in another way than before
+        self.was_contiguous: set[fx.Node] = set()  # those of them that were contiguous
+        self.restored: dict[fx.Node, fx.Node] = {}  # and copies that are again
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
+            if node.target in _READ_STRIDES:
+                raise _DependsOnStrides(node.name)
+            if ops.is_compute(node) and node.target.namespace not in _OF_TORCH:
+                for given in self.changed.intersection(node.all_input_nodes):
+                    node.replace_input_with(given, self._restored(node, given))
             if _is_convolution(node):
                 node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
             elif node.target is aten.convolution_backward.default:
@@ -76,13 +92,24 @@ class _Layout:
         if given.meta["val"].is_contiguous(memory_format=torch.channels_last):
             return given
         if given not in self.laid:
-            with self.graph.inserting_before(convolution):
-                copy = self.graph.call_function(aten.clone.default, (given,), {"memory_format": torch.channels_last})
-            copy.meta = {key: convolution.meta[key] for key in convolution.meta if key != "val"}
-            self.laid[given] = copy
-            self.changed.add(copy)
-            self._find_type(copy)
+            self.laid[given] = self._copy(convolution, given, torch.channels_last)
         return self.laid[given]
+
+    def _restored(self, user: fx.Node, given: fx.Node) -> fx.Node:
+        if given not in self.was_contiguous:
+            raise _DependsOnStrides(user.name)
+        if given not in self.restored:
+            self.restored[given] = self._copy(user, given, torch.contiguous_format)
+            self.changed.discard(self.restored[given])
+        return self.restored[given]
+
+    def _copy(self, user: fx.Node, given: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+        with self.graph.inserting_before(user):
+            copy = self.graph.call_function(aten.clone.default, (given,), {"memory_format": memory_format})
+        copy.meta = {key: user.meta[key] for key in user.meta if key != "val"}
+        self.changed.add(copy)
+        self._find_type(copy)
+        return copy
 
     def _find_type(self, node: fx.Node) -> None:
         if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
@@ -91,13 +118,15 @@ class _Layout:
         with self.mode, torch.no_grad():
             try:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
-            except (RuntimeError, ValueError):
+            except (RuntimeError, ValueError) as error:
                 if node.target not in _VIEWS:
-                    raise
+                    raise _DependsOnStrides(node.name) from error
                 node.target = aten.reshape.default  # elements that no longer lie as the view needs them are copied
                 value = node.target(*args)
         if "val" not in node.meta or _strides(value) != _strides(node.meta["val"]):
             self.changed.add(node)
+            if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_contiguous():
+                self.was_contiguous.add(node)
         node.meta["val"] = value
 
 

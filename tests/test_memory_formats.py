@@ -145,7 +145,40 @@ class LooksAtStrides(nn.Module):
         return self.head(torch.as_strided(self.conv(x), (x.size(0), 16), (64, 1)))
 
 
-@pytest.mark.parametrize("make", [Convolutions, PseudoLabels, WritesBetween, Flattens, LooksAtStrides])
+class DrawsLike(nn.Module):
+    """Random numbers in the shape of what a convolution gives, and dropout of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.head = nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv(x)
+        return self.head(self.drop(h * torch.rand_like(h) + h * torch.bernoulli(h.sigmoid())).mean((2, 3)))
+
+
+class HasAnOperatorOfItsOwn(nn.Module):
+    """One that reads memory in order, whatever the strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ops.mirrorc_tests.first_in_memory(self.conv(x).detach(), 16)
+        return self.head(self.conv(x).mean((2, 3)).repeat(1, 4) * weight)
+
+
+_LIBRARY = torch.library.Library("mirrorc_tests", "FRAGMENT")
+_LIBRARY.define("first_in_memory(Tensor x, int n) -> Tensor")
+_LIBRARY.impl("first_in_memory", lambda x, n: torch.as_strided(x, (n,), (1,)).clone(), "CPU")
+torch.library.register_fake("mirrorc_tests::first_in_memory", lambda x, n: x.new_empty(n), lib=_LIBRARY)
+MODELS = [
+    Convolutions, PseudoLabels, WritesBetween, Flattens, LooksAtStrides, DrawsLike, HasAnOperatorOfItsOwn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MODELS)
 def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
     """Trained with it and without: whatever a model does with what convolutions give."""
     trained = []
