@@ -11,8 +11,9 @@ from mirrorc.program import Bucket, Placement, Program, Role, Synchronization, V
 from mirrorc.runtime.activations import Activations, activations_of, factored_of
 from mirrorc.runtime.backend import RegionFunction
 from mirrorc.runtime.dry_run import DryRun, dry_run
+from mirrorc.runtime.flat_optimizer import UpdateMemory
 from mirrorc.runtime.memory_report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
-from mirrorc.runtime.optimizer import BucketOptimizers, UpdateMemory
+from mirrorc.runtime.optimizer import BucketOptimizers
 from mirrorc.runtime.recording import call_name
 from mirrorc.source_lines import source_line
 

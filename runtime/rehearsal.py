@@ -18,7 +18,7 @@ from mirrorc.program import Device, share_bounds
 from mirrorc.runtime.advice import ADDED_IN_WAIT
 from mirrorc.runtime.communicator import Aborted, communicator_for
 from mirrorc.runtime.device_thread import DevicePool
-from mirrorc.runtime.optimizer import FlatOptimizer
+from mirrorc.runtime.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.process_memory import return_freed_memory
 
 Layout = tuple[int, ...]  # elements of each bucket

@@ -1,0 +1,109 @@
+"""The user's optimizer over flat memory: one bucket of one replica, or a share of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.optimizers import SCALAR_STATE, is_fused
+from mirrorc.torch_internals import peak_allocation
+
+_TRIED_ELEMENTS = 4096  # so many that numbers of one element do not count
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """What an element-wise update needs besides parameters and gradients.
+
+    Attributes:
+        state: dtypes of the state's tensors, by entry: as long as the bucket.
+        scalars: dtypes of its entries that are one number, by entry.
+        temporary_bytes: bytes for each element that an update takes and gives back.
+    """
+
+    state: Mapping[str, torch.dtype]
+    scalars: Mapping[str, torch.dtype]
+    temporary_bytes: float
+
+
+class FlatOptimizer:
+    """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter.
+
+    Args:
+        optimizer: the user's, which is read only.
+        group: index of its parameter group whose hyperparameters apply.
+        flat: the bucket's parameters, or a share of them, 1-D.
+        rate: holds the learning rate, in place of the group's; None to take the group's.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor, rate: torch.Tensor | None = None
+    ) -> None:
+        self.parameter = torch.nn.Parameter(flat)
+        self.parameter.requires_grad_(True)
+        self._source = optimizer
+        self._group = group
+        self._rate = rate
+        self.optimizer = object.__new__(type(optimizer))
+        state = {
+            "defaults": dict(optimizer.defaults),
+            "state": defaultdict(dict),
+            "param_groups": [self._hyperparameters()],
+        }
+        self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """The user's, as they are now; where they leave the implementation open, the fused one."""
+        group = {**self._source.param_groups[self._group], "params": [self.parameter]}
+        if group.get("fused", False) is None and not group.get("foreach"):
+            group["fused"] = is_fused(group, self.parameter.dtype)
+        if self._rate is not None:
+            group["lr"] = self._rate
+        return group
+
+    def sync(self) -> None:
+        """Takes over hyperparameters that the user, or a scheduler, changed."""
+        self.optimizer.param_groups[0].update(self._hyperparameters())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.state[self.parameter]
+
+    def update(self, gradient: torch.Tensor) -> None:
+        """One step."""
+        self.parameter.grad = gradient
+        self.optimizer.step()
+
+
+def update_memory(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    known_state: Mapping[str, Any],
+) -> UpdateMemory:
+    """What an element-wise update needs, found by stepping a copy of the optimizer on a few elements.
+
+    Args:
+        optimizer: the user's.
+        group: index of its parameter group.
+        dtype: of the parameters.
+        device: of the parameters.
+        known_state: entries of state that a parameter has already; empty if none.
+    """
+    flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
+    tried = FlatOptimizer(optimizer, group, flat)
+    tried.update(gradient)  # makes its state
+    made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]
+    peak = peak_allocation(lambda: tried.update(gradient), [flat, gradient, *made])
+    state = known_state or tried.state
+    entries = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return UpdateMemory(
+        state={key: dtype for key, dtype in entries.items() if key not in SCALAR_STATE},
+        scalars={key: dtype for key, dtype in entries.items() if key in SCALAR_STATE},
+        temporary_bytes=peak / _TRIED_ELEMENTS,
+    )
