@@ -45,6 +45,7 @@ from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for
 from mirrorc.runtime.binding import Memory
 from mirrorc.runtime.buffers import MirroredVariable, VariableStore
 from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
+from mirrorc.runtime.clocks import clock_for
 from mirrorc.runtime.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.device_thread import DevicePool
 from mirrorc.runtime.executor import Executor
@@ -52,7 +53,7 @@ from mirrorc.runtime.explanation import Explanation, explain_steps
 from mirrorc.runtime.memory import report_memory
 from mirrorc.runtime.memory_report import MemoryReport
 from mirrorc.runtime.optimizer import BucketOptimizers
-from mirrorc.runtime.recording import RecordedStep, Recorder, clock_for, recorded_steps
+from mirrorc.runtime.recording import RecordedStep, Recorder, recorded_steps
 from mirrorc.runtime.timeline import write_timeline
 from mirrorc.specialize import argument_kinds, capture_program, shard_types
 from mirrorc.torch_internals import has_cpp_compiler, is_dense, mark_optimizer_stepped, torch_modes

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.runtime.recording import Clock
+from mirrorc.runtime.clocks import Clock
 
 _serial = itertools.count()
 _programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDictionary()

@@ -19,19 +19,9 @@ import mirrorc
 from mirrorc import ops
 from mirrorc.errors import ExecutionError
 from mirrorc.program import Device
+from mirrorc.runtime.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
 from mirrorc.runtime.codegen import generate
-from mirrorc.runtime.recording import (
-    NUM_KEPT_STEPS,
-    Call,
-    Clock,
-    EventClock,
-    RecordedStep,
-    Recorder,
-    call_name,
-    clock_for,
-    collectives_of,
-    recorded_steps,
-)
+from mirrorc.runtime.recording import Call, RecordedStep, Recorder, call_name, collectives_of, recorded_steps
 from mirrorc.runtime.turns import NUM_TRIAL_STEPS
 
 
