@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import mirrorc
-from mirrorc.program import Role
+from mirrorc.ir.program import Role
 
 _JOB = "a device's step"
 _PRESENT = 1 << 63  # of an entry of /proc/self/pagemap
@@ -124,7 +124,7 @@ class _WatchedPool:
         self.watched = watched
 
     def run(self, jobs: Sequence[Callable[[], Any]], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
-        """As `mirrorc.runtime.device_thread.DevicePool.run`, but errors are raised."""
+        """As `mirrorc.runtime.devices.thread_pool.DevicePool.run`, but errors are raised."""
         with ThreadPoolExecutor(len(jobs)) as threads:
             others = {i: threads.submit(job) for i, job in enumerate(jobs) if i != self.watched}
             try:

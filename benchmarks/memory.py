@@ -15,7 +15,7 @@ from measured_memory import MeasuredMemory, measure
 from workloads import WORKLOADS, Workload
 
 import mirrorc
-from mirrorc.runtime.memory_report import MemoryReport
+from mirrorc.runtime.memory.report import MemoryReport
 
 KINDS = ("parameters", "gradients", "optimizer_state", "buffers")
 

@@ -18,13 +18,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc import ops
-from mirrorc.devices import parse_devices
-from mirrorc.pass_manager import Instrument, Pass, run_passes
-from mirrorc.pass_report import PassReport
+from mirrorc.dumps.pass_report import PassReport
+from mirrorc.ir import ops
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Argument, Program, Role, Stage, UpdateRule, Variable
 from mirrorc.passes import default_pipeline
-from mirrorc.program import Argument, Program, Role, Stage, UpdateRule, Variable
-from mirrorc.verifier import Checked, verify
+from mirrorc.pipeline.pass_manager import Instrument, Pass, run_passes
+from mirrorc.verifier.verifier import Checked, verify
 
 WIDTH, ROWS = 64, 8
 NODES_PER_LAYER = 10

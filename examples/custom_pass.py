@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import ops
-from mirrorc.graphs import copied, insert
-from mirrorc.program import Program, Stage
-from mirrorc.value_types import set_type
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.type_inference import set_type
 
 cast = torch.ops.aten._to_copy.default
 

@@ -1,10 +1,10 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
 from mirrorc.api import Step, compile
+from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
-from mirrorc.inputs import PerReplica, replicated
-from mirrorc.pass_manager import Placed, after, before
-from mirrorc.program import Program
+from mirrorc.ir.program import Program
+from mirrorc.pipeline.pass_manager import Placed, after, before
 
 __all__ = [
     "CaptureError",

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.capture import TrainingCall
-from mirrorc.devices import parse_devices
+from mirrorc.analysis.region_gradients import share_one_memory
+from mirrorc.capture.arguments import Call, Shards, flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState, check_model
+from mirrorc.capture.specialize import argument_kinds, capture_program, shard_types
 from mirrorc.errors import ExecutionError, PassError
-from mirrorc.inputs import Call, Shards, flatten_call, split_call
 from mirrorc.instruments import instruments_for
-from mirrorc.links import best_link, check_link
-from mirrorc.model_state import ModelState, check_model
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.links import best_link, check_link
+from mirrorc.ir.program import Program, Stage
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import (
     StepOptions,
@@ -36,26 +39,23 @@ from mirrorc.options import (
     dump_directory,
     example_call,
 )
-from mirrorc.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
-from mirrorc.pass_manager import add_passes as put_in
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters, default_pipeline
-from mirrorc.passes.region_gradients import share_one_memory
-from mirrorc.program import Program, Stage
-from mirrorc.runtime.backend import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
-from mirrorc.runtime.binding import Memory
-from mirrorc.runtime.buffers import MirroredVariable, VariableStore
-from mirrorc.runtime.calibration import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
-from mirrorc.runtime.clocks import clock_for
-from mirrorc.runtime.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
-from mirrorc.runtime.device_thread import DevicePool
-from mirrorc.runtime.executor import Executor
-from mirrorc.runtime.explanation import Explanation, explain_steps
-from mirrorc.runtime.memory import report_memory
-from mirrorc.runtime.memory_report import MemoryReport
-from mirrorc.runtime.optimizer import BucketOptimizers
-from mirrorc.runtime.recording import RecordedStep, Recorder, recorded_steps
-from mirrorc.runtime.timeline import write_timeline
-from mirrorc.specialize import argument_kinds, capture_program, shard_types
+from mirrorc.pipeline.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
+from mirrorc.pipeline.pass_manager import add_passes as put_in
+from mirrorc.runtime.codegen.regions import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.binding import Memory
+from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
+from mirrorc.runtime.memory.report import MemoryReport
+from mirrorc.runtime.profiling.clocks import clock_for
+from mirrorc.runtime.profiling.explanation import Explanation, explain_steps
+from mirrorc.runtime.profiling.recorder import RecordedStep, Recorder, recorded_steps
+from mirrorc.runtime.profiling.timeline import write_timeline
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.variables import MirroredVariable, VariableStore
+from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.torch_internals import has_cpp_compiler, is_dense, mark_optimizer_stepped, torch_modes
 
 _MANY_SPECIALISATIONS = 8  # so many of one step are reported, once
@@ -428,7 +428,7 @@ class Step:
         return found
 
     def explain(self) -> Explanation:
-        """Where the time of the last steps went, bucket by bucket: `mirrorc.runtime.explanation.Explanation`; print it.
+        """Where the time of the last steps went, bucket by bucket: `mirrorc.runtime.profiling.explanation.Explanation`; print it.
 
         Raises:
             ExecutionError: no step was recorded; says why.
@@ -437,7 +437,7 @@ class Step:
         return explain_steps(program, steps, self._last is not None and self._last.in_turns)
 
     def memory(self) -> MemoryReport:
-        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory_report.MemoryReport`; print it.
+        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory.report.MemoryReport`; print it.
 
         It is added up from the program of the last call, or of `prepare`; that need not have run.
 

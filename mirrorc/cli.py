@@ -12,16 +12,16 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
-from mirrorc.colours import print_coloured
-from mirrorc.diff import diff_files, printed
+from mirrorc.comparison.diff import diff_files, printed
 from mirrorc.errors import MirrorcError, VerifyError
 from mirrorc.instruments import instruments_for
+from mirrorc.ir.program import Program
 from mirrorc.options import checked_directory
-from mirrorc.pass_manager import Pass, check_pass_names, run_passes
-from mirrorc.pass_specs import import_module, parse_passes
 from mirrorc.passes import PASSES
-from mirrorc.program import Program
-from mirrorc.verifier import verify
+from mirrorc.pipeline.pass_manager import Pass, check_pass_names, run_passes
+from mirrorc.pipeline.specs import import_module, parse_passes
+from mirrorc.printing.colors import print_coloured
+from mirrorc.verifier.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mirrorc.dump_files import DumpFiles, PrintAfter, dump_sinks
-from mirrorc.pass_manager import Instrument, Pass
-from mirrorc.reproducer import Reproducer
-from mirrorc.verifier import Verify
+from mirrorc.dumps.files import DumpFiles, PrintAfter, dump_sinks
+from mirrorc.pipeline.pass_manager import Instrument, Pass
+from mirrorc.pipeline.reproducer import Reproducer
+from mirrorc.verifier.verifier import Verify
 
 
 def instruments_for(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.pass_manager import Pass
-from mirrorc.program import Device
+from mirrorc.ir.program import Device
+from mirrorc.pipeline.pass_manager import Pass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mirrorc.pass_manager import Pass
 from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
 from mirrorc.passes.insert_update import InsertUpdate
@@ -17,6 +16,7 @@ from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
+from mirrorc.pipeline.pass_manager import Pass
 
 __all__ = [
     "PASSES",

@@ -10,12 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.aliases import viewed, viewed_variable
-from mirrorc.errors import PassError
-from mirrorc.graphs import call, copied
-from mirrorc.inputs import identifier
-from mirrorc.passes.region_gradients import (
+from mirrorc.analysis.aliases import viewed, viewed_variable
+from mirrorc.analysis.region_gradients import (
     calls_by_region,
     gradient_names,
     gradient_places,
@@ -24,7 +20,11 @@ from mirrorc.passes.region_gradients import (
     share_one_memory,
     table_gradient,
 )
-from mirrorc.program import Program, Stage
+from mirrorc.capture.arguments import identifier
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 

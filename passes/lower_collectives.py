@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.graphs import copied, insert
-from mirrorc.links import LINKS, best_link, check_link
-from mirrorc.program import Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.links import LINKS, best_link, check_link
+from mirrorc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from mirrorc import ops
-from mirrorc.program import Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.graphs import call, copy_node
-from mirrorc.inputs import identifier
-from mirrorc.program import Program, Region, Stage
+from mirrorc.capture.arguments import identifier
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copy_node
+from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.graphs import call, copy_into
-from mirrorc.program import Bucket, Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copy_into
+from mirrorc.ir.program import Bucket, Program, Stage
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from mirrorc import kernels, ops
-from mirrorc.errors import PassError
-from mirrorc.graphs import call, copied
-from mirrorc.inputs import identifier
-from mirrorc.passes.region_gradients import (
+from mirrorc.analysis.region_gradients import (
     calls_by_region,
     gradient_names,
     gradient_places,
     matrix_product,
     remove_unused,
 )
-from mirrorc.program import Program, Region, Slot, Stage
+from mirrorc.capture.arguments import identifier
+from mirrorc.custom_ops import matmul
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.program import Program, Region, Slot, Stage
+from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import lazy_graph_module
-from mirrorc.value_types import set_type
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
     if product is not None and slot.meta["val"].is_contiguous():
         with graph.inserting_before(product):
             into = graph.create_node(
-                "call_function", kernels.mm_into, (slot, *product.args), name=f"{product.name}_into"
+                "call_function", matmul.mm_into, (slot, *product.args), name=f"{product.name}_into"
             )
         into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
         return slot

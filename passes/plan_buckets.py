@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mirrorc.program import Bucket, Program, Slot, Stage, UpdateRule, Variable
+from mirrorc.ir.program import Bucket, Program, Slot, Stage, UpdateRule, Variable
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 

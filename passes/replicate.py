@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.graphs import call, copy_node
-from mirrorc.program import Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copy_node
+from mirrorc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc import ops
-from mirrorc.graphs import copied
-from mirrorc.program import Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc import ops
+from mirrorc.analysis.region_gradients import share_one_memory
 from mirrorc.errors import PassError
-from mirrorc.graphs import call, copied
-from mirrorc.passes.region_gradients import share_one_memory
-from mirrorc.program import Bucket, Placement, Program, Stage
-from mirrorc.value_types import set_type
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.program import Bucket, Placement, Program, Stage
+from mirrorc.ir.type_inference import set_type
 
 
 @dataclass(frozen=True)

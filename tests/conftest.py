@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mirrorc import reproducer
+from mirrorc.pipeline import reproducer
 
 logging.getLogger("torch.__trace").propagate = False  # its thousands of records would drown a failure's report
 

@@ -21,10 +21,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import mirrorc
-from mirrorc import ops
 from mirrorc.cli import app
-from mirrorc.pass_specs import format_passes
+from mirrorc.ir import ops
 from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.specs import format_passes
 
 run = CliRunner().invoke
 
@@ -265,7 +265,7 @@ def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
     """As a user does it: in another process, in the folder of the pass."""
     (tmp_path / "my_passes.py").write_text(
         "from dataclasses import dataclass\n"
-        "from mirrorc.program import Stage\n"
+        "from mirrorc.ir.program import Stage\n"
         "@dataclass(frozen=True)\n"
         "class Fails:\n"
         "    name: str = 'fails'\n"

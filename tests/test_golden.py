@@ -8,7 +8,7 @@ from golden_programs import GOLDEN, MODELS, NUM_DEVICES, UPDATE, VERSIONS, diffe
 
 import mirrorc
 
-SCRIPT = Path(__file__).parent / "golden_programs.py"
+SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 FILES = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
 SEEDS = ("1", "2")
 

@@ -1,1 +1,1 @@
-"""Two printed programs and what differs between them, in words; `mirrorc.diff` puts it together."""
+"""Two printed programs and what differs between them, in words; `mirrorc.comparison.diff` puts it together."""

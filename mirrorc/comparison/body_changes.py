@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
 from mirrorc.comparison.schedule_changes import where
 from mirrorc.comparison.wording import capped, counted, listed, numbered
+from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
 
 _LISTED = 6  # so many devices are named
 _SENTENCES = 8  # so many are said about one topic

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mirrorc import ops
-from mirrorc.comparison.printed_program import PrintedLine, PrintedProgram
+from mirrorc.ir import ops
+from mirrorc.printing.printed_program import PrintedLine, PrintedProgram
 
 PACK, WAIT, WRITE = (operation.__name__ for operation in (ops.pack, ops.wait, ops.write))
 FACTORED = "factored"

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mirrorc.comparison.printed_program import PrintedProgram
 from mirrorc.comparison.printed_schedule import is_region_call
+from mirrorc.printing.printed_program import PrintedProgram
 
 _MOST_LINES = 200  # so many are shown
 _CONTEXT = 2  # lines around those that differ

@@ -28,7 +28,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mirrorc.ops import Pending
+from mirrorc.ir.ops import Pending
+from mirrorc.ir.source_lines import last_users_line
 from mirrorc.serialization.operator_names import find_operator, operator_name
 from mirrorc.serialization.plain_data import (
     DataError,
@@ -40,7 +41,6 @@ from mirrorc.serialization.plain_data import (
 )
 from mirrorc.serialization.record_data import check_keys, decode_record, encode_record
 from mirrorc.serialization.tensor_types import TensorType
-from mirrorc.source_lines import last_users_line
 
 _TABLES = {"operators": str, "types": dict, "tensors": int, "lines": str, "modules": list}
 _OTHER_OPS = ("placeholder", "call_module", "output")

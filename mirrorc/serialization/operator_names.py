@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from mirrorc import kernels, ops
-from mirrorc.randomness import seeded, unseeded
+from mirrorc.capture.seed_random_ops import seeded, unseeded
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions
 
-_OWN_OPERATORS = kernels.mm_into, torch.ops.mirrorc.seeded_mask.default  # registered by the import
+_OWN_OPERATORS = matmul.mm_into, torch.ops.mirrorc.seeded_mask.default  # registered by the import
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
 _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are registered when Inductor is imported
 
@@ -43,7 +44,7 @@ def operator_name(target: Any) -> str:
         if target is symbol:
             return f"ops.{name}"
     raise DataError(
-        f"it calls {target!r}, which is no operator of torch and no operation of mirrorc.ops, and only these are found by "
+        f"it calls {target!r}, which is no operator of torch and no operation of mirrorc.ir.ops, and only these are found by "
         "name when a program is loaded; register it as an operator (torch.library.custom_op) and call that"
     )
 

@@ -3,7 +3,7 @@
 A file is one JSON object, data only, compressed with gzip if its name ends in ``.gz``::
 
     {"format": "mirrorc program", "version": 1, "mirrorc": VERSION, "torch": VERSION,
-     "program": {FIELD: ...},            the fields of `mirrorc.program.Program`
+     "program": {FIELD: ...},            the fields of `mirrorc.ir.program.Program`
      "tables": {TABLE: [...]}}           what nodes refer to, see `mirrorc.serialization.graph_data`
 
 The same program gives the same bytes, in every process. Loading runs nothing that is in the file: operators are looked up
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.program import Program, Region
+from mirrorc.ir.program import Program, Region
 from mirrorc.serialization.graph_data import GraphReader, GraphWriter
 from mirrorc.serialization.operator_names import UnknownOperatorError
 from mirrorc.serialization.plain_data import DataError, expect, expect_identifier

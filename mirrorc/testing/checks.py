@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.testing import FileCheck
 
 from mirrorc.api import Step
-from mirrorc.program import Program
+from mirrorc.ir.program import Program
 
 _LINE = re.compile(r"(?:#\s*)?(?P<directive>CHECK\b.*)")
 _DIRECTIVE = re.compile(r"(?P<kind>CHECK(?:-[A-Z]+)*)(?:-(?P<count>\d+))?:(?P<sought>.*)")

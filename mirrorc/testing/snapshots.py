@@ -10,8 +10,8 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from mirrorc.api import Step
-from mirrorc.diff import diff_texts
-from mirrorc.program import Program
+from mirrorc.comparison.diff import diff_texts
+from mirrorc.ir.program import Program
 
 _SHOWN = 60  # lines of a program that has no snapshot yet
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.runtime.cuda_graphs import NUM_WARM_UP_STEPS
+from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 

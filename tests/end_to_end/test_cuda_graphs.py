@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError, api
-from mirrorc.devices import parse_devices
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Device
 from mirrorc.options import check_cuda_graphs
-from mirrorc.program import Device
-from mirrorc.runtime.cuda_graphs import NUM_WARM_UP_STEPS
+from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

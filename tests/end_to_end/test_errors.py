@@ -20,7 +20,7 @@ from torch import nn
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.passes import Replicate
-from mirrorc.runtime import executor
+from mirrorc.runtime.execution import executor
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 TOLERANCE = 1e-10

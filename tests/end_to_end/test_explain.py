@@ -15,7 +15,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.runtime.explanation import Explanation
+from mirrorc.runtime.profiling.explanation import Explanation
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}

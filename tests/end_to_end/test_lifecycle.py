@@ -78,7 +78,7 @@ signal.signal(signal.SIGINT, on_interrupt)
 
 
 def script(*parts: str) -> str:
-    prelude = PRELUDE.format(tests=str(Path(__file__).parents[1]))
+    prelude = PRELUDE.format(tests=str(Path(__file__).parents[1] / "support"))
     return "\n".join([prelude, *(textwrap.dedent(part) for part in parts)])
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import mirrorc
 from mirrorc.passes import PlanBuckets, default_pipeline
-from mirrorc.runtime import calibration
-from mirrorc.runtime.rehearsal import Cast, Layout
+from mirrorc.runtime.tuning import bucket_sizes
+from mirrorc.runtime.tuning.microbenchmark import Cast, Layout
 
 WIDTH = 500  # five layers of a little less than a MiB: a class of 4 MiB
 
@@ -53,7 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cast]:
         casts.append(cast)
         return [1.0 / len(layout) for layout in layouts]
 
-    monkeypatch.setattr(calibration, "rehearsed_seconds", seconds)
+    monkeypatch.setattr(bucket_sizes, "rehearsed_seconds", seconds)
     return casts
 
 
@@ -139,7 +139,7 @@ def test_all_programs_of_a_step_have_one_plan(measured: list[Cast], monkeypatch:
 def test_nothing_is_read_or_measured_before_the_first_call(
     measured: list[Cast], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "CalibrationCache", lambda *_: pytest.fail("it was looked for"))
+    monkeypatch.setattr(bucket_sizes, "CalibrationCache", lambda *_: pytest.fail("it was looked for"))
     with compiled():
         assert measured == []
 
@@ -196,7 +196,7 @@ def test_a_measurement_that_fails_leaves_model_and_threads_as_they_were(monkeypa
     model, (x, y) = make_model(), batch()
     places = [parameter.data_ptr() for parameter in model.parameters()]
     with compiled(model=model) as step, monkeypatch.context() as patch:
-        patch.setattr("mirrorc.runtime.rehearsal._update", fail)
+        patch.setattr("mirrorc.runtime.tuning.microbenchmark._update", fail)
         num_threads = threading.active_count()
         with pytest.raises(
             mirrorc.ExecutionError, match="could not measure bucket sizes on cpu:0, cpu:1: MemoryError: no room"

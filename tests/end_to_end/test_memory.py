@@ -16,7 +16,7 @@ from train_text import GPT, GPTConfig, next_byte_loss
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.runtime.memory_report import MemoryReport
+from mirrorc.runtime.memory.report import MemoryReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of memory are looked at, in /proc")
 CLOSE = {"rel": 0.1}

@@ -26,8 +26,8 @@ from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
-from mirrorc.pass_manager import select_passes
 from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import select_passes
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE_TOLERANCE = 1e-10

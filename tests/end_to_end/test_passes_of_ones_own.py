@@ -13,10 +13,10 @@ from torch import fx
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import ops
-from mirrorc.graphs import copied, insert
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import default_pipeline
-from mirrorc.program import Program, Stage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pass.py"
 

@@ -8,12 +8,12 @@ from tiny_programs import captured_model, handmade, outputs, run_up_to, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
-from mirrorc import ops
 from mirrorc.errors import PassError, VerifyError
-from mirrorc.pass_manager import run_passes
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import FactorGradients, default_pipeline
-from mirrorc.program import Program, Stage
-from mirrorc.verifier import verify
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.verifier import verify
 
 aten = torch.ops.aten
 

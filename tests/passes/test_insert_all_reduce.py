@@ -2,8 +2,8 @@ import pytest
 from tiny_programs import SMALL_BUCKETS, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
 
-from mirrorc import ops
-from mirrorc.program import Stage
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])

@@ -2,8 +2,8 @@ import pytest
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
 
-from mirrorc import ops
-from mirrorc.program import Stage
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 
 MIXED = [Weight("a", rule=MUON), Weight("b"), Weight("c", (2, 2), rule=MUON)]
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
-from mirrorc import ops
+from mirrorc.ir import ops
+from mirrorc.ir.program import Device, Program
 from mirrorc.passes import LowerCollectives
-from mirrorc.program import Device, Program
 
 MIXED = [Weight("a", rule=MUON), Weight("b")]
 

@@ -2,9 +2,9 @@ import pytest
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_before, run_up_to, targets
 from torch.testing import FileCheck
 
-from mirrorc import ops
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 from mirrorc.passes import LowerDevices
-from mirrorc.program import Stage
 
 MIXED = [Weight("a", rule=MUON), Weight("b"), Weight("c")]
 

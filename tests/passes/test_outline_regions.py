@@ -4,8 +4,8 @@ import pytest
 from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
 
-from mirrorc import ops
-from mirrorc.program import Program, Stage
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
 
 
 def outlined(program: Program) -> Program:

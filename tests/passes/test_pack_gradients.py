@@ -1,8 +1,8 @@
 import pytest
 from tiny_programs import SMALL_BUCKETS, Weight, handmade, outputs, run_before, run_up_to, targets
 
-from mirrorc import ops
-from mirrorc.program import Stage
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

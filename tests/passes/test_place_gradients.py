@@ -3,11 +3,12 @@ import torch
 from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
 from torch import fx
 
-from mirrorc import kernels, ops
+from mirrorc.custom_ops import matmul
 from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PlaceGradients
-from mirrorc.program import Program, Stage
-from mirrorc.verifier import verify
+from mirrorc.verifier.verifier import verify
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def test_a_matrix_product_is_computed_into_its_slot_and_others_are_copied() -> N
     program = PlaceGradients().run(outlined(captured_two_layers()))
     verify(program)
     used = [n.target for r in program.regions.values() for n in r.graph_module.graph.nodes if n.op == "call_function"]
-    assert used.count(kernels.mm_into) == 2  # fc1.weight, fc2.weight
+    assert used.count(matmul.mm_into) == 2  # fc1.weight, fc2.weight
     assert used.count(aten.copy_.default) == 2  # fc1.bias, fc2.bias
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, Weight, handmade, outputs
 from torch import fx
 
+from mirrorc.ir.program import Program, Stage, UpdateRule
 from mirrorc.passes import PlanBuckets
-from mirrorc.program import Program, Stage, UpdateRule
 
 KIB = 1 / 1024  # in MiB
 

@@ -1,9 +1,9 @@
 import pytest
 from tiny_programs import SMALL_BUCKETS, handmade, outputs, run_before, run_up_to, targets
 
-from mirrorc import ops
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 from mirrorc.passes import Replicate
-from mirrorc.program import Stage
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])

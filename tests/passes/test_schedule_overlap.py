@@ -1,9 +1,9 @@
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_before, run_up_to, targets
 from torch.testing import FileCheck
 
-from mirrorc import ops
+from mirrorc.ir import ops
+from mirrorc.ir.program import Stage
 from mirrorc.passes import ScheduleOverlap
-from mirrorc.program import Stage
 
 MOVED = (ops.all_reduce, ops.broadcast, ops.wait)
 MANY = [Weight(f"w{i}") for i in range(4)] + [Weight("m", rule=MUON)]

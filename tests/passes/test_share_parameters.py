@@ -2,11 +2,11 @@ import pytest
 import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
-from mirrorc import ops
 from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.program import Device, Placement, Program, Stage
 from mirrorc.passes import ShareParameters
-from mirrorc.program import Device, Placement, Program, Stage
-from mirrorc.verifier import verify
+from mirrorc.verifier.verifier import verify
 
 LARGE = [Weight("a", (300,)), Weight("b", (300,))]
 

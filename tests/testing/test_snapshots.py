@@ -12,7 +12,7 @@ from mirrorc.testing import ProgramSnapshot
 
 pytest_plugins = ["pytester"]
 
-TESTS = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parents[1] / "support"
 TEST_FILE = """
 import os
 from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade
@@ -71,7 +71,7 @@ def all_is_imported() -> None:
 
 @pytest.fixture
 def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:  # syrupy's workers report nothing
         monkeypatch.delenv(name)

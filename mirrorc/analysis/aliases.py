@@ -1,0 +1,44 @@
+"""Whose memory a value may be."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator of torch may give the memory of its first argument."""
+    if not ops.is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return aliases or node.target is torch.ops.aten.reshape.default
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The value of the same graph whose memory a value may be: itself, if it is no view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def viewed_variable(program: Program, value: fx.Node) -> str | None:
+    """The variable whose memory a value outside of regions may be: read, viewed, or given out by a region as a view."""
+    value = viewed(value)
+    if value.target is ops.read:
+        return str(value.kwargs["variable"])
+    call = value.args[0] if value.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or not ops.is_region_call(call):
+        return None
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    results: Any = body.output_node().args[0]
+    inside = viewed(results[value.args[1]])
+    given = call.args[placeholders.index(inside)] if inside in placeholders else None
+    return viewed_variable(program, given) if isinstance(given, fx.Node) else None

@@ -1,0 +1,1 @@
+"""From a model and a batch to one captured graph of forward, loss and backward."""

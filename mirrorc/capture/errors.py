@@ -1,0 +1,98 @@
+"""What cannot be captured, said so that a user can act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from mirrorc.errors import CaptureError
+from mirrorc.ir.source_lines import last_users_line
+from mirrorc.torch_internals import JointGraph, user_frames, written_modules
+
+
+def explain(error: Exception, what: str) -> CaptureError:
+    """The tracer's exception as a `CaptureError` that names the user's line."""
+    frames = user_frames(error)
+    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
+    where = f" at {recorded}" if recorded else ""
+    if frames:
+        where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
+    reason = _reason(str(error)) or type(error).__name__
+    text = str(error).lower()
+    if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
+        remedy = (
+            "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
+            "instead of Python numbers, or decide before the step"
+        )
+    elif "fake tensor call" in text:
+        remedy = "this line fails on the batch's shapes and dtypes: call model(...) on one shard of the batch to see it"
+    elif "requires_grad_" in text:
+        remedy = "set requires_grad before the step, not inside forward"
+    else:
+        remedy = "make this line traceable, or move it out of forward"
+    return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
+
+
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
+    for line in lines:
+        for key in parts:
+            if line.startswith(key):
+                parts[key] = line.removeprefix(key).strip()
+    found = [lines[0] if lines else "", parts["Explanation:"]]
+    if "exception" in found[0].lower():  # the user's own exception: its text is in the context
+        found.append(parts["Developer debug context:"])
+    return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
+
+
+def check_writes(traced: fx.GraphModule, what: str) -> None:
+    """Refuses a forward that assigns attributes of modules."""
+    for name in written_modules(traced):
+        where = f"its module {name.removeprefix('model.')!r}" if name != "model" else "itself"
+        raise CaptureError(
+            f"forward of {what} assigns an attribute of {where} (self.x = ...), which a captured graph does not do again in "
+            "every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
+            "use local variables for what need not last"
+        )
+
+
+def check_loss(traced: fx.GraphModule, what: str) -> None:
+    """Refuses what is no scalar loss that depends on parameters."""
+    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
+    results = output.all_input_nodes
+    loss = results[0].meta.get("example_value") if len(results) == 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
+        raise CaptureError(
+            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, or an object with "
+            "'.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns a tensor"
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss of {what} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
+            "tell compile() which by loss_reduction"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
+            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
+        )
+
+
+def refuse_written_inputs(
+    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], what: str
+) -> None:
+    """Refuses a forward that writes parameters or arguments in place."""
+    if joint.written_inputs:
+        kind, name = joint.written_inputs[0]
+        if kind == "parameter":
+            raise CaptureError(
+                f"forward of {what} writes the parameter {variable_names[name]!r} in place: parameters change in "
+                "the optimizer only; make it a buffer, or write it between steps"
+            )
+        raise CaptureError(
+            f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
+            "first, as in x = x.clone()"
+        )

@@ -1,0 +1,120 @@
+"""What a step knows of the user's model: its variables by name, and what its captured graph depends on besides inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.torch_internals import has_gradient_hooks, hook_tables
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class ModelState:
+    """The variables of a model and its loss, and a fingerprint of the plain Python state that shapes their graph.
+
+    Attributes:
+        tensors: parameters and buffers, by name of their variable: the first name of each in the model, with the prefix
+            ``loss_fn.`` for those of a loss module.
+        names: from the names under `mirrorc.capture.dynamo.TrainingCall`, all those of tied weights too, to variables.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, str] = {}
+        roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+        first: dict[int, str] = {}
+        for prefix, root in roots.items():
+            for tensors in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+                for name, tensor in tensors:
+                    if id(tensor) not in first:
+                        variable = name if prefix == "model" else f"{prefix}.{name}"
+                        while variable in self.tensors:
+                            variable += "_"
+                        first[id(tensor)] = variable
+                        self.tensors[variable] = tensor
+                    self.names[f"{prefix}.{name}"] = first[id(tensor)]
+        self._modules = [module for root in roots.values() for module in root.modules()]
+        self._plain = [_plain_attributes(module) for module in self._modules]
+        self._members = [
+            (kind, members, key, member)
+            for module in self._modules
+            for kind, members in _members_of(module)
+            for key, member in members.items()
+        ]
+        self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters among the variables."""
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal as long as the captured graph stays true: modes, plain attributes, hooks, what is trainable, and dtypes.
+
+        Raises:
+            ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
+        """
+        for kind, members, key, member in self._members:
+            if members.get(key) is not member:
+                raise ValueError(
+                    f"the model's {kind} {key!r} was replaced since mirrorc.compile(): write into it instead, or make a new "
+                    "optimizer over model.parameters() and compile the model anew"
+                )
+        for name, tensor in self.tensors.items():
+            if has_gradient_hooks(tensor):
+                raise ValueError(
+                    f"parameter {name!r} has a hook on its gradient, which a captured step does not call: remove it, and "
+                    "change the gradient in the loss, in forward, or in an optimizer of your own"
+                )
+        for i, (module, (size, _)) in enumerate(zip(self._modules, self._plain, strict=True)):
+            if len(module.__dict__) != size:
+                self._plain[i] = _plain_attributes(module)
+        plain = tuple(
+            (type(attributes[key]), attributes[key])
+            for _, watched in self._plain
+            for attributes, key in watched
+            if key in attributes
+        )
+        tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
+        return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks)
+
+
+def _plain_attributes(module: nn.Module) -> tuple[int, list[tuple[dict[str, Any], str]]]:
+    """How many attributes a module has, and which of them are plain values, as (dict, key)."""
+    attributes = module.__dict__
+    return len(attributes), [(attributes, key) for key, value in attributes.items() if isinstance(value, _SCALARS)]
+
+
+def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)]
+
+
+def check_model(model: Any) -> None:
+    """Refuses models that cannot be captured.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: parameters that have no memory or no shape yet, or none to train.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+            raise ValueError(
+                f"{name!r} belongs to a lazy module and has no shape yet: call model(example_input) once before compiling"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and has no memory: give the model memory and values first, with "
+                "model.to_empty(device='cpu') and an initialisation, or load a checkpoint with assign=True"
+            )
+        if tensor.is_sparse:
+            raise ValueError(f"{name!r} is a sparse tensor: mirrored variables are dense; use model.{name}.to_dense()")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: there is nothing to update; set requires_grad on some"
+        )

@@ -1,0 +1,138 @@
+"""From a model and a batch's shapes to a captured program, ready for the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.capture.arguments import Call, Shards, identifier
+from mirrorc.capture.dynamo import CapturedGraph, TrainingCall, capture
+from mirrorc.capture.model_state import ModelState
+from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
+from mirrorc.ir.program import Aggregation, Argument, Device, Program, Role, Stage, Synchronization, Variable
+from mirrorc.optimizers import update_rules
+from mirrorc.torch_internals import is_dense
+
+ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class CapturedProgram:
+    """A CAPTURED program, and the tensors in it that are neither parameters nor buffers."""
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+
+
+def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
+    """What a graph is specialised on: shapes, strides and dtypes of a replica's tensors, once they are on its device.
+
+    Moving a tensor with gaps or overlaps to another device makes it dense there.
+    """
+    moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
+
+
+def capture_program(
+    training_call: TrainingCall,
+    call: Call,
+    shards: Shards,
+    devices: tuple[Device, ...],
+    state: ModelState,
+    optimizer: torch.optim.Optimizer,
+    decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    channels_last: bool = False,
+) -> CapturedProgram:
+    """Captures one graph for each distinct shape of a shard.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
+    distinct = list(dict.fromkeys(types_of))
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
+    names = _unique([identifier(leaf.path) for leaf in call.leaves])
+    home = devices[0].torch_device
+    captured = []
+    for types in distinct:
+        examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
+        captured.append(
+            capture(training_call, examples, names, state.names, trained, decompositions, channels_last=channels_last)
+        )
+    _check_agreement(captured, type(training_call.model).__name__)
+    shard_of_replica = tuple(distinct.index(types) for types in types_of)
+    constants = {name: value for graph in captured for name, value in graph.constants.items()}
+    program = Program(
+        stage=Stage.CAPTURED,
+        devices=devices,
+        variables=_variables(captured, state, optimizer),
+        arguments=captured[0].arguments,
+        shard_graphs=tuple(c.graph for c in captured),
+        shard_of_replica=shard_of_replica,
+        remarks=tuple(dict.fromkeys(remark for c in captured for remark in c.remarks)),
+    )
+    return CapturedProgram(program, constants)
+
+
+def _unique(names: list[str]) -> list[str]:
+    taken: set[str] = {"loss_weight", "seed", "args"}
+    for i, name in enumerate(names):
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        names[i] = name
+    return names
+
+
+def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:
+    """Graphs of an uneven batch's two shard shapes must make the same gradients and draw randomly in the same places."""
+    first, *others = captured
+    for other in others:
+        for part in ("gradients", "writes"):
+            if set(_output(first)[part]) != set(_output(other)[part]):
+                raise CaptureError(
+                    f"{what} makes other {part} for a shard of another size: its graph depends on the batch size; use "
+                    "batches that divide by the number of devices"
+                )
+        if [argument.kind for argument in first.arguments] != [argument.kind for argument in other.arguments]:
+            raise CaptureError(f"{what} draws random numbers for some shard sizes only; use batches that divide evenly")
+
+
+def _output(captured: CapturedGraph) -> dict[str, Any]:
+    output = captured.graph.output_node().args[0]
+    assert isinstance(output, dict)
+    return output
+
+
+def _variables(
+    captured: Sequence[CapturedGraph], state: ModelState, optimizer: torch.optim.Optimizer
+) -> dict[str, Variable]:
+    read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in ops.calls(c.graph, ops.read))
+    gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
+    rules = update_rules(optimizer, state.parameters, list(gradients))
+    constants = {name: value for c in captured for name, value in c.constants.items()}
+    variables = {}
+    for name in [*read, *(name for name in writes if name not in read)]:
+        tensor = state.tensors[name] if name in state.tensors else constants[name]
+        role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
+        synchronization, aggregation = Synchronization.MIRRORED, Aggregation.NONE
+        if name in writes:
+            synchronization = Synchronization.PER_REPLICA
+            aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
+        shape = tuple(tensor.shape)
+        strides = tuple(tensor.stride())
+        variables[name] = Variable(
+            name, shape, strides, tensor.dtype, role, synchronization, aggregation, rules.get(name)
+        )
+    return variables
+
+
+def argument_kinds(arguments: Sequence[Argument]) -> set[str]:
+    """The kinds of a program's arguments."""
+    return {argument.kind for argument in arguments}

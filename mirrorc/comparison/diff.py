@@ -1,0 +1,144 @@
+"""What differs between two programs: first in words, from their printed form alone, then line by line.
+
+What is said of a pass in the heading and below it does not count, nor do the user's source lines. So two dumps of one program are
+equal although they tell of different passes, and a program is equal to itself after its model's code has moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mirrorc.comparison.body_changes import (
+    argument_changes,
+    body_changes,
+    device_changes,
+    group_changes,
+    remark_changes,
+)
+from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
+from mirrorc.comparison.schedule_changes import schedule_changes
+from mirrorc.comparison.text_changes import text_changes
+from mirrorc.ir.program import Program
+from mirrorc.printing.printed_program import PrintedProgram
+from mirrorc.printing.reader import read_program_text
+
+_CANONICAL = {"slots": True, "sources": False}
+_SOURCE = re.compile(r" = (?:fwd|bwd)_\d+\(.*\)  +# ")  # beside a call of a region
+
+
+def diff_texts(old: str, new: str) -> str:
+    """What differs between two printed programs, of any stage; empty if nothing does.
+
+    Args:
+        old: a text that `Program.to_text` has given.
+        new: another. Print both in one form, best with ``slots=True``: what is not printed cannot be compared.
+
+    Returns:
+        Sentences, each on a line of its own, the most important first; then, after an empty line, the lines that differ.
+
+    Raises:
+        TypeError: not two strings.
+        ValueError: one is no printed program; says which one, the line, and what was expected there.
+    """
+    if old == new:
+        _read(new, "new")
+        return ""
+    programs = _read(old, "old"), _read(new, "new")
+    lines = text_changes(old, new, programs)
+    if not lines:
+        return ""
+    sentences = list(_sentences(*programs)) or ["no device, bucket, collective or region changed, but these lines did"]
+    return "\n".join([*sentences, "", *lines]) + "\n"
+
+
+def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
+    """What differs between two programs; empty if nothing does.
+
+    Args:
+        old: a program of any stage.
+        new: another.
+        regions: compare the bodies of regions, too. Without it, it is said if nothing else differs than they.
+
+    Raises:
+        TypeError: not two programs.
+    """
+    for name, program in (("old", old), ("new", new)):
+        if not isinstance(program, Program):
+            raise TypeError(f"{name} is a {type(program).__name__}: give a Program, such as step.program")
+    found = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
+    if found or regions or not diff_texts(*(program.to_text(regions=True, **_CANONICAL) for program in (old, new))):
+        return found
+    return "only the bodies of regions differ: pass regions=True to see how\n"
+
+
+def diff_files(old: Path, new: Path) -> str:
+    """What differs between two programs in files, bodies of regions included; empty if nothing does.
+
+    Args:
+        old: a saved program, or a printed one. A saved program is compared with a printed one in the form of that: what this
+            leaves out (bodies of regions, gradients that it only counts) is not compared.
+        new: another.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file holds neither; says which one, and where.
+    """
+    loaded = [_load(path) for path in (old, new)]
+    forms = [_form_of(program) for program in loaded if isinstance(program, str)]
+    form = forms[0] if forms else {"regions": True, **_CANONICAL}
+    texts = [
+        found if isinstance(found, str) else printed(found, path, **form)
+        for found, path in zip(loaded, (old, new), strict=True)
+    ]
+    return diff_texts(*texts)
+
+
+def _load(path: Path) -> Program | str:
+    with path.open("rb") as file:
+        is_printed = file.read(2) == b"# "
+    return path.read_text(encoding="utf-8") if is_printed else Program.load(path)
+
+
+def printed(program: Program, path: Path, *, regions: bool, slots: bool, sources: bool) -> str:
+    """A program out of a file as text.
+
+    Raises:
+        ValueError: it is malformed, so that it cannot be printed; names the file and the remedy.
+    """
+    try:
+        return program.to_text(regions=regions, slots=slots, sources=sources)
+    except Exception as error:  # of the printer, which knows programs that keep the rules
+        reason = f"it is malformed ({type(error).__name__}: {error})"
+        raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error
+
+
+def _form_of(text: str) -> dict[str, bool]:
+    """With which arguments `Program.to_text` gives a text of this form."""
+    lines = text.split("\n")
+    return {
+        "regions": any(line.startswith("region ") for line in lines),
+        "slots": any(line.startswith("#     ") for line in lines),
+        "sources": any(line.startswith("    # ") or _SOURCE.search(line) for line in lines),
+    }
+
+
+def _read(text: str, name: str) -> PrintedProgram:
+    try:
+        return read_program_text(text)
+    except ValueError as error:
+        raise ValueError(f"the {name} text cannot be compared: {error}") from None
+
+
+def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
+    pairs = pair_buckets(old, new)
+    yield from device_changes(old, new)
+    if old.stage != new.stage:
+        yield f"the stage changed from {old.stage} to {new.stage}"
+    yield from bucket_changes(pairs)
+    yield from schedule_changes(old, new, pairs.new_of)
+    yield from argument_changes(old, new)
+    yield from body_changes(old, new)
+    yield from group_changes(old, new)
+    yield from remark_changes(old, new)

@@ -1,0 +1,179 @@
+"""Writes what every pass did: to files for whoever debugs a pass, and to torch's structured trace."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from mirrorc.dumps.folders import DumpFolder
+from mirrorc.dumps.pass_report import PassReport
+from mirrorc.ir.program import Program
+from mirrorc.pipeline.pass_manager import Instrument, Pass
+from mirrorc.printing.colors import print_coloured
+from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
+
+_NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
+
+
+class Sink:
+    """Where dumps go; a later file of one name replaces the earlier."""
+
+    def write(self, name: str, text: str) -> None:
+        """Takes a text."""
+        raise NotImplementedError
+
+    def save(self, name: str, program: Program) -> bool:
+        """Takes a program itself; False if it takes texts alone."""
+        return False
+
+
+class FolderSink(Sink):
+    """Files in a folder.
+
+    Args:
+        directory: of the folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.folder = DumpFolder(directory)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text."""
+        self.folder.file(name).write_text(text, encoding="utf-8")
+
+    def save(self, name: str, program: Program) -> bool:
+        """Saves a program."""
+        program.save(self.folder.file(name))
+        return True
+
+
+class TraceSink(Sink):
+    """Artifacts of torch's structured trace."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.prefix = f"mirrorc_program-{next(self._numbers)}"
+
+    def write(self, name: str, text: str) -> None:
+        """Adds a text to the trace."""
+        trace_artifact(f"{self.prefix}_{name}", text)
+
+
+def dump_sinks(directory: Path | None) -> list[Sink]:
+    """Where the next program of this process is to be dumped.
+
+    Args:
+        directory: gets a folder for the program, see `DumpFolder`; None for no files.
+
+    Returns:
+        A sink for the folder, and one for torch's structured trace where that is on (the variable TORCH_TRACE).
+    """
+    sinks: list[Sink] = [FolderSink(directory)] if directory is not None else []
+    return [*sinks, TraceSink()] if is_structured_trace_on() else sinks
+
+
+class DumpFiles(Instrument):
+    """Gives sinks, for every pass, a text and a diff to the pass before, and at the end an index of them.
+
+    The text of a pass names the pass, the stage, the time, the number of nodes and how many of each operation came and went,
+    and the pass's remarks; the program follows in full if the pass changed it. The captured program is saved as well, for
+    ``mirrorc opt``.
+
+    Args:
+        sinks: where to.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = sinks
+        self._rows: list[tuple[str, ...]] = []
+        self._last: tuple[Pass, Program] | None = None
+
+    def start(self, program: Program) -> None:
+        """Writes the captured program."""
+        self._rows, self._last = [], None
+        saved, why_not = self._save("00-capture.json.gz", program)
+        self._write(PassReport("capture", program), saved, why_not)
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Writes the program that a pass gave, and what it changed."""
+        self._last = (compiler_pass, before)
+        self._write(PassReport(compiler_pass.name, after, before, seconds * 1e3))
+
+    def refused(self, program: Program, error: Exception) -> None:
+        """Notes in the index that no pass was run."""
+        self._note("capture", error, is_written=bool(self._rows))
+
+    def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+        """Notes in the index where compilation ended."""
+        is_written = self._last is not None and self._last[0] is compiler_pass and self._last[1] is before
+        self._note(compiler_pass.name, error, is_written)
+
+    def finish(self, program: Program) -> None:
+        """Writes the index."""
+        self._write_index()
+
+    def _note(self, name: str, error: Exception, is_written: bool) -> None:
+        """Adds the failure to a pass's row, or if it has given nothing a row for it."""
+        row = self._rows.pop() if is_written else (self._stem(name), "", "", "", "", "")
+        reason = str(error).partition("\n\n")[0]  # what follows shows the program
+        remarks = "<br>".join(filter(None, [row[4], _cell(reason)]))
+        self._rows.append((f"{row[0]}, failed: {type(error).__name__}", *row[1:4], remarks, row[5]))
+        self._write_index()
+
+    def _stem(self, name: str) -> str:
+        return f"{len(self._rows):02d}-{_NOT_IN_NAMES.sub('_', name)}"
+
+    def _save(self, name: str, program: Program) -> tuple[str, str]:
+        """The name of the file if a sink has saved the program; why not, if it cannot be saved."""
+        try:
+            kept = [sink.save(name, program) for sink in self.sinks]
+        except Exception as error:  # noqa: BLE001 - of any kind, if the program is broken, which the verifier says
+            return "", f"the captured program cannot be saved: {error}"
+        return name if any(kept) else "", ""
+
+    def _write(self, report: PassReport, saved: str = "", why_not: str = "") -> None:
+        name = self._stem(report.name)
+        self._put(f"{name}.txt", report.text())
+        files = f"[text]({name}.txt)"
+        diff = report.diff()
+        if diff:
+            self._put(f"{name}.diff", diff)
+            files += f" [diff]({name}.diff)"
+        files += f" [program]({saved})" if saved else ""
+        time = f"{report.milliseconds:.1f}" if report.milliseconds is not None else ""
+        counts = report.counts() if report.is_changed else "as before"
+        remarks = "<br>".join(map(_cell, (*report.remarks, *filter(None, [why_not]))))
+        self._rows.append((name, report.after.stage.name, time, _cell(counts), remarks, files))
+
+    def _write_index(self) -> None:
+        head = ["| pass | stage | ms | nodes | remarks | files |", "|---|---|---|---|---|---|"]
+        self._put("index.md", "\n".join([*head, *(f"| {' | '.join(row)} |" for row in self._rows)]) + "\n")
+
+    def _put(self, name: str, text: str) -> None:
+        for sink in self.sinks:
+            sink.write(name, text)
+
+
+def _cell(text: str) -> str:
+    """A text as it is written in a cell of a table."""
+    return "<br>".join(text.replace("|", "\\|").replace("<", "\\<").splitlines())
+
+
+class PrintAfter(Instrument):
+    """Prints the program after some passes, on standard error, in colours if that is a terminal.
+
+    Args:
+        names: of the passes; None for all.
+    """
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self.names = names
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Prints the program that a pass gave."""
+        if self.names is None or compiler_pass.name in self.names:
+            print_coloured(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

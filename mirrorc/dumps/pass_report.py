@@ -1,0 +1,129 @@
+"""What one pass did to a program: in numbers, in remarks, and as a diff."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.program_text import on_one_line, program_to_text, region_to_text
+
+_MOST_DIFF_LINES = 4000  # of a region, beyond which a diff takes long and nobody reads it
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """A pass that has run. What it gave may break any rule: where it cannot be printed or counted, the report says so.
+
+    Attributes:
+        name: of the pass; ``capture`` for the program that the first pass is given.
+        after: the program that it gave.
+        before: the program that it was given; None for ``capture``.
+        milliseconds: how long it took; None for ``capture``.
+    """
+
+    name: str
+    after: Program
+    before: Program | None = None
+    milliseconds: float | None = None
+
+    @cached_property
+    def is_changed(self) -> bool:
+        """Whether the program reads differently than before, or cannot be read."""
+        if self.before is None or self.before.stage is not self.after.stage:
+            return True
+        try:
+            return self._folded(self.before) != self._folded(self.after) or bool(self._changed_regions())
+        except Exception:  # noqa: BLE001 - of the printer, which knows programs that keep the rules
+            return True
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the pass had to say."""
+        known = Counter(self.before.remarks if self.before is not None else ())
+        return tuple((Counter(self.after.remarks) - known).elements())
+
+    def counts(self) -> str:
+        """The number of nodes, and by operation how many more or fewer than before."""
+        try:
+            now, then = _count_operations(self.after), _count_operations(self.before)
+        except Exception as error:  # noqa: BLE001 - said
+            return _failure("cannot be counted", error)
+        changes = [f"{now[name] - then[name]:+d} {name}" for name in sorted({*now, *then}) if now[name] != then[name]]
+        total, difference = sum(now.values()), sum(now.values()) - sum(then.values())
+        if self.before is None:
+            return f"{total} nodes"
+        return f"{total} nodes ({difference:+d}){': ' + ', '.join(changes) if changes else ''}"
+
+    def text(self) -> str:
+        """Heading, counts and remarks; then the program in full, if the pass changed it and it can be printed."""
+        try:
+            heading, program = self._heading_and_program()
+        except Exception as error:  # noqa: BLE001 - said
+            heading = f"# mirrorc · after {self.name} · stage {self.after.stage.name}"
+            program = f"# this program {_failure('cannot be printed', error)}\n"
+        remarks = (f"# remark of this pass: {on_one_line(remark)}" for remark in self.remarks)
+        return "\n".join([heading, f"# {self.counts()}", *remarks, program])
+
+    def _heading_and_program(self) -> tuple[str, str]:
+        regions = self.after.stage in (Stage.OUTLINED, Stage.LOWERED) or bool(self._changed_regions())
+        full = program_to_text(self.after, regions=regions, after=self.name, milliseconds=self.milliseconds)
+        heading, _, rest = full.partition("\n")
+        return heading, rest if self.is_changed else "# the program is as before\n"
+
+    def diff(self) -> str:
+        """A unified diff to the program before; of regions' bodies, where the pass changed them."""
+        if self.before is None or not self.is_changed:
+            return ""
+        try:
+            return self._diff(self.before)
+        except Exception as error:  # noqa: BLE001 - said
+            return f"# no diff: a program {_failure('cannot be printed', error)}\n"
+
+    def _diff(self, before: Program) -> str:
+        lines = _unified("program", self._folded(before), self._folded(self.after))
+        for name, old, new in self._changed_regions():
+            if max(old.count("\n"), new.count("\n")) > _MOST_DIFF_LINES:
+                lines.append(f"region {name} has changed; it is too long to show how")
+            else:
+                lines += _unified(f"region {name}", old, new)
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def _folded(program: Program) -> str:
+        return program_to_text(program).partition("\n")[2]
+
+    def _changed_regions(self) -> list[tuple[str, str, str]]:
+        """Regions with another body than before, and new ones where there were others: name, old text, new text."""
+        if self.before is None or not self.before.regions:
+            return []
+        changed = []
+        for name in dict.fromkeys([*self.before.regions, *self.after.regions]):
+            old, new = self.before.regions.get(name), self.after.regions.get(name)
+            if old is not new:
+                texts = [region_to_text(r) if r is not None else "" for r in (old, new)]
+                changed += [(name, *texts)] if texts[0] != texts[1] else []
+        return changed  # type: ignore[return-value]
+
+
+def _failure(what: str, error: Exception) -> str:
+    return on_one_line(f"{what}: {type(error).__name__}: {error}")
+
+
+def _unified(what: str, old: str, new: str) -> list[str]:
+    names = (f"{what} before", f"{what} after")
+    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm="", n=2))
+
+
+def _count_operations(program: Program | None) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    if program is None:
+        return counts
+    for graph in [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]:
+        targets = Counter((node.op, node.target) for node in graph.nodes if node.op not in ("placeholder", "output"))
+        for (op, target), number in targets.items():
+            counts["call_region" if op == "call_module" else ops.target_name(target)] += number
+    return counts

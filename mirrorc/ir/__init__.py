@@ -1,0 +1,1 @@
+"""The intermediate representation: what passes, verifier and runtime stand on."""

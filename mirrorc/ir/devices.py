@@ -1,0 +1,67 @@
+"""Names of logical devices, from what the user wrote to `Device`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mirrorc.ir.program import Device
+
+_NAME = re.compile(r"(?P<type>cpu|cuda)(:(?P<index>\d+))?(/(?P<part>\d+))?")
+_REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second logical device on GPU 0"
+
+
+def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
+    """The logical devices that ``devices`` names.
+
+    Args:
+        devices: a list of names; a number of devices (GPUs where there are enough, else logical CPUs); or None for
+            every visible GPU, else one CPU.
+
+    Raises:
+        ValueError: no device, an unknown or duplicate name, or a GPU that is not there.
+        TypeError: not a list of names, a number, or None.
+    """
+    if devices is None:
+        count = torch.cuda.device_count()
+        devices = [f"cuda:{i}" for i in range(count)] or ["cpu:0"]
+    elif isinstance(devices, bool) or not isinstance(devices, int | Iterable) or isinstance(devices, str):
+        raise TypeError(f"devices is {devices!r}: give a list of device names, a number of devices, or None; {_REMEDY}")
+    elif isinstance(devices, int):
+        kind = "cuda" if 0 < devices <= torch.cuda.device_count() else "cpu"
+        devices = [f"{kind}:{i}" for i in range(devices)]
+    parsed = tuple(_parse_device(name) for name in devices)
+    if not parsed:
+        raise ValueError(f"devices is empty: a program needs at least one device; {_REMEDY}")
+    seen: set[str] = set()
+    for device in parsed:
+        if device.name in seen:
+            raise ValueError(
+                f"device {device.name!r} is named twice: every replica needs a device of its own; {_REMEDY}"
+            )
+        seen.add(device.name)
+    if len({device.torch_device.type for device in parsed}) > 1:
+        names = ", ".join(device.name for device in parsed)
+        raise ValueError(f"devices mix CPUs and GPUs ({names}): replicas must run at one speed; use one kind")
+    return parsed
+
+
+def _parse_device(name: str | torch.device) -> Device:
+    if not isinstance(name, str | torch.device):
+        raise TypeError(f"device {name!r} is a {type(name).__name__}, not a name; {_REMEDY}")
+    match = _NAME.fullmatch(str(name))
+    if match is None:
+        raise ValueError(f"unknown device {str(name)!r}; {_REMEDY}")
+    index = int(match["index"] or 0)
+    if match["type"] == "cpu":
+        if match["part"]:
+            raise ValueError(f"unknown device {str(name)!r}: CPU devices are logical already, use 'cpu:{index}'")
+        return Device(f"cpu:{index}", torch.device("cpu"))
+    count = torch.cuda.device_count()
+    if index >= count:
+        found = f"{count} GPU(s)" if count else "no GPU"
+        raise ValueError(f"device {str(name)!r} is absent: torch sees {found} on this machine; {_REMEDY}")
+    part = f"/{int(match['part'])}" if match["part"] and int(match["part"]) else ""
+    return Device(f"cuda:{index}{part}", torch.device("cuda", index))

@@ -1,0 +1,111 @@
+"""Small edits of graphs that passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from mirrorc.capture.arguments import identifier
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.ir.type_inference import set_type
+from mirrorc.torch_internals import add_node
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph: names, order and notes (`node.meta`) stay."""
+    copy = fx.Graph()
+    copy.output(copy_into(copy, graph))
+    return copy
+
+
+def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
+    """Copies a graph's nodes to the end of another, which has no output yet; gives the source's output, of the new nodes."""
+    values: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        if node.op != "output":
+            values[node] = copy_node(graph, node, values)
+    return fx.node.map_arg(source.output_node().args[0], values.__getitem__)
+
+
+def copy_node(
+    graph: fx.Graph,
+    node: fx.Node,
+    values: Mapping[fx.Node, fx.Node],
+    *,
+    name: str | None = None,
+    **more: Any,
+) -> fx.Node:
+    """Copies a node to a graph's point of insertion.
+
+    Args:
+        graph: the graph that gets the node.
+        node: of another graph.
+        values: what stands in ``graph`` for each node that it uses.
+        name: its new name, if it is to have another.
+        more: keyword arguments that it gets besides.
+    """
+    args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
+    given = {**kwargs, **more} if more else kwargs  # type: ignore[dict-item]
+    copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type)  # type: ignore[arg-type]
+    copy.meta.update(node.meta)  # not by assignment, for which a node does much more
+    return copy
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """Calls an operation at the graph's point of insertion; the node is named after what it is about, as in the dump."""
+    given = dict(kwargs or {})
+    return add_node(graph, "call_function", target, args, given, _name(target, args, given))
+
+
+_STEMS = {
+    ops.pack: "b{bucket}",
+    ops.all_reduce: "b{bucket}_pending",
+    ops.reduce_scatter: "b{bucket}_pending",
+    ops.broadcast: "b{bucket}_pending",
+    ops.recv: "b{bucket}_incoming",
+    ops.wait: "b{bucket}_sum",
+    ops.send: "send_b{bucket}_to_r{destination}",
+    ops.update: "update_b{bucket}",
+    ops.store: "store_b{bucket}",
+    ops.slot: "slot_{variable}",
+    ops.product: "d_{variable}",
+    ops.index_add: "d_{variable}",
+    ops.write: "write_{variable}",
+    ops.argument: "{name}",
+    ops.call_region: "{region}",
+}
+
+
+def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    stem = _STEMS.get(target, "").format(**kwargs)
+    if target is ops.wait and getattr(args[0], "target", None) in (ops.broadcast, ops.recv):
+        stem = f"b{kwargs['bucket']}_parameters"
+    if ops.is_operator(target):
+        operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
+        stem = f"{operand}_{target._schema.name.split('::')[-1].strip('_')}"
+    replica = f"_r{kwargs['replica']}" if kwargs.get("replica") is not None else ""
+    return identifier((stem or str(getattr(target, "__name__", target))) + replica)
+
+
+def insert(
+    program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
+    """Inserts a call before a node, and gives it the type that follows from its arguments.
+
+    Args:
+        program: for its tables of variables, buckets and regions.
+        before: a node of the graph to insert into.
+        target: an operation of `mirrorc.ir.ops`, or an operator of torch that writes nothing.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: the operation cannot take these arguments.
+    """
+    with before.graph.inserting_before(before):
+        node = call(before.graph, target, args, kwargs)
+    set_type(program, node)
+    return node

@@ -1,0 +1,309 @@
+"""The intermediate representation: a program, and the typed tables that its graphs refer to."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Stage(enum.IntEnum):
+    """How far a program has been compiled. A pass names the stage it takes and the stage it makes."""
+
+    CAPTURED = 0
+    OUTLINED = 1
+    REPLICATED = 2
+    PACKED = 3
+    REDUCED = 4
+    UPDATED = 5
+    SCHEDULED = 6
+    LOWERED = 7
+
+
+@dataclass(frozen=True)
+class Device:
+    """A logical device.
+
+    ``cpu:0`` and ``cpu:1`` share one processor and one memory; ``cuda:0/1`` is the second logical device on GPU 0.
+
+    Attributes:
+        name: the name as users write it, unique within a program.
+        torch_device: the torch device that holds its tensors.
+    """
+
+    name: str
+    torch_device: torch.device
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Role(enum.Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+class Synchronization(enum.Enum):
+    MIRRORED = "mirrored"  # the same value on every replica, after every step
+    PER_REPLICA = "per-replica"  # each replica writes its own
+
+
+class Aggregation(enum.Enum):
+    """How a per-replica variable is read as one value."""
+
+    NONE = "none"
+    MEAN = "mean"
+    FIRST = "first"  # replica 0's
+
+
+class Placement(enum.Enum):
+    """Where the parameters of a bucket are."""
+
+    MIRRORED = "mirrored"  # a copy on every replica
+    SHARED = "shared"  # one copy in the memory that all devices share
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """Which update a parameter gets. Gradients may share a bucket only where their rules are equal.
+
+    Attributes:
+        label: for people, such as ``AdamW group 0``.
+        group: index of the optimizer's parameter group.
+        state_class: parameters whose optimizer state has the same entries, and equal scalar ones such as ``step``, have
+            the same number; a flat update needs that.
+        elementwise: whether the update may run on a whole bucket at once.
+    """
+
+    label: str
+    group: int
+    state_class: int = 0
+    elementwise: bool = True
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A parameter or buffer of the captured model. Tied weights are one variable, under their first name.
+
+    Attributes:
+        name: its name in the user's model.
+        shape: its shape, the same on every replica.
+        strides: how it lies in memory, dense; a parameter in channels-last format stays so.
+        dtype: its dtype.
+        role: parameter or buffer.
+        synchronization: mirrored, or per-replica for buffers that the forward writes.
+        aggregation: how a per-replica variable is read as one.
+        update: the rule by which the optimizer changes it; None if nothing updates it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    role: Role
+    synchronization: Synchronization = Synchronization.MIRRORED
+    aggregation: Aggregation = Aggregation.NONE
+    update: UpdateRule | None = None
+
+
+_SHARE_ELEMENTS = 64  # shares begin at multiples of it, so that no two devices write to one cache line
+
+
+def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
+    """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
+    units = -(-num_elements // _SHARE_ELEMENTS)
+    start, stop = (min(num_elements, units * i // num_shares * _SHARE_ELEMENTS) for i in (index, index + 1))
+    return start, stop
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A gradient's place in a bucket.
+
+    Attributes:
+        variable: name of the parameter whose gradient lies here.
+        shape: its shape.
+        strides: its strides, those of the parameter.
+        offset: first element, counted in elements from the start of the bucket.
+        num_elements: how many elements.
+    """
+
+    variable: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced and applied together, in the order in which backward makes them.
+
+    Attributes:
+        index: its number; collectives carry it as their tag.
+        dtype: the one dtype of all its gradients.
+        slots: its gradients' places; slots are disjoint and begin at aligned offsets.
+        num_elements: its length, padding included.
+        rule: how its parameters are updated.
+        placement: whether each replica has its own copy of its parameters, or all share one and update a share each.
+    """
+
+    index: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    num_elements: int
+    rule: UpdateRule
+    placement: Placement = Placement.MIRRORED
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @functools.cached_property
+    def slot_of(self) -> Mapping[str, Slot]:
+        """The slots, by name of the variable."""
+        return {slot.variable: slot for slot in self.slots}
+
+    def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
+        """The elements that a replica updates: the first, and one past the last. None of a small shared bucket, maybe."""
+        if self.placement is Placement.MIRRORED:
+            return 0, self.num_elements
+        return share_bounds(self.num_elements, num_replicas, replica)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A piece of forward or backward that all replicas share: held, compiled and printed once.
+
+    Attributes:
+        name: such as ``fwd_0`` or ``bwd_2``.
+        phase: ``forward`` or ``backward``.
+        graph_module: its body; placeholders are its arguments, the output is a tuple.
+    """
+
+    name: str
+    phase: str
+    graph_module: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a device's program.
+
+    Attributes:
+        name: as printed.
+        kind: ``batch`` (a shard or a replicated tensor), ``loss_weight`` (the replica's share of the batch, fed to
+            backward as the loss's tangent) or ``seed`` (the replica's random stream in this step).
+        leaf: for ``batch``, the index of the tensor among the call's tensor arguments.
+    """
+
+    name: str
+    kind: str
+    leaf: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model's training step at one stage of compilation.
+
+    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two when the
+    batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs.
+    From REPLICATED to SCHEDULED, ``graph`` is the mirrored graph: the nodes of every device side by side. In LOWERED,
+    ``device_graphs`` holds one graph module per device.
+
+    Attributes:
+        stage: how far it has been compiled.
+        devices: the logical devices; replica i runs on devices[i].
+        variables: every parameter and buffer, by name.
+        arguments: the arguments of a replica's program.
+        shard_graphs: see above.
+        shard_of_replica: see above.
+        graph: see above.
+        device_graphs: see above, keyed by device name.
+        regions: shared pieces of forward and backward, by name.
+        buckets: the bucket plan, in the order in which buckets become ready.
+        remarks: what passes have to say to a reader, such as why a gradient opened a new bucket.
+    """
+
+    stage: Stage
+    devices: tuple[Device, ...]
+    variables: Mapping[str, Variable]
+    arguments: tuple[Argument, ...]
+    shard_graphs: tuple[fx.Graph, ...] = ()
+    shard_of_replica: tuple[int, ...] = ()
+    graph: fx.Graph | None = None
+    device_graphs: Mapping[str, fx.GraphModule] = field(default_factory=lambda: MappingProxyType({}))
+    regions: Mapping[str, Region] = field(default_factory=lambda: MappingProxyType({}))
+    buckets: tuple[Bucket, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.devices)
+
+    @property
+    def mirrored_graph(self) -> fx.Graph:
+        """The mirrored graph; asking for it outside of its stages is a bug in a pass."""
+        assert self.graph is not None, f"a {self.stage.name} program has no mirrored graph"
+        return self.graph
+
+    def evolve(self, **changes: Any) -> Program:
+        """A copy with some attributes replaced."""
+        return replace(self, **changes)
+
+    def graphs(self) -> list[fx.Graph]:
+        """Every graph of the program outside of its regions."""
+        mirrored = [self.graph] if self.graph is not None else []
+        return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
+
+    def to_text(self, *, regions: bool = False, slots: bool = False, sources: bool = True) -> str:
+        """The program as text; the grammar is in `mirrorc.printing.program_text`.
+
+        Args:
+            regions: print the bodies of the regions, too.
+            slots: print every gradient of a bucket, each on a line of its own.
+            sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
+        """
+        from mirrorc.printing.program_text import program_to_text
+
+        return program_to_text(self, regions=regions, slots=slots, sources=sources)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program, whatever its stage, to a file, compressed if its name ends in ``.gz``; see `mirrorc.serialization`.
+
+        Folders that are missing are made.
+
+        Raises:
+            ValueError: a node calls or holds what cannot be looked up by a name; says which. What was at ``path`` stays.
+            OSError: the file cannot be written.
+        """
+        from mirrorc.serialization import save_program
+
+        save_program(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Program:
+        """The program in a file that `save` has written, here or elsewhere. Runs nothing in it, and needs none of its devices.
+
+        Raises:
+            ValueError: the file is no program, is damaged, of a later version, or calls operators that are unknown here.
+        """
+        from mirrorc.serialization import load_program
+
+        return load_program(path)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __rich__(self) -> Any:
+        """The text in colours, for ``rich.print(program)``."""
+        from mirrorc.printing.colors import coloured
+
+        return coloured(self.to_text())

@@ -1,0 +1,1 @@
+"""What a pass is, the runner that applies passes, and pipelines as text."""

@@ -1,0 +1,114 @@
+"""Keeps what is needed to run a failing pass again: the program before it, the passes from there on, versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mirrorc.errors import MirrorcError
+from mirrorc.ir.program import Program
+from mirrorc.pipeline.pass_manager import Instrument, Pass
+from mirrorc.pipeline.specs import format_passes
+
+logger = logging.getLogger(__name__)
+
+
+class Reproducer(Instrument):
+    """When a pass fails, or gives a program that breaks a rule, writes a reproducer and names it in the error's message.
+
+    The folder holds ``program.json.gz``, the program that the pass was given, and ``reproducer.json``: the failing pass and
+    those after it with their options, the whole pipeline, the error, and the versions of torch and Python. It must be the
+    last of the instruments, as it counts the passes that were found right.
+
+    Args:
+        passes: the whole pipeline.
+        directory: where the folder is made; a new one among the system's temporary files, if None.
+    """
+
+    def __init__(self, passes: Sequence[Pass], directory: Path | None) -> None:
+        self.passes = passes
+        self.directory = directory
+        self._num_done = 0
+
+    def start(self, program: Program) -> None:
+        """Begins to count."""
+        self._num_done = 0
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Counts the pass."""
+        self._num_done += 1
+
+    def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+        """Writes the reproducer; if that fails, the error stays as it is and the reason is logged."""
+        if not isinstance(error, MirrorcError):
+            return
+        try:
+            folder = self._folder(compiler_pass)
+            before.save(folder / "program.json.gz")
+            rest, why_not = self._rest(compiler_pass)
+            record = {
+                "pass": compiler_pass.name,
+                "passes": rest,
+                **({"not_replayed": why_not} if why_not else {}),
+                "pipeline": _described(self.passes),
+                "error": f"{type(error).__name__}: {error}",
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+            (folder / "reproducer.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except (OSError, ValueError, TypeError) as reason:
+            logger.warning("no reproducer was written: %s", reason)
+            return
+        error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
+
+    def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
+        """The failing pass and those after it as text, it alone if they have none; if it has none itself, why."""
+        places = [i for i, one in enumerate(self.passes) if one is compiler_pass]
+        place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
+        try:
+            failing = format_passes([compiler_pass])
+        except ValueError as error:
+            return None, str(error)
+        try:
+            return format_passes(self.passes[place:]), ""
+        except ValueError:
+            return failing, ""
+
+    def _folder(self, compiler_pass: Pass) -> Path:
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^\w.+-]", "_", compiler_pass.name)
+        return Path(tempfile.mkdtemp(prefix=f"mirrorc-{name}-", dir=self.directory))
+
+
+def _described(passes: Sequence[Pass]) -> str:
+    """A pipeline as text, or where it has none the names of its passes."""
+    try:
+        return format_passes(passes)
+    except ValueError:
+        return ",".join(compiler_pass.name for compiler_pass in passes)
+
+
+def _remedy(compiler_pass: Pass, program: Path, rest: str | None, why_not: str) -> str:
+    """How to run the pass again, for the end of an error's message."""
+    if rest is None:
+        return (
+            f"The command line cannot replay it: {why_not}. What the pass was given is in {program}: give "
+            "mirrorc.Program.load() of that to its run()."
+        )
+    command = shlex.join(["mirrorc", "opt", str(program), "--passes", rest])
+    kind = type(compiler_pass)
+    if kind.__module__ != "__main__":
+        return f"Reproduce it with: {command}"
+    return (
+        f"Reproduce it with: {command}\nThis imports the script that defines {kind.__qualname__}: put the pass in a module of "
+        "its own, or guard what the script does with if __name__ == '__main__'."
+    )

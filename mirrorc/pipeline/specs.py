@@ -1,0 +1,275 @@
+"""Pipelines as text: ``plan-buckets{bucket_cap_mb=5.0},outline-regions``, for the command line."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mirrorc.pipeline.pass_manager import Pass
+
+_NAME = re.compile(r"\s*(?P<name>[\w.:-]+)\s*")
+_SEPARATOR = re.compile(r"\s*(?:,|$)")
+_STRING_OR_CHARACTER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are written as torch.float16
+
+
+def format_passes(passes: Sequence[Pass]) -> str:
+    """A pipeline as text, from which `parse_passes` makes it again; options that have their default value are left out.
+
+    A pass that is not mirrorc's own is written as ``module:Class``.
+
+    Raises:
+        ValueError: a pass cannot be made again from a text; names it and says why.
+    """
+    return ",".join(_format(compiler_pass) for compiler_pass in passes)
+
+
+def _format(compiler_pass: Pass) -> str:
+    kind = type(compiler_pass)
+    try:
+        name = compiler_pass.name if kind.__module__.startswith("mirrorc.passes.") else _class_name(kind)
+        options = dict(_options_of(compiler_pass))
+        _check_made_again(compiler_pass, options)
+    except Exception as error:  # of the user's, too: values may not even be comparable
+        raise ValueError(f"the pass {compiler_pass.name!r} cannot be written as text: {error}") from error
+    return name + (f"{{{','.join(f'{key}={text}' for key, text in options.items())}}}" if options else "")
+
+
+def _class_name(kind: type) -> str:
+    """``module:Class``, by which a class is found in another process.
+
+    Raises:
+        ValueError: it is not found so.
+    """
+    try:
+        found = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
+    except (KeyError, AttributeError):
+        found = None
+    if found is not kind:
+        raise ValueError(f"its class {kind.__qualname__} is not found by its name: define it at the top of a module")
+    module = _script_module() if kind.__module__ == "__main__" else kind.__module__
+    return f"{module}:{kind.__qualname__}"
+
+
+def _script_module() -> str:
+    """The name under which the program that is being run can be imported."""
+    main = sys.modules["__main__"]
+    spec, script = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    name = spec.name if spec is not None else Path(script or "").stem
+    if name == "__main__" or not re.fullmatch(r"[\w.-]+" if spec is not None else r"[\w-]+", name):
+        where = f"in {script}, whose name no module has" if script else "in a session, which has no file"
+        raise ValueError(f"its class is defined {where}: put it in a module of its own")
+    return str(name)
+
+
+def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
+    """The arguments that a pass was made with, where they are not the defaults; their values as text."""
+    kind = type(compiler_pass)
+    fields = {field.name for field in dataclasses.fields(compiler_pass)} if dataclasses.is_dataclass(kind) else None
+    for name, parameter in inspect.signature(kind).parameters.items():
+        is_kept = name in fields if fields is not None else hasattr(compiler_pass, name)
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or not is_kept:
+            raise ValueError(
+                f"{kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
+            )
+        value = getattr(compiler_pass, name)
+        if not _are_equal(value, parameter.default):
+            yield name, _value_text(name, value)
+
+
+def _value_text(option: str, value: Any) -> str:
+    try:
+        text = repr(value)
+        if _are_equal(_parse_value(ast.parse(text, mode="eval").body), value):
+            return text
+    except Exception as error:  # of the user's __repr__, or of the parser: it is not a plain value
+        raise _not_plain(option, value) from error
+    raise _not_plain(option, value)
+
+
+def _not_plain(option: str, value: Any) -> ValueError:
+    return ValueError(
+        f"its option {option!r} is a {type(value).__qualname__}: only numbers, strings, booleans, None, torch's dtypes, and "
+        "tuples, lists, sets and dicts of them can be written"
+    )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same, and of the same types; nan is nan."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, dict):
+        return _are_equal(list(one.items()), list(other.items()))
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return (one == other) is True
+
+
+def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
+    """Refuses a pass whose class, given these options, makes another."""
+    kind = type(compiler_pass)
+    values = {name: _parse_value(ast.parse(text, mode="eval").body) for name, text in options.items()}
+    try:
+        again = kind(**values)
+        names = inspect.signature(kind).parameters
+        differing = [name for name in names if not _are_equal(getattr(again, name), getattr(compiler_pass, name))]
+    except Exception as error:
+        raise ValueError(f"{kind.__qualname__} cannot be made again: {type(error).__name__}: {error}") from error
+    if differing:
+        raise ValueError(f"{kind.__qualname__}, made again from its options, has another {differing[0]!r}")
+
+
+def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
+    """The passes that a text names.
+
+    Args:
+        text: names with options, separated by commas; ``module:Class`` for a pass of one's own.
+        known: mirrorc's own passes, by name.
+
+    Raises:
+        ValueError: the text is malformed, or names a pass or an option that does not exist; says which there are.
+    """
+    passes, place = [], 0
+    while text[place:].strip():
+        match = _NAME.match(text, place)
+        end = _end_of_options(text, match.end()) if match is not None else None
+        separator = _SEPARATOR.match(text, end) if end is not None else None
+        if match is None or end is None or separator is None:
+            raise ValueError(
+                f"{text[place:]!r} in {text!r} is no pass: write name, or name{{option=value,option=value}}, separated by commas"
+            )
+        passes.append(_make(match["name"], _options(match["name"], text[match.end() : end][1:-1]), known))
+        place = separator.end()
+    return passes
+
+
+def _end_of_options(text: str, start: int) -> int | None:
+    """Where the braces that open here are closed, not counting those in strings; the start if none opens, None if unclosed."""
+    if not text.startswith("{", start):
+        return start
+    depth = 0
+    for token in _STRING_OR_CHARACTER.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    return None
+
+
+def _options(name: str, text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("an option has no name")
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("** gives no option a name")
+        return {str(keyword.arg): _parse_value(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, TypeError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(
+            f"the options of {name!r}, {text!r}, are not option=value with plain values: {reason}"
+        ) from error
+
+
+def _parse_value(node: ast.expr) -> Any:
+    """A literal of Python, in which inf, nan and torch's dtypes may stand, too."""
+    match node:
+        case ast.Name(id="inf" | "nan" as number):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Name()):
+            return -_parse_value(node.operand)
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if isinstance(getattr(torch, name, None), _OF_TORCH):
+            return getattr(torch, name)
+        case ast.Tuple(elts=items):
+            return tuple(map(_parse_value, items))
+        case ast.List(elts=items):
+            return list(map(_parse_value, items))
+        case ast.Set(elts=items):
+            return set(map(_parse_value, items))
+        case ast.Dict(keys=keys, values=values):
+            if None in keys:
+                raise ValueError(f"{ast.unparse(node)} is no plain value")
+            pairs = zip(keys, values, strict=True)
+            return {_parse_value(key): _parse_value(value) for key, value in pairs if key is not None}
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no plain value") from None
+
+
+def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Pass]]) -> Pass:
+    make = known.get(name)
+    if make is None and ":" in name:
+        make = _imported_class(name)
+    if make is None:
+        raise ValueError(
+            f"there is no pass {name!r}: there are {', '.join(known)}, and module:Class for one of your own"
+        )
+    try:
+        made: Any = make(**options)
+    except TypeError as error:
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(make) if dataclasses.is_dataclass(make) else ()
+        names = ", ".join(field.name for field in fields if field.init) or "none"
+        raise ValueError(f"the pass {name!r} does not take these options ({error}); it has: {names}") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"making the pass {name!r} failed: {type(error).__name__}: {error}") from error
+    if isinstance(made, type) or not isinstance(made, Pass):
+        raise ValueError(
+            f"{name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, input_stage, output_stage and "
+            "run(program)"
+        )
+    return made
+
+
+def _imported_class(name: str) -> Callable[..., Pass]:
+    module_name, _, qualified = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the pass {name!r} cannot be imported: {error}; run from where its module is found"
+        ) from error
+    except ImportError as error:
+        raise ValueError(
+            f"the pass {name!r} cannot be imported: {error}; put the pass in a module of its own, or guard what the script "
+            "does with if __name__ == '__main__'"
+        ) from error
+    try:
+        found: Callable[..., Pass] = operator.attrgetter(qualified)(module)
+    except AttributeError as error:
+        raise ValueError(f"the pass {name!r} cannot be imported: {error}; write module:Class") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is a {type(found).__qualname__}, not a class: write module:Class")
+    return found
+
+
+def import_module(name: str) -> ModuleType:
+    """A module by its name, in which anything may go wrong.
+
+    Raises:
+        ModuleNotFoundError: there is none.
+        ImportError: it raises an error when it is imported; says which.
+    """
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise ModuleNotFoundError(f"there is no module {missing!r}") from error
+        reason = str(error).partition("\n")[0]
+        raise ImportError(f"importing {name} failed: {type(error).__name__}: {reason:.300}") from error

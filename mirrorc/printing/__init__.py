@@ -1,0 +1,1 @@
+"""The printed form of programs, and reading it back."""

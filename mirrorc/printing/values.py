@@ -1,0 +1,159 @@
+"""What the values of a program are called in print, and how their types are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+_LISTED = 4  # so many values of one kind are listed by name, more are counted
+_LISTED_WIDTH = 48  # and no more than fit in so many columns
+_LISTING_ORDER = (
+    "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "token", "write", "saved", "slot",
+)  # fmt: skip
+_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "computed", "token")
+_WRITTEN = {"gradient": "d({})", "write": "new({})"}
+_COUNTED = {"saved": "saved", "write": "new buffers"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as printed: ``f32``, ``bf16``, ``i64``."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes as printed: ``40.1 KiB``, ``4.0 MiB``."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
+def type_of(value: Any) -> str:
+    """A value's type: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
+    if isinstance(value, ops.Pending):
+        return f"pending {type_of(value.value)}"
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(type_of(v) for v in value)})"
+    return type(value).__name__ if value is not None else ""
+
+
+class PrintedValues:
+    """What the values of a graph of calls are (their kind) and what they are called."""
+
+    def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
+        for node in graph.nodes:
+            self.kinds[node] = self._classify(node)
+        for kind, name, node in _results(program, graph):
+            self.kinds[node] = (kind, name)
+        self._name_computed(graph)
+
+    def _classify(self, node: fx.Node) -> tuple[str, str]:
+        bucket = node.kwargs.get("bucket")
+        if node.op == "placeholder" or node.target is ops.argument:
+            return "argument", str(node.kwargs.get("name", node.target))
+        if node.target is ops.read:
+            return "variable", str(node.kwargs["variable"])
+        if node.target is ops.slot:
+            return "slot", f"slot({node.kwargs['variable']})"
+        if node.target is ops.pack:
+            return "bucket", f"b{bucket}"
+        if node.target in ops.LAUNCHES:
+            return "pending", f"b{bucket}_{'incoming' if node.target is ops.recv else 'pending'}"
+        if node.target is ops.wait:
+            launch = node.args[0] if node.args else None
+            target: Any = launch.target if isinstance(launch, fx.Node) else None
+            given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(target, "parameters")
+            return "reduced", f"b{bucket}_{given}"
+        if ops.is_compute(node):
+            return "computed", ""  # named by `_name_computed`
+        return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
+
+    def _name_computed(self, graph: fx.Graph) -> None:
+        """Calls what operators of torch make after their operand: ``b0_sum_clamp``, ``b0_sum_clamp_2`` on the same replica."""
+        counts: Counter[tuple[int | None, str]] = Counter()
+        for node in graph.nodes:
+            if self.kinds[node] == ("computed", ""):
+                operation = node.target._schema.name.split("::")[-1].strip("_")
+                base = "_".join([*(self.name(operand) for operand in node.all_input_nodes[:1]), operation])
+                key = (ops.replica_of(node), base)
+                counts[key] += 1
+                self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
+
+    def name(self, node: fx.Node) -> str:
+        """A value's name, as where it is used."""
+        kind, name = self.kinds[node]
+        return _WRITTEN.get(kind, "{}").format(name)
+
+    def own_name(self, node: fx.Node) -> str:
+        """A value's name, the same on all replicas, where kinds are not counted."""
+        replica = ops.replica_of(node)
+        return self.name(node).removesuffix(f"_r{replica}" if replica is not None else "")
+
+    def typed(self, node: fx.Node) -> str:
+        """A value with its type, as where it is defined."""
+        value = node.meta.get("val")
+        kind = type_of(value)
+        whole = self._whole(node)
+        if whole is not None and isinstance(value, torch.Tensor) and value.dim() == 1:
+            kind = (
+                f"share of {dtype_name(value.dtype)}[{whole.numel()}]"  # the same on every device, whatever its share
+            )
+        return self.name(node) + (f": {kind}" if kind else "")
+
+    def _whole(self, node: fx.Node) -> torch.Tensor | None:
+        """The bucket of which a value is a share, after a reduce_scatter."""
+        origin = ops.origin(node)
+        launch = origin.args[0] if origin.target is ops.wait and origin.args else None
+        return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
+
+    def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
+        """Values by name; saved ones, and many of a kind, by number. ``typed``: with the types of losses."""
+        groups: dict[str, list[str]] = {}
+        for node in nodes:
+            kind, name = self.kinds[node]
+            groups.setdefault(kind, []).append(self.typed(node) if typed and kind == "loss" else name)
+        parts: list[str] = []
+        for kind, names in sorted(groups.items(), key=lambda group: _LISTING_ORDER.index(group[0])):
+            listed = ", ".join(_WRITTEN.get(kind, "{}").format(name) for name in names)
+            is_short = len(names) <= _LISTED and len(listed) <= _LISTED_WIDTH
+            if kind != "saved" and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
+                parts.append(listed)
+            else:
+                parts.append(f"{len(names)} {_COUNTED.get(kind, kind + 's')}")
+        return ", ".join(parts)
+
+
+def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:
+    """The gradients, losses and new values of per-replica variables, found from what uses them."""
+    slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
+    for node in graph.nodes:
+        if node.target is ops.pack:
+            for name, gradient in zip(slots.get(ops.bucket_of(node), []), node.all_input_nodes, strict=False):
+                yield "gradient", name, ops.origin(gradient)
+        elif node.target is ops.write:
+            for source in node.all_input_nodes:
+                yield "write", str(node.kwargs["variable"]), source
+    output: Any = graph.output_node().args[0]
+    if isinstance(output, fx.Node):
+        yield "loss", "loss", output
+        return
+
+    def as_nodes(value: Any) -> Sequence[fx.Node]:
+        return [value] if isinstance(value, fx.Node) else value
+
+    for key, kind in (("gradients", "gradient"), ("writes", "write")):
+        for name, value in output.get(key, {}).items():
+            yield from ((kind, name, node) for node in as_nodes(value))
+    yield from (("loss", "loss", node) for node in as_nodes(output.get("losses", output.get("loss"))))

@@ -1,0 +1,1 @@
+"""Checks a program after every pass, by rules."""

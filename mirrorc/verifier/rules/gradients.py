@@ -1,0 +1,206 @@
+"""Rules on buckets, slots and gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.aliases import viewed_variable
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+
+def slots_are_disjoint(program: Program) -> Iterator[Violation]:
+    """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
+    for i, bucket in enumerate(program.buckets):
+        if bucket.index != i:
+            yield Violation(f"bucket {bucket.index} is at place {i}: buckets are named by their place")
+        for before, after in pairwise(bucket.slots):
+            if before.offset + before.num_elements > after.offset:
+                yield Violation(f"bucket {i}: the slots of {before.variable} and {after.variable} overlap")
+        last = bucket.slots[-1]
+        if last.offset + last.num_elements > bucket.num_elements or bucket.slots[0].offset < 0:
+            yield Violation(f"bucket {i}: the slot of {last.variable} ends outside of the bucket")
+        for slot in bucket.slots:
+            variable = program.variables[slot.variable]
+            if variable.dtype != bucket.dtype:
+                yield Violation(f"bucket {i} is {bucket.dtype}, but {slot.variable} in it is {variable.dtype}")
+            if variable.update != bucket.rule:
+                yield Violation(f"bucket {i}: {slot.variable} follows another update rule than the bucket")
+
+
+def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
+    """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
+    if not program.buckets and program.stage is Stage.CAPTURED:
+        return  # not planned yet
+    if not program.buckets and any(variable.update is not None for variable in program.variables.values()):
+        yield Violation("there is no bucket plan: run 'plan-buckets' on the captured program")
+    slots = Counter(slot.variable for bucket in program.buckets for slot in bucket.slots)
+    yield from (Violation(f"{name} is in {count} slots") for name, count in slots.items() if count > 1)
+    graphs = program.shard_graphs if program.stage < Stage.REPLICATED else (program.graph,)
+    for graph in graphs if program.stage < Stage.PACKED else ():
+        assert graph is not None
+        output = graph.output_node().args[0]
+        gradients = set(output["gradients"]) if isinstance(output, dict) else set()
+        yield from (Violation(f"the gradient of {name} has no slot") for name in sorted(gradients - set(slots)))
+        yield from (Violation(f"the slot of {name} has no gradient") for name in sorted(set(slots) - gradients))
+
+
+def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
+    """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
+    for where, graph, replicas in scopes(program):
+        found = Counter((ops.bucket_of(node), ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
+        for bucket in program.buckets:
+            for replica in replicas:
+                if found[(bucket.index, replica)] != 1:
+                    yield Violation(
+                        f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
+                    )
+        for node in ops.calls(graph, ops.pack):
+            bucket = program.buckets[ops.bucket_of(node)]
+            if len(node.args) != len(bucket.slots):
+                yield Violation(
+                    f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients", node
+                )
+                continue
+            for slot, gradient in zip(bucket.slots, node.args, strict=True):
+                value = gradient.meta["val"]  # type: ignore[union-attr]
+                if tuple(value.shape) != slot.shape or value.dtype != bucket.dtype:
+                    yield Violation(
+                        f"bucket {bucket.index}: the gradient for {slot.variable} is {value.dtype}{list(value.shape)}, its "
+                        f"slot {bucket.dtype}{list(slot.shape)}",
+                        gradient,  # type: ignore[arg-type]
+                    )
+
+
+def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
+    """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
+    for _, graph, _ in scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            for gradient in node.all_input_nodes:
+                for user in gradient.users:
+                    if user is not node:
+                        yield Violation(
+                            f"{gradient.name}, a gradient of bucket {ops.bucket_of(node)}, is used by {user.name} as well",
+                            user,
+                        )
+            if len(set(node.args)) != len(node.args):
+                yield Violation(f"bucket {ops.bucket_of(node)} packs one gradient into two slots", node)
+
+
+def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
+    """A gradient is packed as that of its own variable and replica."""
+    for _, graph, _ in scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
+                source = ops.origin(gradient)
+                if source.target in ops.FACTORED:
+                    if (source.kwargs["variable"], ops.bucket_of(source)) != (slot.variable, ops.bucket_of(node)):
+                        yield Violation(
+                            f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {ops.bucket_of(source)}, "
+                            f"but is packed as that of {slot.variable} in bucket {ops.bucket_of(node)}",
+                            source,
+                        )
+                    continue
+                call = source.args[0] if source.target is operator.getitem else None
+                if not isinstance(call, fx.Node) or not ops.is_region_call(call):
+                    yield Violation(f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives", node)
+                elif call.kwargs["gradients"].get(slot.variable) != source.args[1]:  # type: ignore[union-attr]
+                    yield Violation(
+                        f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed", gradient
+                    )
+                elif ops.replica_of(call) != ops.replica_of(node):
+                    yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
+
+
+def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
+    """All replicas pack the same gradients of a bucket as two factors: what is not, of some, nobody could add up."""
+    expected: dict[int, tuple[set[str], str]] = {}
+    for where, graph, _ in scopes(program):
+        for node in ops.calls(graph, ops.pack):
+            index, device = ops.bucket_of(node), where(ops.replica_of(node))
+            slots = zip(program.buckets[index].slots, node.args, strict=False)
+            found = {slot.variable for slot, gradient in slots if ops.stays_factored(gradient)}
+            others, first = expected.setdefault(index, (found, device))
+            if found != others:
+                names = ", ".join(sorted(found ^ others))
+                yield Violation(
+                    f"bucket {index}: {names} is left as two factors on one of {first} and {device} alone", node
+                )
+
+
+def factors_are_not_variables(program: Program) -> Iterator[Violation]:
+    """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before it is made."""
+    for graph in program.graphs():
+        for node in ops.calls(graph, *ops.FACTORED):
+            for factor in node.all_input_nodes:
+                variable = viewed_variable(program, factor)
+                if variable is not None:
+                    yield Violation(
+                        f"{node.name} is made of {factor.name}, which is the variable {variable} itself", node
+                    )
+
+
+def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
+    """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
+    for graph in program.graphs():
+        for call in graph.nodes:
+            if ops.is_region_call(call):
+                yield from _wrong_slots(program, call)
+
+
+def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
+    """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
+    for region in program.regions.values():
+        for node in region.graph_module.graph.nodes:
+            is_operator = ops.is_compute(node) or node.target is operator.getitem
+            if node.op not in ("placeholder", "output") and not is_operator:
+                yield Violation(
+                    f"{node.name} in {region.name} calls {ops.name_of(node)}, which is no operator of torch", node
+                )
+
+
+def regions_write_only_slots(program: Program) -> Iterator[Violation]:
+    """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
+    for graph in program.graphs():
+        for node in graph.nodes:
+            if ops.is_region_call(node):
+                yield from _foreign_writes(program, node)
+            elif ops.is_compute(node) and node.target._schema.is_mutable:
+                yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
+
+
+def _foreign_writes(program: Program, call: fx.Node) -> Iterator[Violation]:
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    slots = {
+        placeholder
+        for placeholder, given in zip(placeholders, call.args, strict=False)
+        if isinstance(given, fx.Node) and given.target is ops.slot
+    }
+    for node in body.nodes:
+        if ops.is_compute(node) and node.target._schema.is_mutable and node.args[0] not in slots:
+            yield Violation(f"{node.name} in {ops.region_of(call)} writes {node.args[0]}, which is no slot", node)
+
+
+def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    results: Any = body.output_node().args[0]
+    written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    gradients: Any = call.kwargs["gradients"]
+    for placeholder, given in zip(placeholders, call.args, strict=False):
+        if isinstance(given, fx.Node) and given.target is ops.slot:
+            place = gradients.get(given.kwargs["variable"])
+            if place is None or written[place] is not placeholder:
+                name = given.kwargs["variable"]
+                yield Violation(f"the slot of {name} is given for another output of {call.name}", call)
+            elif ops.replica_of(given) != ops.replica_of(call):
+                yield Violation(f"{given.name} is a slot of another replica than {call.name}", call)

@@ -1,0 +1,117 @@
+"""Rules on lowered programs: that what the devices do fits together, whatever their threads' timing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.ir.type_inference import say_type, value_type
+from mirrorc.verifier.rules.programs import Violation, replica_at, say, scopes, tag
+
+Step = tuple[str, fx.Node]  # a device, and a node of its program
+
+
+def collectives_have_one_order(program: Program) -> Iterator[Violation]:
+    """Every device launches the same collectives, of one tag, type and link, in one order, and waits for them in one order."""
+    orders = {
+        name: [node for node in ops.calls(module.graph, *ops.COLLECTIVES, ops.wait) if _is_collective(node)]
+        for name, module in program.device_graphs.items()
+    }
+    first_name, first = next(iter(orders.items()))
+    for name, order in orders.items():
+        for i, (expected, found) in enumerate(zip(first, order, strict=False)):
+            if _signature(expected) != _signature(found):
+                yield Violation(
+                    f"collective {i} is {_describe(expected)} on {first_name} but {_describe(found)} on {name}: the devices "
+                    "would wait for each other for ever, or add up what does not belong together",
+                    found,
+                )
+                break
+        if len(order) != len(first):
+            yield Violation(f"{first_name} takes part in {len(first)} collectives and waits, {name} in {len(order)}")
+
+
+def _is_collective(node: fx.Node) -> bool:
+    """Whether all devices have this launch or wait; a receipt is one device's."""
+    return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
+
+
+def _signature(node: fx.Node) -> Any:
+    return (*tag(node), node.kwargs.get("link"), node.kwargs.get("op"), _given(node))
+
+
+def _given(node: fx.Node) -> tuple[Any, ...]:
+    """The types of the tensors that a launch is given, but for broadcasts, which take a token."""
+    if node.target not in ops.REDUCTIONS:
+        return ()
+    return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
+
+
+def _describe(node: fx.Node) -> str:
+    given = "".join(
+        f" {say_type(value_type(n.meta.get('val')))}" for n in node.all_input_nodes if node.target in ops.REDUCTIONS
+    )
+    link = f" over {node.kwargs['link']}" if node.kwargs.get("link") else ""
+    return f"{say(node)}{given}{link}"
+
+
+def every_send_is_received(program: Program) -> Iterator[Violation]:
+    """Each send has one receipt of the same bucket, by the replica that it names, over its link; each receipt has one send."""
+    sent: Counter[Any] = Counter()
+    received: Counter[Any] = Counter()
+    nodes: dict[Any, fx.Node] = {}
+    for _, graph, _ in scopes(program):
+        for node in ops.calls(graph, ops.send, ops.recv):
+            own, is_send = replica_at(program, node), node.target is ops.send
+            ends = (own, node.kwargs["destination"]) if is_send else (node.kwargs["source"], own)
+            key = (ops.bucket_of(node), *ends, node.kwargs.get("link"))
+            (sent if is_send else received)[key] += 1
+            nodes[key] = node
+            if ends[0] == ends[1]:
+                yield Violation(f"{say(node)} is from replica {ends[0]} to itself", node)
+    for key, node in nodes.items():
+        if sent[key] != 1 or received[key] != 1:
+            yield Violation(
+                f"bucket {key[0]} is sent {sent[key]} times from replica {key[1]} to {key[2]} and received {received[key]} "
+                "times there",
+                node,
+            )
+
+
+def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
+    """No circle of waits: a wait follows what its own device does before it, and every launch and send that it waits for."""
+    order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
+    givers: dict[Any, list[tuple[str, str]]] = {}
+    waits: list[tuple[Any, tuple[str, str]]] = []
+    for replica, (device, module) in enumerate(program.device_graphs.items()):
+        nodes = list(ops.calls(module.graph, *ops.COLLECTIVES, ops.send, ops.wait))
+        order.add_nodes_from((device, node.name) for node in nodes)
+        order.add_edges_from(((device, a.name), (device, b.name)) for a, b in pairwise(nodes))
+        for node in nodes:
+            place = (device, node.name)
+            if node.target is ops.wait:
+                waits.extend((key, place) for key in _awaited(node, replica))
+            elif node.target is ops.send:
+                givers.setdefault(("send", ops.bucket_of(node), replica, node.kwargs["destination"]), []).append(place)
+            else:
+                givers.setdefault(tag(node), []).append(place)
+    order.add_edges_from((giver, wait) for key, wait in waits for giver in givers.get(key, []))
+    if not nx.is_directed_acyclic_graph(order):
+        circle = " -> ".join(f"{device}: {name}" for (device, name), _ in nx.find_cycle(order))
+        yield Violation(f"devices would wait for each other for ever: {circle}")
+
+
+def _awaited(wait: fx.Node, replica: int) -> list[Any]:
+    launch = wait.args[0] if wait.args else None
+    if not isinstance(launch, fx.Node):
+        return []
+    if launch.target is ops.recv:
+        return [("send", ops.bucket_of(launch), launch.kwargs["source"], replica)]
+    return [tag(launch)] if launch.target in ops.COLLECTIVES else []

@@ -1,0 +1,72 @@
+"""What rules look at: the graphs of a program, and how to name a place in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What breaks a rule.
+
+    Attributes:
+        message: says what is wrong.
+        node: where, if one place can be named.
+    """
+
+    message: str
+    node: fx.Node | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
+    """Graphs that hold operations of the IR, each with the replicas in it and a way to name them."""
+    if program.graph is not None:
+        yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
+    for name, module in program.device_graphs.items():
+        yield lambda _, name=name: name, module.graph, [None]  # type: ignore[misc]
+
+
+def say(node: fx.Node) -> str:
+    """A collective, for a message."""
+    return f"{ops.name_of(node)} of bucket {ops.bucket_of(node)}"
+
+
+def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
+    """Where a replica deals with a bucket last, to show what is missing there."""
+    found = None
+    for node in graph.nodes:
+        if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or ops.replica_of(node) == replica):
+            found = node
+    return found
+
+
+def tag(node: fx.Node) -> tuple[str, int]:
+    """What a collective is known by: its kind and its bucket."""
+    return ops.name_of(node), ops.bucket_of(node)
+
+
+def place_of(program: Program, graph: fx.Graph) -> int:
+    """The replica that a lowered graph is for: its place among the devices."""
+    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+
+
+def replica_at(program: Program, node: fx.Node) -> int:
+    """The replica whose node this is, in the mirrored or in a lowered graph."""
+    replica = ops.replica_of(node)
+    return place_of(program, node.graph) if replica is None else replica
+
+
+def written_buckets(node: fx.Node) -> list[int]:
+    """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
+    if node.target in (ops.update, ops.store):
+        return [ops.bucket_of(node)]
+    return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Rules on a program's tables: that what its graphs refer to is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rules.programs import Violation
+
+
+def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
+    """Up to OUTLINED there is a graph per shard shape, up to SCHEDULED the mirrored graph, in LOWERED one per device."""
+    found = (bool(program.shard_graphs), program.graph is not None, bool(program.device_graphs))
+    expected = (
+        program.stage < Stage.REPLICATED,
+        Stage.REPLICATED <= program.stage < Stage.LOWERED,
+        program.stage is Stage.LOWERED,
+    )
+    if found != expected:
+        kinds = ("graphs for shard shapes", "the mirrored graph", "graphs for devices")
+        wanted, there = (
+            " and ".join(kind for kind, has in zip(kinds, which, strict=True) if has) or "none"
+            for which in (expected, found)
+        )
+        yield Violation(f"the graphs of a {program.stage.name} program are {wanted}; here they are {there}")
+    shards = program.shard_of_replica
+    if expected[0] and (len(shards) != program.num_replicas or any(s >= len(program.shard_graphs) for s in shards)):
+        yield Violation(f"{program.num_replicas} replicas run the shard graphs {shards} of {len(program.shard_graphs)}")
+    if expected[2] and list(program.device_graphs) != [device.name for device in program.devices]:
+        yield Violation(f"there are graphs for {', '.join(program.device_graphs)}, which are not the devices in order")
+
+
+def references_lead_somewhere(program: Program) -> Iterator[Violation]:
+    """Variables, buckets, regions and gradients that nodes and slots name are in the program, and no bucket is empty."""
+    for bucket in program.buckets:
+        if not bucket.slots:
+            yield Violation(f"bucket {bucket.index} has no slots")
+        for slot in bucket.slots:
+            if slot.variable not in program.variables:
+                yield Violation(f"bucket {bucket.index} has a slot for {slot.variable}, which is no variable")
+    for graph in program.graphs():
+        for node in graph.nodes:
+            yield from _lost_references(program, node)
+
+
+def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
+    variable = node.kwargs.get("variable")
+    if variable is not None and variable not in program.variables:
+        yield Violation(f"{node.name} is about {variable}, which is no variable of the program", node)
+    buckets: Any = [node.kwargs["bucket"]] if "bucket" in node.kwargs else node.kwargs.get("buckets", ())
+    for index in buckets:
+        if not isinstance(index, int) or not 0 <= index < len(program.buckets):
+            yield Violation(f"{node.name} is about bucket {index}, which there is not", node)
+    if ops.is_region_call(node):
+        region = program.regions.get(ops.region_of(node))
+        if region is None:
+            yield Violation(f"{node.name} calls {ops.region_of(node)}, which is no region of the program", node)
+            return
+        results: Any = region.graph_module.graph.output_node().args[0]
+        gradients: Any = node.kwargs.get("gradients", {})
+        for name, place in gradients.items():
+            if not 0 <= place < len(results):
+                yield Violation(f"{node.name} gives the gradient of {name} as result {place} of {len(results)}", node)
+
+
+_NUM_ARGUMENTS = {ops.wait: 1, ops.update: 1, ops.store: 1, ops.write: 1, ops.send: 1, ops.broadcast: 1}
+
+
+def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
+    """An operation has its keywords and takes as many values as it needs: an optimizer's step one for each bucket, others one."""
+    for graph in program.graphs():
+        for node in graph.nodes:
+            missing = [name for name in ops.required_keywords(node.target) if name not in node.kwargs]
+            if missing:
+                yield Violation(
+                    f"{node.name} has no keyword {', '.join(missing)}, which {ops.name_of(node)} needs", node
+                )
+                continue
+            expected = _NUM_ARGUMENTS.get(node.target)
+            if node.target is ops.step_optimizer:
+                expected = len(node.kwargs["buckets"])
+            if expected is not None and (
+                len(node.args) != expected or not all(isinstance(a, fx.Node) for a in node.args)
+            ):
+                yield Violation(f"{node.name} takes {expected} values, but is given {len(node.args)}", node)
+
+
+def arguments_are_in_order(program: Program) -> Iterator[Violation]:
+    """A replica takes the program's arguments, all of them, in their order."""
+    names = [argument.name for argument in program.arguments]
+    for graph in program.graphs():
+        found: dict[int | None, list[str]] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                found.setdefault(None, []).append(str(node.target))
+            elif node.target is ops.argument:
+                found.setdefault(ops.replica_of(node), []).append(str(node.kwargs["name"]))
+        for replica, own in found.items():
+            is_same = own == names if replica is None else sorted(own) == sorted(names)
+            if not is_same:
+                where = "" if replica is None else f" on {program.devices[replica]}"
+                yield Violation(f"the arguments are {', '.join(names)}, but{where} taken as {', '.join(own)}")
+
+
+def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
+    """A slot has the shape, strides and number of elements of its variable."""
+    for bucket in program.buckets:
+        for slot in bucket.slots:
+            variable = program.variables[slot.variable]
+            if (slot.shape, slot.strides) != (variable.shape, variable.strides):
+                yield Violation(
+                    f"the slot of {slot.variable} is {list(slot.shape)}, the variable {list(variable.shape)}"
+                )
+            if slot.num_elements != math.prod(slot.shape):
+                yield Violation(
+                    f"the slot of {slot.variable} has {slot.num_elements} elements, not {math.prod(slot.shape)}"
+                )
+
+
+def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
+    """A pass keeps the devices, the arguments and the variables."""
+    for name in ("devices", "arguments", "variables"):
+        if getattr(before, name) != getattr(after, name):
+            yield Violation(f"the pass has changed the program's {name}")

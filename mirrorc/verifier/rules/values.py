@@ -1,0 +1,85 @@
+"""Rules on single values: where they are defined, what type they have, whose they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly, say_type, value_type
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+
+def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+    """Every value is defined before it is used, in its own graph, and names are unique (torch.fx's own lint)."""
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError) as error:
+        message = str(error).splitlines()[0]  # after it comes the whole graph
+        named = re.findall(r"Node '([^']+)'", message)
+        yield Violation(f"graph is malformed: {message}", next((n for n in graph.nodes if n.name in named[-1:]), None))
+
+
+def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+    """Every value has the shape, strides and dtype that its operation gives, recomputed from its arguments with fake tensors."""
+    for node in graph.nodes:
+        if not is_inferable(node):
+            continue
+        try:
+            if not is_noted_rightly(program, node):
+                found, noted = infer_type(program, node), value_type(node.meta.get("val"))
+                is_bare = noted is None and node.meta.get("val") is None
+                given = (
+                    "no type is noted: make nodes with mirrorc.ir.graph_edits.insert, or note it with "
+                    "mirrorc.ir.type_inference.set_type"
+                    if is_bare
+                    else f"is noted as {say_type(noted)}"
+                )
+                yield Violation(f"{node.name} is {say_type(found)}, but {given}", node)
+        except TypeError as error:
+            yield Violation(f"{node.name}: {error}", node)
+
+
+def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
+    """In the mirrored graph, what a node is given belongs to its own replica, but for collectives, which join all."""
+    if program.graph is None:
+        return
+    for node in program.graph.nodes:
+        replica = ops.replica_of(node)
+        if node.op == "output" or node.target in ops.COLLECTIVES:
+            continue
+        if replica is None or not 0 <= replica < program.num_replicas:
+            yield Violation(f"{node.name} belongs to no replica", node)
+        for source in node.all_input_nodes:
+            other = ops.replica_of(source)
+            if other != replica and source.target not in ops.COLLECTIVES:
+                yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
+
+
+def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
+    """What the mirrored graph gives for a replica is that replica's, and what it gives for a bucket is that bucket."""
+    output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
+    rows: list[tuple[str, int | None, Any]] = [("loss", None, output.get("losses", ()))] if output else []
+    for key in ("packed", "reduced"):
+        rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get(key, ()))]
+    for key in ("gradients", "writes"):
+        rows += [(name, None, values) for name, values in output.get(key, {}).items()]
+    for what, bucket, values in rows:
+        if [ops.replica_of(value) for value in values] != list(range(program.num_replicas)):
+            yield Violation(
+                f"the results for {what} are not those of replicas 0 to {program.num_replicas - 1} in order"
+            )
+        if bucket is not None and any(ops.origin(value).kwargs.get("bucket") != bucket for value in values):
+            yield Violation(f"the results for {what} are of another bucket")
+
+
+def every_operation_is_known(program: Program) -> Iterator[Violation]:
+    """Outside of regions there are operations of mirrorc and operators of torch: what the runtime can run."""
+    for _, graph, _ in scopes(program):
+        for node in graph.nodes:
+            if node.op == "get_attr" or (node.op == "call_function" and not ops.is_known(node)):
+                yield Violation(f"{ops.name_of(node)} is no operation of mirrorc, nor an operator of torch", node)

@@ -1,0 +1,1 @@
+"""Makes graphs and regions executable."""

@@ -1,0 +1,200 @@
+"""Turns an FX graph into a Python function that frees values at their last use and knows the node of every line."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import fx
+
+from mirrorc.runtime.profiling.clocks import Clock
+
+_serial = itertools.count()
+_programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDictionary()
+
+
+class GraphFunction:
+    """A graph as a callable that takes a list of arguments, which it empties.
+
+    Attributes:
+        nodes: the node that each line of the source belongs to.
+        source: the generated source.
+        namespace: what its names are bound to; may be rebound between calls.
+        marked: the nodes of its calls in order, if it has a clock, which it gives a mark of its beginning, and one of the
+            end of each of these.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        source: str,
+        nodes: Sequence[fx.Node | None],
+        namespace: dict[str, Any],
+        marked: Sequence[fx.Node] = (),
+    ) -> None:
+        self.source, self.nodes, self.namespace, self.marked = source, nodes, namespace, marked
+        self.filename = f"<mirrorc {title} #{next(_serial)}>"
+        exec(compile(source, self.filename, "exec"), namespace)  # the source is made below, from a graph alone
+        self.call: Callable[[list[Any]], Any] = namespace["run"]
+        namespace["run"].graph_function = self  # so that who holds the function can find the failing node
+        _programs[self.filename] = self
+
+
+def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
+    """The nodes that were being carried out when an exception was raised, outermost first."""
+    while traceback is not None:
+        frame: FrameType = traceback.tb_frame
+        program = _programs.get(frame.f_code.co_filename)
+        if program is not None:
+            node = program.nodes[traceback.tb_lineno - 1]
+            if node is not None:
+                yield node
+        traceback = traceback.tb_next
+
+
+def generate(
+    title: str,
+    graph: fx.Graph,
+    bind: Callable[[fx.Node], Any],
+    *,
+    boxed: Callable[[fx.Node], bool] = lambda _: False,
+    clock: Clock | None = None,
+    pauses: Callable[[fx.Node], bool] = lambda _: False,
+) -> GraphFunction:
+    """Generates the function of a graph.
+
+    Args:
+        title: shown in tracebacks.
+        graph: placeholders, calls, and an output.
+        bind: gives the function that carries out a call, or for a call without arguments whose result is constant, a
+            `Constant`.
+        boxed: calls whose function takes a list of arguments that it empties, and gives a sequence that is unpacked.
+        clock: marks the end of every call; None for a function without marks.
+        pauses: calls before which the function, a generator then, yields.
+    """
+    return _Generator(graph, bind, boxed, clock, pauses).generate(title)
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, the values that nothing uses after it."""
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        dying[node] = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(dying[node])
+    return dying
+
+
+class Constant:
+    """A value that is bound once, instead of a call."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Generator:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        bind: Callable[[fx.Node], Any],
+        boxed: Callable[[fx.Node], bool],
+        clock: Clock | None,
+        pauses: Callable[[fx.Node], bool],
+    ) -> None:
+        self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
+        self.marked: list[fx.Node] = []
+        self.lines: list[str] = []
+        self.nodes: list[fx.Node | None] = []
+        self.namespace: dict[str, Any] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.dying: dict[fx.Node, list[str]] = {}
+
+    def generate(self, title: str) -> GraphFunction:
+        if self.clock is None:
+            self._emit("def run(args):", None)
+        else:
+            self.namespace |= {"begin": self.clock.begin, "mark": self.clock.mark, "note": self.clock.note}
+            self._emit("def run(args, begin=begin, mark=mark, note=note):", None)  # as locals, which are found faster
+            self._emit("    t0 = begin()", None)
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in self.graph.nodes:
+            self.names[node] = f"v{len(self.names)}"
+        self.dying = {node: [self.names[source] for source in last] for node, last in last_uses(self.graph).items()}
+        if placeholders:
+            self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
+        for node in self.graph.nodes:
+            self._emit_node(node)
+        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked)
+
+    def _emit(self, line: str, node: fx.Node | None) -> None:
+        self.lines.append(line)
+        self.nodes.append(node)
+
+    def _emit_node(self, node: fx.Node) -> None:
+        if node.op == "output":
+            if self.clock is not None:
+                self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
+            self._emit(f"    return {self._show(node.args[0])}", node)
+        elif node.op != "placeholder" and not self._is_unpacked(node):
+            bound = self.bind(node)
+            name = self.names[node]
+            if isinstance(bound, Constant):
+                self.namespace[name] = bound.value
+                self.dying[node] = []
+                return
+            function = f"f_{name}"
+            self.namespace[function] = bound
+            if self.boxed(node):
+                self._emit_boxed(node, function)
+            else:
+                if self.pauses(node):
+                    self._emit("    yield", None)
+                arguments = [self._show(a) for a in node.args] + [
+                    f"{k}={self._show(v)}" for k, v in node.kwargs.items()
+                ]
+                self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
+                self._mark(node)
+                self._free(
+                    [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
+                )
+
+    def _emit_boxed(self, node: fx.Node, function: str) -> None:
+        self._emit(f"    box = [{', '.join(self._show(a) for a in node.args)}]", None)
+        self._free([n for n in self.dying[node] if n not in self.namespace])
+        parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
+        assert [user.args[1] for user in parts] == list(range(len(parts))), "every output of a region has one getitem"
+        results = "".join(f"{self.names[part]}, " for part in parts)
+        self._emit(f"    {results + '= ' if parts else ''}{function}(box)", node)
+        self._mark(node)
+
+    def _mark(self, node: fx.Node) -> None:
+        if self.clock is not None:
+            self.marked.append(node)
+            self._emit(f"    t{len(self.marked)} = mark()", None)
+
+    def _is_unpacked(self, node: fx.Node) -> bool:
+        if node.target is not operator.getitem:
+            return False
+        source = node.args[0]
+        return isinstance(source, fx.Node) and self.boxed(source)
+
+    def _free(self, names: list[str]) -> None:
+        if names:
+            self._emit(f"    {' = '.join(names)} = None", None)
+
+    def _show(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(self._show(item) for item in value)}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self._show(item) + ', ' for item in value)})"
+        name = f"c{len(self.namespace)}"
+        self.namespace[name] = value
+        return name

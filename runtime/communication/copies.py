@@ -1,0 +1,50 @@
+"""Reductions by copies: every replica fetches the others' buckets and adds them up for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mirrorc.ir.program import share_bounds
+from mirrorc.runtime.communication.base import Communicator, record_event, wait_event
+
+
+class CopyCommunicator(Communicator):
+    """Works on any devices: several logical ones on one GPU, GPUs with or without peer access, CPUs."""
+
+    def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        self._offer("all_reduce", bucket, replica, tensor)
+
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        self._offer("reduce_scatter", bucket, replica, tensor)
+
+    def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        return self._sum("all_reduce", bucket, replica, slice(None))
+
+    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        num_elements = self._meetings[("reduce_scatter", bucket)].tensors[replica].numel()
+        share = slice(*share_bounds(num_elements, len(self.devices), replica))
+        return self._sum("reduce_scatter", bucket, replica, share)
+
+    def _offer(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> None:
+        meeting = self._meetings[(kind, bucket)]
+        meeting.tensors[replica] = tensor
+        meeting.events[replica] = record_event(tensor.device)
+        meeting.announce(replica)
+
+    def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
+        meeting = self._meetings[(kind, bucket)]
+        meeting.await_replicas(replica, range(len(self.devices)))
+        own = self.devices[replica].torch_device
+        for event in meeting.events:
+            wait_event(event)
+        first, *rest = meeting.tensors
+        total = first[part].to(own, copy=True, non_blocking=True)
+        for tensor in rest:
+            total.add_(tensor[part].to(own, non_blocking=True))
+        return total

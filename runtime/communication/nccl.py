@@ -1,0 +1,71 @@
+"""All-reduce among distinct GPUs by NCCL, from the threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.cuda import nccl
+
+from mirrorc.ir.program import Device
+from mirrorc.runtime.communication.base import Communicator, record_event, wait_event
+
+
+class NcclCommunicator(Communicator):
+    """The replica that comes last launches the collective for all, on streams that are kept for communication.
+
+    Every replica offers its buckets in program order and the last to offer one launches it before it goes on, so
+    buckets are launched in one order on all GPUs.
+    """
+
+    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
+        super().__init__(devices, timeout_seconds)
+        self._streams = [torch.cuda.Stream(device.torch_device) for device in devices]
+        self._lock = threading.Lock()
+        self._offers: dict[int, int] = {}
+
+    def prepare(self, tags: Any) -> None:
+        """As in the base class."""
+        super().prepare(tags)
+        self._offers = {bucket: 0 for _, bucket in tags}
+
+    def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        meeting = self._meetings[("all_reduce", bucket)]
+        meeting.tensors[replica] = tensor
+        meeting.events[replica] = record_event(tensor.device)
+        with self._lock:
+            self._offers[bucket] += 1
+            is_last = self._offers[bucket] == len(self.devices)
+            if is_last:
+                self._offers[bucket] = 0
+                for stream, event in zip(self._streams, meeting.events, strict=True):
+                    stream.wait_event(event)
+                nccl.all_reduce(meeting.tensors, outputs=meeting.tensors, streams=self._streams)
+                for r, stream in enumerate(self._streams):
+                    meeting.events[r] = stream.record_event()
+        if is_last:
+            meeting.announce(replica)
+        return is_last
+
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """Not offered: `mirrorc.passes.ShareParameters` leaves GPUs alone."""
+        raise NotImplementedError(
+            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
+        )
+
+    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """Not offered."""
+        raise NotImplementedError(
+            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
+        )
+
+    def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        meeting = self._meetings[("all_reduce", bucket)]
+        if not pending:
+            meeting.await_anyone(replica)  # the one who came last and launched
+        wait_event(meeting.events[replica])
+        return meeting.tensors[replica]

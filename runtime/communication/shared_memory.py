@@ -1,0 +1,67 @@
+"""Reductions among logical CPUs: each device sums its share of the bucket, straight from the others' memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mirrorc.ir.program import share_bounds
+from mirrorc.runtime.communication.base import Communicator, Meeting
+from mirrorc.runtime.state.gradient_shares import FactoredBucket, make_share
+
+
+class SharedMemoryCommunicator(Communicator):
+    """The sum is made in replica 0's bucket and read there by all: nothing is copied.
+
+    A bucket of ``n`` elements on ``N`` devices costs each device ``(N + 1) * n / N`` elements of memory traffic.
+    """
+
+    def prepare(self, tags: Any) -> None:
+        """As in the base class; each all_reduce gets a second meeting, for when the shares are summed."""
+        super().prepare(tags)
+        for kind, bucket in tags:
+            if kind == "all_reduce":
+                self._meetings[("summed", bucket)] = self._make_meeting(("all_reduce", bucket))
+
+    def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        """See `Communicator`."""
+        self._offer(self._meetings[("all_reduce", bucket)], replica, tensor)
+
+    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
+        """See `Communicator`; or a bucket of which some gradients are two factors, as on all replicas."""
+        self._offer(self._meetings[("reduce_scatter", bucket)], replica, tensor)
+
+    def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        meeting = self._meetings[("all_reduce", bucket)]
+        self._sum_share(meeting, replica)
+        summed = self._meetings[("summed", bucket)]
+        summed.announce(replica)
+        summed.await_replicas(replica, range(len(self.devices)))
+        return meeting.tensors[0]
+
+    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """See `Communicator`."""
+        return self._sum_share(self._meetings[("reduce_scatter", bucket)], replica)
+
+    def release(self) -> None:
+        """See `Communicator`."""
+        for meeting in self._meetings.values():
+            meeting.tensors = [None] * len(self.devices)
+
+    def _offer(self, meeting: Meeting, replica: int, tensor: torch.Tensor | FactoredBucket) -> None:
+        meeting.tensors[replica] = tensor
+        meeting.announce(replica)
+
+    def _sum_share(self, meeting: Meeting, replica: int) -> torch.Tensor:
+        meeting.await_replicas(replica, range(len(self.devices)))
+        is_factored = isinstance(meeting.tensors[0], FactoredBucket)
+        if is_factored:
+            make_share(meeting.tensors, replica)
+        first, *rest = [meeting.tensors[0].tensor] if is_factored else meeting.tensors
+        start, stop = share_bounds(first.numel(), len(self.devices), replica)
+        total = first[start:stop]
+        for tensor in rest:
+            total.add_(tensor[start:stop])
+        return total

@@ -1,0 +1,171 @@
+"""One persistent thread per device, and the pool that gives all of them work and collects it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Device
+from mirrorc.runtime.devices.process_memory import keep_what_is_freed
+
+Job = Callable[[], Any]
+Order = tuple[Job, int, list[Any]] | None  # a job, and where its result goes: index and list; None ends the thread
+_STOP = None
+
+
+class DevicePool:
+    """Threads that run one job each at a time; they end with `close`, with the pool, and with the interpreter.
+
+    Args:
+        devices: one thread for each.
+        num_threads: threads of torch's operators within each CPU device.
+        timeout_seconds: bound of the wait for a job's end.
+    """
+
+    def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
+        self.devices = devices
+        keep_what_is_freed()
+        self.num_threads = num_threads
+        self.timeout_seconds = timeout_seconds
+        self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
+        self._outbox: queue.SimpleQueue[None] = queue.SimpleQueue()
+        before = torch.get_num_threads()
+        self._threads = []
+        self.is_stuck = False  # whether a device never answered
+        for replica, device in enumerate(devices):
+            arguments = (device.torch_device, num_threads, self._inboxes[replica], self._outbox)
+            thread = threading.Thread(target=_serve, args=arguments, name=f"mirrorc {device.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for _ in devices:
+            self._outbox.get(timeout=timeout_seconds)  # every thread is ready
+        torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
+        self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
+
+    def run(self, jobs: Sequence[Job], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
+        """Runs one job on each device.
+
+        Args:
+            jobs: one for each device.
+            on_failure: called once, when the first job fails or the caller is interrupted; it must wake jobs that wait.
+
+        Returns:
+            For each device, whether its job succeeded, and its result or exception.
+
+        Raises:
+            ExecutionError: a job did not end in time.
+            KeyboardInterrupt: after all jobs have ended.
+        """
+        self._check_free()
+        results: list[tuple[bool, Any] | None] = [None] * len(jobs)
+        try:
+            for replica, job in enumerate(jobs):
+                self._inboxes[replica].put((job, replica, results))
+        except KeyboardInterrupt:  # some devices have begun and will wait for the others
+            self.is_stuck = True
+            on_failure()
+            raise
+        interrupted: KeyboardInterrupt | None = None
+        is_stopping = False
+        deadline = time.monotonic() + self.timeout_seconds
+        while None in results:
+            try:
+                self._await_a_result(deadline, results)
+            except ExecutionError:
+                self.is_stuck = True
+                on_failure()
+                raise
+            except KeyboardInterrupt as error:
+                if interrupted is not None:
+                    self.is_stuck = True
+                    raise
+                interrupted = error
+            if not is_stopping and (interrupted or any(result and not result[0] for result in results)):
+                is_stopping = True
+                on_failure()
+        if interrupted is not None:
+            raise interrupted
+        return [result for result in results if result is not None]
+
+    def run_here(self, job: Job) -> Any:
+        """Runs a job of CPU devices in the calling thread, set up as a device's; gives its result, or raises what it raises."""
+        self._check_free()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            with torch.no_grad():
+                return job()
+        finally:
+            torch.set_num_threads(before)
+
+    def _check_free(self) -> None:
+        if self.is_stuck:
+            raise ExecutionError(
+                "a device is still busy with an earlier step that was given up: close() the step and compile anew"
+            )
+
+    def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
+        """Returns when all devices have finished, or one has failed, or those of an earlier run had.
+
+        Results are in ``results``, not in the queue. An interrupt may take a message from the queue with it; it cannot take a
+        result, and a message about all of them comes when they are there.
+        """
+        try:
+            self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
+            raise ExecutionError(
+                f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
+                "long; raise timeout_seconds, or close() and compile anew"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the threads and waits for them."""
+        self._finalizer()
+
+
+def _stop(inboxes: Sequence[queue.SimpleQueue[Order]], threads: Sequence[threading.Thread]) -> None:
+    for inbox in inboxes:
+        inbox.put(_STOP)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+
+
+def _serve(
+    device: torch.device,
+    num_threads: int,
+    inbox: queue.SimpleQueue[Order],
+    outbox: queue.SimpleQueue[None],
+) -> None:
+    """A device thread's life."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        else:
+            torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
+            torch.set_num_threads(num_threads)
+        stack.enter_context(torch.no_grad())
+        outbox.put(None)
+        while True:
+            order = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit
+            if order is _STOP:
+                return
+            job, replica, results = order
+            try:
+                results[replica] = (True, job())
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+                results[replica] = (False, error)
+            if not results[replica][0] or None not in results:
+                # the caller is woken once: each time, it would take the interpreter from who still runs
+                outbox.put(None)
+            del order, job, results

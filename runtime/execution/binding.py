@@ -1,0 +1,213 @@
+"""Binds a device's graph to memory, regions and links: says what carries out each of its nodes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.runtime.codegen.graph_function import Constant
+from mirrorc.runtime.codegen.regions import RegionFunction
+from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.gradient_shares import (
+    FactoredBucket,
+    Factors,
+    Piece,
+    factored_slots,
+    is_left_to_shares,
+    make_whole,
+    pieces_of_share,
+)
+from mirrorc.runtime.state.variables import VariableStore
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the programs of one step share."""
+
+    store: VariableStore
+    optimizers: BucketOptimizers
+
+
+class Binder:
+    """Gives functions for the nodes of a lowered program, for the present layout of memory.
+
+    Args:
+        program: a LOWERED program.
+        regions: for each device, its compiled regions by name.
+        memory: variables and optimizer.
+        constants: tensors that the capture found outside of parameters and buffers.
+        communicators: what carries collectives, by link.
+
+    Attributes:
+        pieces: what the shares of buckets with factored gradients consist of, as far as they are bound.
+        has_updated: set when a function changes variables.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        memory: Memory,
+        constants: Mapping[str, torch.Tensor],
+        communicators: Mapping[str, Communicator],
+    ) -> None:
+        self.program, self.regions, self._memory = program, regions, memory
+        self._constants, self._communicators = constants, communicators
+        self.pieces: list[Piece] = []
+        self.has_updated = False
+
+    def bind(self, replica: int, node: fx.Node) -> Any:
+        """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
+        if node.op == "call_module":
+            return self.regions[replica][str(node.target)]
+        if node.target is operator.getitem or ops.is_compute(node):
+            return node.target
+        return _BINDERS[node.target](self, replica, node)
+
+    def _bind_read(self, replica: int, node: fx.Node) -> Constant:
+        name = str(node.kwargs["variable"])
+        if name in self._constants:
+            return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
+        return Constant(self._memory.store.values(name)[replica])
+
+    def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
+        flat = self._memory.store.buckets[ops.bucket_of(node)]
+        names = [slot.variable for slot in flat.bucket.slots]
+        return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
+
+    def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
+        flat = self._memory.store.buckets[ops.bucket_of(node)]
+        slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
+        factored = factored_slots(node)
+        left = [slot.place for slot in factored]
+        plain = [i for i in range(len(slots)) if i not in left]
+        pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
+        self.pieces += pieces
+        stays_factored = bool(factored) and is_left_to_shares(node)
+
+        def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
+            for i in plain:
+                if gradients[i] is not slots[i]:  # else backward wrote it there
+                    slots[i].copy_(gradients[i])
+            if stays_factored:
+                return FactoredBucket(whole, [gradients[i] for i in left], pieces)
+            if factored:
+                make_whole(whole, flat.bucket, factored, [gradients[i] for i in left])
+            return whole
+
+        return pack
+
+    def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        stays_factored, make = ops.stays_factored(node), _maker(node)
+
+        def factored(one: torch.Tensor, other: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
+            return (one, other) if stays_factored else make(one, other)
+
+        return factored
+
+    def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
+        launch: Any = {
+            ops.all_reduce: communicator.launch_all_reduce,
+            ops.reduce_scatter: communicator.launch_reduce_scatter,
+        }[node.target]  # type: ignore[index]
+
+        def reduction(own: torch.Tensor | FactoredBucket, **_: Any) -> Any:
+            return launch(bucket, replica, own)
+
+        return reduction
+
+    def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
+        parameters = self._memory.store.buckets[bucket].parameters[replica]
+
+        def send(*_: Any, destination: int, **__: Any) -> None:
+            communicator.send(bucket, replica, destination, parameters)
+
+        return send
+
+    def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        def recv(**_: Any) -> None:
+            """Nothing to do before the wait: the sender's memory is fetched from there."""
+
+        return recv
+
+    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        collective = node.args[0]
+        assert isinstance(collective, fx.Node)
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], ops.bucket_of(node)
+        waits: dict[Any, Callable[..., torch.Tensor]] = {
+            ops.all_reduce: communicator.wait_all_reduce,
+            ops.reduce_scatter: communicator.wait_reduce_scatter,
+            ops.recv: functools.partial(communicator.receive, source=collective.kwargs.get("source")),  # type: ignore[arg-type]
+        }
+        wait_for = waits[collective.target]
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor:
+            return wait_for(bucket, replica, pending=pending)
+
+        return wait
+
+    def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        apply = self._memory.optimizers.updater(ops.bucket_of(node), replica)
+
+        def update(gradient: torch.Tensor, **_: Any) -> None:
+            self.has_updated = True
+            apply(gradient)
+
+        return update
+
+    def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> None:
+            self.has_updated = True
+            self._memory.optimizers.step_by_itself(buckets, *gradients)
+
+        return step_optimizer
+
+    def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        parameters = self._memory.store.buckets[ops.bucket_of(node)].parameters[replica]
+
+        def store(value: torch.Tensor, **_: Any) -> None:
+            parameters.copy_(value)
+
+        return store
+
+    def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        own = self._memory.store.values(str(node.kwargs["variable"]))[replica]
+
+        def write(value: torch.Tensor, **_: Any) -> None:
+            own.copy_(value)
+
+        return write
+
+
+def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:
+    """The function of two factors that makes a gradient whole."""
+    target, (_, _, *others) = ops.made_whole(gradient)
+    return lambda one, other: target(one, other, *others)
+
+
+_BINDERS: dict[Any, Callable[[Binder, int, fx.Node], Any]] = {
+    ops.read: Binder._bind_read,
+    ops.slot: Binder._bind_slot,
+    **dict.fromkeys(ops.FACTORED, Binder._bind_factored),
+    ops.pack: Binder._bind_pack,
+    ops.all_reduce: Binder._bind_reduction,
+    ops.reduce_scatter: Binder._bind_reduction,
+    ops.send: Binder._bind_send,
+    ops.recv: Binder._bind_recv,
+    ops.wait: Binder._bind_wait,
+    ops.update: Binder._bind_update,
+    ops.step_optimizer: Binder._bind_step_optimizer,
+    ops.store: Binder._bind_store,
+    ops.write: Binder._bind_write,
+}

@@ -1,0 +1,264 @@
+"""Runs a lowered program: the function of every device's graph, in step."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.capture.seed_random_ops import mix
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.optimizers import check_capturable
+from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
+from mirrorc.runtime.codegen.regions import RegionFunction
+from mirrorc.runtime.communication import Communicator, communicator_for
+from mirrorc.runtime.communication.base import record_event, wait_device, wait_event
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.binding import Binder, Memory
+from mirrorc.runtime.execution.cuda_graphs import StepGraph
+from mirrorc.runtime.execution.failures import explain_failure
+from mirrorc.runtime.execution.interleaving import Pace, Turns, can_take_turns, take_turns
+from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.torch_internals import is_plain_thread
+
+
+class Executor:
+    """A lowered program, ready to run.
+
+    Args:
+        program: a LOWERED program.
+        regions: for each device, its compiled regions by name.
+        memory: variables and optimizer.
+        constants: tensors that the capture found outside of parameters and buffers.
+        timeout_seconds: bound of every wait among replicas.
+        recorder: keeps the times of its last steps; None for none.
+        step_graph: captures and replays the steps of a program of one device; None to make every call anew.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        memory: Memory,
+        constants: Mapping[str, torch.Tensor],
+        timeout_seconds: float,
+        recorder: Recorder | None = None,
+        step_graph: StepGraph | None = None,
+    ) -> None:
+        self.program = program
+        self.recorder = recorder
+        self._step_graph = step_graph
+        self.regions = regions
+        self._memory = memory
+        self._communicators = self._make_communicators(timeout_seconds)
+        self._binder = Binder(program, regions, memory, constants, self._communicators)
+        self._functions: list[GraphFunction] = []
+        self._turns: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
+        self.pace = Pace(can_take_turns(program))
+        self.in_turns = False  # whether the last step's replicas took turns
+        self._layout = -1
+        self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
+        tags: dict[str, list[tuple[str, int]]] = {}
+        for module in self.program.device_graphs.values():
+            for node in ops.calls(module.graph, *ops.REDUCTIONS, ops.send):
+                found, tag = tags.setdefault(str(node.kwargs["link"]), []), (ops.name_of(node), ops.bucket_of(node))
+                if tag not in found:
+                    found.append(tag)
+        made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}
+        for link, communicator in made.items():
+            communicator.prepare(tags[link])
+        self._tags = tags
+        return made
+
+    def bind(self) -> None:
+        """Binds the program to the memory's present layout."""
+        if self._layout == self._memory.store.layout:
+            return
+        self._binder.pieces.clear()
+        self._functions, self._turns = self._generate(), []
+        if self.recorder is not None:
+            self.recorder.nodes = [function.marked for function in self._functions]
+        self._layout = self._memory.store.layout
+
+    def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
+        clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
+        bind = self._binder.bind
+        return [
+            generate(name, module.graph, functools.partial(bind, r), boxed=_is_region, clock=clocks[r], pauses=pauses)
+            for r, (name, module) in enumerate(self.program.device_graphs.items())
+        ]
+
+    def run(
+        self, pool: DevicePool, shards: Sequence[Sequence[torch.Tensor]], weights: Sequence[float], seed: int | None
+    ) -> torch.Tensor:
+        """Runs one step.
+
+        Args:
+            pool: the devices' threads.
+            shards: for each replica, its tensors in order of the call's leaves.
+            weights: for each replica, its part of the batch's loss.
+            seed: of the step's random streams, if the program draws random numbers.
+
+        Returns:
+            The weighted sum of the replicas' losses, a scalar on the first device.
+
+        Raises:
+            ExecutionError: a replica failed; names device, operation and source line.
+            ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
+        """
+        self.bind()
+        self._renew_step_graph()
+        self._choose_way()
+        if self.recorder is not None:
+            self.recorder.begin()
+        self._binder.has_updated = False
+        weight_tensors = self._weight_tensors(tuple(weights))
+        held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
+        start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
+        given = [
+            (replica, start, shards[replica], weight_tensors[replica], seed)
+            for replica in range(self.program.num_replicas)
+        ]
+        began = time.perf_counter()
+        try:
+            if self.in_turns:
+                results = pool.run_here(lambda: take_turns([self._run_in_turns(*own) for own in given]))
+            else:
+                results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
+        except BaseException:
+            if not pool.is_stuck:  # who is stuck shall find the meetings it was to come to, called off
+                self._begin_afresh()
+            raise
+        failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
+        if failures:
+            self._begin_afresh()
+            raise explain_failure(self.program.devices, failures, self._binder.has_updated)
+        if self.in_turns == self.pace.in_turns:
+            self.pace.note(time.perf_counter() - began)
+        for communicator in self._communicators.values():
+            communicator.release()
+        return self._global_loss([value for _, value in results], weights)
+
+    def _choose_way(self) -> None:
+        """By threads or in turns; what is known of the other way's steps, or of another program's, is forgotten."""
+        in_turns = self.pace.in_turns and is_plain_thread()
+        if in_turns and not self._turns:
+            self._turns = self._generate(lambda node: node.target is ops.wait)
+        if in_turns != self.in_turns and self.recorder is not None:
+            self.recorder.clear()
+        self.in_turns = in_turns
+        writer = (id(self), in_turns)  # each way has pieces of shares of its own
+        if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
+            forget_what_is_written(self._binder.pieces)
+        self._memory.store.gradients_are_of = writer
+
+    def _renew_step_graph(self) -> None:
+        """Drops what was captured for another layout of memory, or for other hyperparameters."""
+        if self._step_graph is None:
+            return
+        optimizers = self._memory.optimizers
+        layout, baked = self._memory.store.layout, optimizers.baked_hyperparameters()
+        if self._step_graph.renew(memory=layout, hyperparameters=baked):
+            check_capturable(optimizers.user_optimizer, self.program.variables)
+
+    def release(self) -> None:
+        """Frees what it keeps on a GPU for steps to come."""
+        if self._step_graph is not None:
+            self._step_graph.release()
+
+    def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor, Any]:
+        """A replica's step, in its thread; gives its loss, and an event for when a GPU has done it."""
+        values = self._arguments(replica, *given)
+        call = self._functions[replica].call
+        loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
+        return loss, record_event(self.program.devices[replica].torch_device)
+
+    def _run_in_turns(self, replica: int, *given: Any) -> Turns:
+        """A replica's step on a CPU, in the caller's thread."""
+        loss = yield from self._turns[replica].call(self._arguments(replica, *given))
+        return loss, None
+
+    def _arguments(
+        self, replica: int, start: Sequence[Any], shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
+    ) -> list[torch.Tensor]:
+        device = self.program.devices[replica].torch_device
+        for event in start:
+            wait_event(event)
+        values: list[torch.Tensor] = []
+        for argument in self.program.arguments:
+            if argument.kind == "batch":
+                own = shard[argument.leaf]  # type: ignore[index]
+                values.append(own if self._step_graph is not None else own.to(device, non_blocking=True))
+            elif argument.kind == "loss_weight":
+                values.append(weight)
+            else:
+                assert seed is not None
+                values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
+        return values
+
+    def _run_captured(
+        self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """A step with a graph: captured when it is due, and replayed from then on."""
+        step_graph.load(values)
+        if step_graph.is_due:
+            try:
+                with self._memory.optimizers.capturing():
+                    step_graph.capture(function)
+            finally:
+                self._binder.has_updated = False  # the calls were made, but nothing has run
+        self._binder.has_updated = step_graph.is_captured
+        return step_graph.run(function)
+
+    def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
+        if weights not in self._weights:
+            graph = next(iter(self.program.device_graphs.values())).graph
+            like = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight").meta["val"]
+            self._weights[weights] = [
+                torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
+                for weight, device in zip(weights, self.program.devices, strict=True)
+            ]
+            if self.program.devices[0].torch_device.type == "cuda":
+                torch.cuda.synchronize()  # once: other streams will read them
+        return self._weights[weights]
+
+    def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
+        home = self.program.devices[0].torch_device
+        for (_, event), device in zip(results, self.program.devices, strict=True):
+            wait_event(event, home)
+            wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
+        dtype = results[0][0].dtype
+        exact = torch.float32 if dtype.itemsize < 4 else dtype
+        with torch.no_grad():
+            parts = [loss.to(home, exact) * weight for (loss, _), weight in zip(results, weights, strict=True)]
+            return functools.reduce(torch.add, parts).to(dtype).reshape(())
+
+    def _abort(self) -> None:
+        self._forget_step()
+        for communicator in self._communicators.values():
+            communicator.abort()
+
+    def _forget_step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.forget()
+
+    def _begin_afresh(self) -> None:
+        """After a step that failed: nobody waits for the end of what GPUs were given of it, and its memory is used anew."""
+        for device in dict.fromkeys(device.torch_device for device in self.program.devices):
+            wait_device(device)
+        self._forget_step()
+        self._memory.store.gradients_are_of = None
+        for link, communicator in self._communicators.items():
+            communicator.prepare(self._tags[link])
+
+
+def _is_region(node: fx.Node) -> bool:
+    return node.op == "call_module"

@@ -1,0 +1,51 @@
+"""Explains why a step failed: which device, which operation, which line of the user's source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from mirrorc.errors import ExecutionError, MirrorcError
+from mirrorc.ir.program import Device
+from mirrorc.ir.source_lines import source_line
+from mirrorc.runtime.codegen.graph_function import failing_nodes
+from mirrorc.runtime.communication import Aborted
+
+
+def explain_failure(
+    devices: Sequence[Device], failures: Mapping[int, BaseException], has_updated: bool
+) -> MirrorcError:
+    """The error to raise for a step that failed.
+
+    Args:
+        devices: of the program, in order of replicas.
+        failures: what each failing replica raised; those that another one stopped raised `Aborted`.
+        has_updated: whether variables may have changed.
+    """
+    replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
+    assert error is not None, "every replica was stopped by another"
+    nodes = list(failing_nodes(error.__traceback__))
+    where = (
+        f" in {' > '.join(str(node.target) if node.op == 'call_module' else _name(node) for node in nodes)}"
+        if nodes
+        else ""
+    )
+    line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
+    at = f", at {line}" if line else ""
+    state = "Parameters may have been updated in part." if has_updated else "No parameter was changed."
+    explained: MirrorcError
+    if isinstance(error, MirrorcError):
+        explained = type(error)(f"{error} (replica {replica}, {devices[replica]}{where}{at}). {state}")
+    else:
+        explained = ExecutionError(
+            f"replica {replica} on {devices[replica]} failed{where}{at}: {type(error).__name__}: {error}. All devices "
+            f"stopped. {state} Check this step's batch and that line; with backend='eager' the operator is named exactly."
+        )
+    explained.__cause__ = error
+    return explained
+
+
+def _name(node: fx.Node) -> str:
+    text = str(node.target)
+    return text if text.startswith("aten.") else str(getattr(node.target, "__name__", text))

@@ -1,0 +1,278 @@
+"""Walks a device's lowered graph to see when which values are in memory, and when most of them are."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.aliases import is_view
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.printing.values import PrintedValues, type_of
+from mirrorc.runtime.codegen.graph_function import last_uses
+from mirrorc.runtime.memory.dry_run import DryRun, DryStep, Held
+from mirrorc.runtime.state.gradient_shares import copied_elements, factored_slots, is_left_to_shares, pieces_of_share
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory that one value, and views of it, live in."""
+
+    num_bytes: int
+    name: str
+    type: str
+
+
+Where = tuple[fx.Node, DryStep | None]
+"""A node of the device's graph and, if it is a region, a statement of its code."""
+
+
+@dataclass
+class _Ledger:
+    """Which blocks are held, by how many; remembers when they were most."""
+
+    holders: Counter[Block] = field(default_factory=Counter)
+    total: int = 0
+    peak: int = 0
+    peak_at: Where | None = None
+    history: list[tuple[Block, bool]] = field(default_factory=list)  # taken or given back
+    _peak_length: int = 0
+    _left: set[Block] = field(default_factory=set)
+
+    def hold(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.holders[block] += 1
+            if self.holders[block] == 1 and block not in self._left:
+                self._count(block, True)
+
+    def drop(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0 and block not in self._left:
+                self._count(block, False)
+
+    def leave(self, blocks: Iterable[Block]) -> int:
+        """Takes blocks out of the account: who keeps them until the next step lets go of the last step's. Gives their bytes."""
+        new = [block for block in dict.fromkeys(blocks) if block not in self._left]
+        for block in new:
+            self._count(block, False)
+        self._left.update(new)
+        return sum(block.num_bytes for block in new)
+
+    def _count(self, block: Block, is_taken: bool) -> None:
+        self.total += block.num_bytes if is_taken else -block.num_bytes
+        self.history.append((block, is_taken))
+
+    def note(self, where: Where) -> None:
+        if self.total > self.peak:
+            self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
+
+    def at_peak(self) -> list[Block]:
+        """The blocks that were held then, the largest first."""
+        alive: dict[Block, None] = {}
+        for block, is_taken in self.history[: self._peak_length]:
+            if is_taken:
+                alive[block] = None
+            else:
+                del alive[block]
+        return sorted(alive, key=lambda block: -block.num_bytes)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a device's step takes besides what stays between steps.
+
+    Attributes:
+        peak: bytes at the moment when they are most; 0 if there are none.
+        where: that moment.
+        blocks: what is held then, the largest first.
+        kept: bytes of gradients outside of buckets that stay until the next step replaces them.
+    """
+
+    peak: int
+    where: Where | None
+    blocks: Sequence[Block]
+    kept: int
+
+
+def activations_of(
+    program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
+) -> Activations:
+    """The activations of a device.
+
+    Args:
+        program: a LOWERED program.
+        replica: the device's number.
+        dry_runs: what the regions do with memory, by name.
+        temporary_bytes: of each bucket, what its update takes for an element while it runs.
+    """
+    return _Walk(program, replica, dry_runs, temporary_bytes).run()
+
+
+class _Walk:
+    """Does with blocks what a device's generated function (`mirrorc.runtime.codegen.graph_function`) does with values."""
+
+    def __init__(
+        self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
+    ) -> None:
+        self.program, self.replica = program, replica
+        self.dry_runs, self.temporary_bytes = dry_runs, temporary_bytes
+        self.graph = list(program.device_graphs.values())[replica].graph
+        self.device = program.devices[replica].torch_device
+        self.names = PrintedValues(program, self.graph)
+        self.ledger = _Ledger()
+        self.values: dict[fx.Node, tuple[Block, ...]] = {}
+        self.kept = 0
+
+    def run(self) -> Activations:
+        dying = last_uses(self.graph)
+        for node in self.graph.nodes:
+            if node.op == "output":
+                break
+            if ops.is_region_call(node):
+                self._call_region(node, dying[node])
+                continue
+            if node.target is operator.getitem and ops.is_region_call(node.args[0]):
+                continue  # unpacked with the call
+            blocks, temporary = self._call(node)
+            self.values[node] = blocks
+            self.ledger.hold(blocks)
+            self._note_with((node, None), temporary, ops.name_of(node))
+            for source in dying[node]:
+                self.ledger.drop(self.values[source])
+            if not node.users and node.op != "placeholder":
+                self.ledger.drop(blocks)
+        return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
+
+    def _note_with(self, where: Where, temporary: int, name: str) -> None:
+        """Notes a moment, with memory that is taken only while what is called runs."""
+        passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
+        self.ledger.hold(passing)
+        self.ledger.note(where)
+        self.ledger.drop(passing)
+
+    def _call_region(self, node: fx.Node, dying: Sequence[fx.Node]) -> None:
+        found = self.dry_runs[ops.region_of(node)]
+        arguments: list[Any] = list(node.args)
+        blocks: dict[Held, tuple[Block, ...]] = {i: self.values[argument] for i, argument in enumerate(arguments)}
+        parts = sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
+        names = {found.results[i]: self.names.name(part) for i, part in reversed(list(enumerate(parts)))}
+        held = set(blocks)
+        self.ledger.hold(block for place in held for block in blocks[place])  # the list of arguments
+        self.ledger.drop(block for source in dying for block in self.values[source])
+        for step in found.steps:
+            for own in step.taken:
+                blocks[own] = (Block(own.num_bytes, names.get(own, f"{own.name} of {node.target}"), own.type),)
+                self.ledger.hold(blocks[own])
+                held.add(own)
+            self._note_with((node, step), step.workspace, step.call)
+            self.ledger.drop(block for place in step.dropped for block in blocks[place])
+            held.difference_update(step.dropped)
+        for part, result in zip(parts, found.results, strict=True):
+            self.values[part] = blocks[result] if result is not None else ()
+            self.ledger.hold(self.values[part])
+        self.ledger.note((node, None))
+        self.ledger.drop(block for place in held for block in blocks[place])
+        self.values[node] = ()
+
+    def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The blocks of a node's value, and the bytes that it takes only while it runs."""
+        if node.op == "placeholder":
+            # the caller's memory on the CPU; a copy of the caller's on a GPU
+            return (self._new(node) if self.device.type != "cpu" else ()), 0
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            parts = self.values[source]
+            return (parts[node.args[1]],) if len(parts) == len(source.meta["val"]) else parts, 0  # type: ignore[index]
+        if ops.is_compute(node):
+            return (self._of(node.args[:1]) if is_view(node) else self._new(node)), 0
+        handler = _HANDLERS.get(node.target)
+        return handler(self, node) if handler is not None else ((), 0)
+
+    def _new(self, node: fx.Node) -> tuple[Block, ...]:
+        values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
+        name = self.names.name(node)
+        return tuple(
+            Block(value.untyped_storage().nbytes(), name, type_of(value))
+            for value in values
+            if isinstance(value, torch.Tensor)
+        )
+
+    def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
+        return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
+
+    def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (self._of(node.args) if ops.stays_factored(node) else self._new(node)), 0
+
+    def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._of(factored_of(node)), 0  # all else lies in the bucket
+
+    def _reduction(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        operands = self._of(node.args)
+        if node.kwargs["link"] == "shared-memory":
+            self.ledger.hold(operands)  # others may need them until the end of the step
+        else:
+            self.kept += self.ledger.leave(operands)  # where replicas meet, until the next step
+        return (), 0
+
+    def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        launch: Any = node.args[0]
+        if launch.target is ops.recv:
+            source = self.program.devices[launch.kwargs["source"]].torch_device
+            return (self._new(node) if source != self.device else ()), 0
+        if launch.kwargs["link"] == "copy":
+            new = self._new(node)
+            return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
+        operand: Any = launch.args[0]
+        if operand.target is ops.pack:
+            return (), self._copied_factors(operand)
+        is_own = self.replica == 0 or launch.kwargs["link"] != "shared-memory"  # else it is in replica 0's
+        return (self._of([operand]) if is_own else ()), 0
+
+    def _has_other_devices(self) -> bool:
+        return any(device.torch_device != self.device for device in self.program.devices)
+
+    def _copied_factors(self, pack: fx.Node) -> int:
+        """Bytes of the factors that are copied to make a share."""
+        index = ops.bucket_of(pack)
+        bucket = self.program.buckets[index]
+        packs = [
+            next(node for node in ops.calls(module.graph, ops.pack) if ops.bucket_of(node) == index)
+            for module in self.program.device_graphs.values()
+        ]
+        if not factored_of(pack):
+            return 0
+        factors: Any = [
+            [tuple(f.meta["val"] for f in gradient.args if isinstance(f, fx.Node)) for gradient in factored_of(own)]
+            for own in packs
+        ]
+        pieces = pieces_of_share(bucket, factored_slots(pack), self.replica, self.program.num_replicas)
+        return copied_elements(pieces, factors) * bucket.dtype.itemsize
+
+    def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        bucket = self.program.buckets[ops.bucket_of(node)]
+        start, stop = bucket.share(self.replica, self.program.num_replicas)
+        self.kept += self.ledger.leave(self._of(node.args))  # as the parameter's gradient
+        return (), round(self.temporary_bytes[bucket.index] * (stop - start))
+
+
+def factored_of(pack: fx.Node) -> list[fx.Node]:
+    """The gradients of a packed bucket that are left as factors to those who make shares of it."""
+    gradients = [gradient for gradient in pack.args if ops.stays_factored(gradient)]
+    return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares(pack) else []
+
+
+_HANDLERS: dict[Any, Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = {
+    **dict.fromkeys(ops.FACTORED, _Walk._factored),
+    ops.pack: _Walk._pack,
+    ops.all_reduce: _Walk._reduction,
+    ops.reduce_scatter: _Walk._reduction,
+    ops.wait: _Walk._wait,
+    ops.update: _Walk._update,
+}

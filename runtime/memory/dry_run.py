@@ -1,0 +1,206 @@
+"""Runs a region's code on fake tensors, statement by statement, to see what memory it takes and when it lets go of it."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir.program import Region
+from mirrorc.printing.values import type_of
+from mirrorc.runtime.codegen.graph_function import generate
+from mirrorc.runtime.codegen.regions import RegionFunction, retarget
+from mirrorc.runtime.memory.workspaces import workspace_bytes
+from mirrorc.torch_internals import inductor_wrapper, storage_key, watched_operators
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """Memory that a region takes.
+
+    Attributes:
+        num_bytes: how much.
+        name: of the value that it was taken for, in the region's code.
+        type: that value's type, as printed.
+    """
+
+    num_bytes: int
+    name: str
+    type: str
+
+
+Held = int | Allocation
+"""The memory of an argument, by its place, or what the region has taken itself."""
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """A statement.
+
+    Attributes:
+        call: what it calls, or prepares memory for.
+        node: the node of the region's graph that it carries out, where that is known.
+        taken: what it takes.
+        dropped: what nothing holds any more after it; an argument's memory may still be held by the caller.
+        workspace: bytes that its operator takes besides while it runs.
+    """
+
+    call: str
+    node: fx.Node | None
+    taken: tuple[Allocation, ...]
+    dropped: tuple[Held, ...]
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a region does with memory.
+
+    Attributes:
+        steps: its statements that take or drop something, in order, but for the last, which returns.
+        results: the memory of each output; None of what has none.
+        remark: what the reader has to know if this is an estimate; else empty.
+    """
+
+    steps: tuple[DryStep, ...]
+    results: tuple[Held | None, ...]
+    remark: str = ""
+
+
+def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
+    """Runs a region's code without computing anything.
+
+    Args:
+        region: the region.
+        function: what `RegionCompiler.compile` made of it.
+        device: for which device.
+    """
+    module = retarget(region.graph_module, device)
+    arguments = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    own = getattr(function, "graph_function", None)
+    if own is not None:
+        return _run(ast.parse(own.source), own.namespace, arguments, lambda line: own.nodes[line - 1])
+    try:
+        code, namespace = inductor_wrapper(function)
+        return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
+    except Exception as error:  # noqa: BLE001 - said; whatever Inductor's code calls may fail on fake tensors
+        plain = generate(region.name, module.graph, lambda node: node.target)
+        found = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
+        reason = str(error).strip().split("\n")[0]
+        remark = f"{region.name} is counted as if it were not fused, its compiled code could not be followed: {reason}"
+        return DryRun(found.steps, found.results, remark)
+
+
+def _run(
+    module: ast.Module, namespace: dict[str, Any], arguments: Sequence[Any], node_of: Callable[[int], fx.Node | None]
+) -> DryRun:
+    """Runs the body of a module's one function, which has a parameter ``args``, a list."""
+    (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
+    mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
+    assert mode is not None, "a region has an argument that is a tensor"
+    follower = _Follower(namespace, arguments)
+    with mode, torch.no_grad(), watched_operators(follower.note_operator):
+        steps = [follower.step(statement, node_of) for statement in _flat(function.body[:-1])]
+        last = function.body[-1]
+        assert isinstance(last, ast.Return) and last.value is not None, "a region's code ends by returning its outputs"
+        results = follower.results(last.value)
+    return DryRun(tuple(_named_by_what_follows(steps)), results)
+
+
+def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, those under a ``with`` too: a guard of a device means nothing to fake tensors."""
+    for statement in statements:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        elif isinstance(statement, ast.Assign | ast.Delete | ast.Expr):
+            yield statement
+        else:
+            raise ValueError(f"a statement of a kind that is not followed: {ast.unparse(statement)}")
+
+
+_PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
+
+
+def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
+    """The steps that take or drop something; those that only prepare a call are named after it."""
+    named: list[DryStep] = []
+    following = "return"
+    for step in reversed(steps):
+        if step.call and not step.call.startswith(_PREPARATIONS):
+            following = step.call
+        if step.taken or step.dropped or step.workspace:
+            named.append(replace(step, call=following))
+    return named[::-1]
+
+
+class _Follower:
+    """Runs statements in a namespace, and counts the names that hold each tensor's memory."""
+
+    def __init__(self, namespace: dict[str, Any], arguments: Sequence[Any]) -> None:
+        self._globals = namespace
+        self._locals: dict[str, Any] = {"args": list(arguments)}
+        self._held: dict[str, list[int]] = {}  # local name -> memory
+        self._holders: Counter[int] = Counter()
+        self._found: dict[int, Held] = {}
+        self._workspace = 0
+        self._places: defaultdict[int, list[int]] = defaultdict(list)  # memory -> arguments, of which some may be views
+        for place, value in enumerate(arguments):
+            for tensor in _tensors(value):
+                self._found.setdefault(storage_key(tensor), place)
+                self._places[storage_key(tensor)].append(place)
+
+    def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Told of every operator that a statement runs."""
+        self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
+
+    def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:
+        """Runs a statement."""
+        self._workspace = 0
+        exec(compile(ast.Module([statement], []), "<region>", "exec"), self._globals, self._locals)
+        targets = getattr(statement, "targets", [])
+        names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        node = node_of(statement.lineno)
+        taken, dropped = [], []
+        before = [key for name in names for key in self._held.pop(name, ())]
+        for name in names:
+            for tensor in _tensors(self._locals.get(name)):
+                key = storage_key(tensor)
+                if key not in self._found:
+                    own = Allocation(tensor.untyped_storage().nbytes(), node.name if node else name, type_of(tensor))
+                    self._found[key] = own
+                    taken.append(own)
+                self._holders[key] += 1
+                self._held.setdefault(name, []).append(key)
+        for key in before:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                alike: list[Held] = [*self._places.get(key, ())]
+                dropped += alike or [self._found[key]]
+                if not isinstance(self._found[key], int):  # an argument's stays what it is
+                    del self._found[key]
+        call = node.name if node is not None else _called(statement)
+        return DryStep(call, node, tuple(taken), tuple(dropped), self._workspace)
+
+    def results(self, value: ast.expr) -> tuple[Held | None, ...]:
+        """The memory of the outputs that an expression names."""
+        outputs = eval(compile(ast.Expression(value), "<region>", "eval"), self._globals, self._locals)
+        keys = [storage_key(output) if isinstance(output, torch.Tensor) else None for output in outputs]
+        return tuple(self._found[key] if key is not None else None for key in keys)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _called(statement: ast.stmt) -> str:
+    call = getattr(statement, "value", None)
+    return ast.unparse(call.func) if isinstance(call, ast.Call) else ""

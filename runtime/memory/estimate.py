@@ -1,0 +1,172 @@
+"""Adds up the memory of a lowered program's step, from its graphs, its bucket plan and the optimizer's state."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Bucket, Placement, Program, Role, Synchronization, Variable
+from mirrorc.ir.source_lines import source_line
+from mirrorc.runtime.codegen.regions import RegionFunction
+from mirrorc.runtime.memory.activations import Activations, activations_of, factored_of
+from mirrorc.runtime.memory.dry_run import DryRun, dry_run
+from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
+from mirrorc.runtime.profiling.recorder import call_name
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.flat_optimizer import UpdateMemory
+
+_MOST_LISTED = 5  # values at the peak
+_LEAST_LISTED = 0.01  # of the peak
+
+Owners = tuple[str, ...]
+
+
+def report_memory(
+    program: Program, regions: Sequence[Mapping[str, RegionFunction]], optimizers: BucketOptimizers
+) -> MemoryReport:
+    """The memory of a step of a LOWERED program; neither it nor another need have run.
+
+    Args:
+        program: the program.
+        regions: for each device, its compiled regions by name.
+        optimizers: what updates its buckets.
+    """
+    tally = _Tally(program)
+    for variable in program.variables.values():
+        tally.add_variable(variable)
+    updates = {b.index: optimizers.update_memory(b) for b in program.buckets if b.rule.elementwise}
+    for bucket in program.buckets:
+        tally.add_bucket(bucket)
+        if bucket.index in updates:
+            tally.add_state(bucket, updates[bucket.index])
+    alone = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+    if alone:
+        tally.add_own_state(alone, optimizers.own_state_bytes(alone))
+    found = _dry_runs(program, regions)
+    temporaries = {index: update.temporary_bytes for index, update in updates.items()}
+    walks = [activations_of(program, replica, found, temporaries) for replica in range(program.num_replicas)]
+    for device, walk in zip(program.devices, walks, strict=True):
+        tally.bytes[device.name,]["gradients"] += walk.kept
+        tally.bytes[device.name,]["activations"] += walk.peak
+    tally.remarks += [run.remark for run in found.values() if run.remark]
+    return tally.report(walks)
+
+
+def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:
+    """What each region does with memory: the same on all devices."""
+    found: dict[str, DryRun] = {}
+    for device, functions in zip(program.devices, regions, strict=True):
+        for name, function in functions.items():
+            if name not in found:
+                found[name] = dry_run(program.regions[name], function, device.torch_device)
+    return found
+
+
+class _Tally:
+    """Bytes by owners and kind."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names = tuple(device.name for device in program.devices)
+        self.bytes: dict[Owners, Counter[str]] = {(name,): Counter() for name in self.names}
+        self.unknown: set[Owners] = set()  # those whose optimizer state is not known
+        self.remarks: list[str] = []
+        self._in_buckets = {slot.variable for bucket in program.buckets for slot in bucket.slots}
+
+    def _add(self, owners: Owners, kind: str, num_bytes: int) -> None:
+        self.bytes.setdefault(owners, Counter())[kind] += num_bytes
+
+    def add_variable(self, variable: Variable) -> None:
+        """A variable that is in no bucket."""
+        if variable.name in self._in_buckets:
+            return
+        num_bytes = math.prod(variable.shape) * variable.dtype.itemsize
+        if variable.synchronization is Synchronization.PER_REPLICA:
+            for name in self.names:
+                self._add((name,), "buffers", num_bytes)
+            if len(self.names) > 1:  # what the user's model shows: their mean
+                self._add(self.names[:1], "buffers", num_bytes)
+            return
+        sharing: dict[object, list[str]] = {}
+        for device in self.program.devices:
+            sharing.setdefault(device.torch_device, []).append(device.name)
+        kind = "parameters" if variable.role is Role.PARAMETER else "buffers"
+        for names in sharing.values():
+            self._add(tuple(names), kind, num_bytes)
+
+    def _copies(self, bucket: Bucket) -> list[Owners]:
+        """Who has the copies of what is as long as a bucket and not a gradient."""
+        return [self.names] if bucket.placement is Placement.SHARED else [(name,) for name in self.names]
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """Its parameters and gradients."""
+        for owners in self._copies(bucket):
+            self._add(owners, "parameters", bucket.num_bytes)
+        for replica, (name, module) in enumerate(self.program.device_graphs.items()):
+            packs = [node for node in ops.calls(module.graph, ops.pack) if ops.bucket_of(node) == bucket.index]
+            left = {str(gradient.kwargs["variable"]) for pack in packs for gradient in factored_of(pack)}
+            # they are made by shares, in the first replica's bucket: nobody writes to their pages in another's
+            untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
+            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)
+
+    def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
+        """The optimizer's state for a bucket."""
+        per_element = sum(dtype.itemsize for dtype in update.state.values())
+        scalars = sum(dtype.itemsize for dtype in update.scalars.values())
+        shares = [bucket.share(replica, len(self.names)) for replica in range(len(self.names))]
+        num_flat = sum(start < stop for start, stop in shares)  # optimizers, of which each has the scalars
+        copies = self._copies(bucket)
+        for owners in copies:
+            own = num_flat if len(copies) == 1 else 1
+            self._add(owners, "optimizer_state", per_element * bucket.num_elements + scalars * own)
+        self._add(copies[0], "optimizer_state", scalars * len(bucket.slots))  # shown in the user's optimizer
+
+    def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
+        """The state of an optimizer that runs by itself, on the first replica's parameters."""
+        owners = self._copies(buckets[0])[0]
+        kind = buckets[0].rule.label.split(" ")[0]
+        self.remarks.append(
+            f"{kind} runs by itself: what it takes and frees while it does is not known, and not counted"
+        )
+        if num_bytes is None:
+            self.unknown.add(owners)
+            self.remarks.append(f"what state {kind} keeps is not known before its first step; totals are without it")
+        else:
+            self._add(owners, "optimizer_state", num_bytes)
+
+    def _held(self, owners: Owners) -> HeldMemory:
+        own = self.bytes.get(owners, Counter[str]())
+        return HeldMemory(
+            devices=owners,
+            parameters=own["parameters"],
+            gradients=own["gradients"],
+            optimizer_state=None if owners in self.unknown else own["optimizer_state"],
+            buffers=own["buffers"],
+            activations=own["activations"],
+        )
+
+    def report(self, walks: Sequence[Activations]) -> MemoryReport:
+        """All of it."""
+        devices = [
+            DeviceMemory(name, self._held((name,)), _peak(walk)) for name, walk in zip(self.names, walks, strict=True)
+        ]
+        shared = [self._held(owners) for owners in dict.fromkeys([*self.bytes, *self.unknown]) if len(owners) > 1]
+        return MemoryReport(tuple(devices), tuple(shared), tuple(dict.fromkeys(self.remarks)))
+
+
+def _peak(walk: Activations) -> ActivationPeak:
+    """A device's peak, in words."""
+    if walk.where is None:
+        return ActivationPeak(0, "", "", "", ())
+    node, step = walk.where
+    inner = step.node if step is not None else None
+    listed = [block for block in walk.blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * walk.peak]
+    return ActivationPeak(
+        num_bytes=walk.peak,
+        call=call_name(node),
+        operation=step.call if step is not None else "",
+        source=source_line(inner) if inner is not None else source_line(node),
+        largest=tuple(LiveValue(block.name, block.type, block.num_bytes) for block in listed),
+    )

@@ -1,0 +1,189 @@
+"""What memory a step takes: bytes by device and kind, and where activations are at their peak."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirrorc.printing.values import size_text
+
+_TEXT_WIDTH = 110
+_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value in memory.
+
+    Attributes:
+        name: as in the printed program; one that does not leave its region has the name of its operator, or Inductor's.
+        type: as printed, such as ``f32[64, 2048]``; empty if it is no value of the program.
+        num_bytes: of its memory, which others may share.
+    """
+
+    name: str
+    type: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ActivationPeak:
+    """The moment at which a device's activations are most.
+
+    Attributes:
+        num_bytes: how much they are.
+        call: the call of the device's program, such as ``bwd_1`` or ``wait b0``; empty if nothing is ever taken.
+        operation: what that runs at the moment: an operator of the region or, compiled, a kernel; empty if it is no region.
+        source: the user's source line, or module, that it comes from; empty if unknown.
+        largest: the largest values that are in memory, the largest first.
+    """
+
+    num_bytes: int
+    call: str
+    operation: str
+    source: str
+    largest: tuple[LiveValue, ...]
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """Bytes of one device, or of what several share, by kind.
+
+    Attributes:
+        devices: names of those that it belongs to; several: they all use it, and it is there once.
+        parameters: trained or not, with the gaps between them.
+        gradients: what is really written of the buckets, and sums that are kept until the next step replaces them.
+        optimizer_state: as it is, or will be after the first step; None if that cannot be known before.
+        buffers: of the model, and constants of its graph.
+        activations: values of a step, at their peak; they are freed within it.
+    """
+
+    devices: tuple[str, ...]
+    parameters: int
+    gradients: int
+    optimizer_state: int | None
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Of what is known."""
+        return sum(getattr(self, kind) or 0 for kind in _KINDS)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory that is one device's own.
+
+    Attributes:
+        device: its name.
+        own: by kind; what it shares is not in it.
+        peak: the moment that ``own.activations`` is about.
+    """
+
+    device: str
+    own: HeldMemory
+    peak: ActivationPeak
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of a step; `str` of it is a table.
+
+    Totals count what is shared once, and the peaks of all devices as if they came at the same time. What is not in it: the
+    batch on CPUs, which is the caller's; variables that the program does not use; code; what operators take and free within.
+
+    Attributes:
+        devices: in order of replicas.
+        shared: what several devices share: on CPUs parameters and the optimizer's state, of which each updates its share.
+        remarks: what is not known or was estimated, and why.
+    """
+
+    devices: tuple[DeviceMemory, ...]
+    shared: tuple[HeldMemory, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[HeldMemory, ...]:
+        """What is shared and what is each device's own: all of it, once."""
+        return (*self.shared, *(device.own for device in self.devices))
+
+    @property
+    def parameters(self) -> int:
+        """Of all devices."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def gradients(self) -> int:
+        """Of all devices."""
+        return sum(row.gradients for row in self.rows)
+
+    @property
+    def optimizer_state(self) -> int | None:
+        """Of all devices; None if it cannot be known yet."""
+        parts = [row.optimizer_state for row in self.rows]
+        return None if None in parts else sum(part for part in parts if part is not None)
+
+    @property
+    def buffers(self) -> int:
+        """Of all devices."""
+        return sum(row.buffers for row in self.rows)
+
+    @property
+    def activations(self) -> int:
+        """Of all devices, each at its own peak."""
+        return sum(row.activations for row in self.rows)
+
+    @property
+    def total(self) -> int:
+        """Of what is known, on all devices."""
+        return sum(row.total for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), "", *self._peak_lines(), *self._remark_lines()])
+
+    def _table(self) -> list[str]:
+        together = HeldMemory(("all",), *(getattr(self, kind) for kind in _KINDS))
+        rows = [*self.rows, *([together] if len(self.rows) > 1 else [])]
+        names = [textwrap.shorten(", ".join(row.devices), 40, placeholder=" …") for row in rows]
+        names = [f"shared by {name}" if len(row.devices) > 1 else name for name, row in zip(names, rows, strict=True)]
+        width = max(map(len, [*names, "device"]))
+        lines = [f"{'device':<{width}}{_cells([kind.replace('_', ' ') for kind in (*_KINDS, 'total')])}"]
+        for name, row in zip(names, rows, strict=True):
+            lines.append(f"{name:<{width}}{_cells([_size(getattr(row, kind)) for kind in (*_KINDS, 'total')])}")
+        return lines
+
+    def _peak_lines(self) -> list[str]:
+        """The devices' peaks; those that are alike are said once."""
+        names: dict[ActivationPeak, list[str]] = {}
+        for device in self.devices:
+            names.setdefault(device.peak, []).append(device.device)
+        lines = []
+        for peak, devices in names.items():
+            who = textwrap.shorten(", ".join(devices), 40, placeholder=" …")
+            if not peak.call:
+                lines.append(f"activations on {who}: none")
+                continue
+            inside = f", at {peak.operation}" if peak.operation else ""
+            lines.append(f"activations on {who} are at their peak, {size_text(peak.num_bytes)}, in {peak.call}{inside}")
+            lines += [f"  # {peak.source}"[:_TEXT_WIDTH].rstrip()] if peak.source else []
+            lines += [
+                f"  {size_text(v.num_bytes):>10}  {v.name}{f': {v.type}' if v.type else ''}" for v in peak.largest
+            ]
+        return lines
+
+    def _remark_lines(self) -> list[str]:
+        return [
+            line
+            for remark in self.remarks
+            for line in textwrap.wrap(f"note: {remark}", _TEXT_WIDTH, subsequent_indent="  ")
+        ]
+
+
+def _size(num_bytes: int | None) -> str:
+    return "not known" if num_bytes is None else size_text(num_bytes) if num_bytes else "-"
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>16}" for cell in cells)

@@ -1,0 +1,162 @@
+"""Advises the one change that would help most, by estimating what some would gain."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.printing.values import size_text
+from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices, median
+from mirrorc.runtime.profiling.recorder import RecordedStep
+
+_WORTHWHILE = 0.02  # of a step: nothing is advised below it
+ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait
+_TELLING_BYTES = 2**16  # buckets whose sizes differ by less do not tell what a byte costs: then it is
+_NOMINAL_MS_PER_BYTE = 1e-6  # a slow memory's, and no more than they cost
+_MERGED_BYTES = 25 * 2**20
+_REDUCTIONS = [reduction.__name__ for reduction in ops.REDUCTIONS]
+
+
+def advise(
+    program: Program,
+    steps: Sequence[RecordedStep],
+    step_ms: float,
+    buckets: Sequence[BucketTimes],
+    devices: Sequence[DeviceTimes],
+) -> str:
+    """The candidate with the largest estimated gain, if it is worth the trouble."""
+    if len(devices) == 1:
+        return "nothing to do: one device has nobody to communicate with."
+    skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)
+    exposed = f"{skew_ms + transfer_ms:.3f} ms exposed"
+    if skew_ms + transfer_ms < _WORTHWHILE * step_ms:
+        return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step."
+    candidates = [_evener_devices(devices, skew_ms)]
+    reduced = [bucket for bucket in buckets if bucket.kind in _REDUCTIONS]
+    if reduced:
+        costs = _costs(steps, reduced, len(devices))
+        candidates += [_fewer_buckets(program, reduced, costs), _smaller_last_bucket(program, reduced, costs)]
+    gain_ms, change = max(candidates)
+    if gain_ms >= _WORTHWHILE * step_ms:
+        return f"{change}. Estimated gain: {gain_ms:.3f} ms a step."
+    first, last = (pick(devices, key=lambda device: device.started_ms) for pick in (min, max))
+    why = f" ({last.device} starts {last.started_ms - first.started_ms:.3f} ms after {first.device})"
+    return (
+        f"nothing to change: of {exposed}, {skew_ms:.3f} ms are waiting for the last device"
+        f"{why if last.started_ms - first.started_ms > skew_ms / 2 else ''}, {transfer_ms:.3f} ms moving and adding; no "
+        f"other buckets or shards are estimated to save {_WORTHWHILE:.0%} of the step."
+    )
+
+
+def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[float, str]:
+    """If every device took the mean time for its regions. No more is to be gained than devices now wait for each other."""
+    replica = max(range(len(devices)), key=lambda r: devices[r].compute_ms)
+    late, others = devices[replica], [device for r, device in enumerate(devices) if r != replica]
+    usual_ms = statistics.fmean(device.compute_ms for device in others)
+    gain_ms = min(skew_ms, late.compute_ms - statistics.fmean(device.compute_ms for device in devices))
+    rest = others[0].device if len(others) == 1 else "the others on average"
+    change = f"even out the devices: {late.device} computes for {late.compute_ms:.3f} ms, {rest} for {usual_ms:.3f} ms"
+    if any(device.region_ms.keys() != late.region_ms.keys() for device in others):
+        return gain_ms, f"{change}, and shards differ in shape: give every device as many examples (of the same length)"
+    extra = {
+        name: ms - statistics.fmean(device.region_ms.get(name, 0.0) for device in others)
+        for name, ms in late.region_ms.items()
+    }
+    worst = max(extra, key=extra.__getitem__)
+    return gain_ms, f"{change}, {extra[worst]:.3f} ms more in {worst}: see what else runs on the cores of {late.device}"
+
+
+def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
+    """If as many gradients went together as 25 MiB hold: each bucket less saves what it costs whatever its size.
+
+    On links that move by themselves, more is left to move after backward, if the last bucket grows.
+    """
+    totals: Counter[Any] = Counter()
+    for times in buckets:
+        bucket = program.buckets[times.index]
+        totals[(bucket.dtype, bucket.rule)] += bucket.num_bytes
+    num_left = sum(math.ceil(total / _MERGED_BYTES) for total in totals.values())
+    last = program.buckets[buckets[-1].index]
+    growth_bytes = max(0, min(_MERGED_BYTES, totals[(last.dtype, last.rule)]) - last.num_bytes)
+    gain_ms = (len(buckets) - num_left) * costs.fixed_ms
+    gain_ms -= growth_bytes * costs.moving_ms_per_byte if costs.moves_by_itself else 0.0
+    cap_mb = _MERGED_BYTES / 2**20
+    change = (
+        f"fewer buckets, {num_left} instead of {len(buckets)}: each costs {costs.fixed_ms:.3f} ms whatever its size"
+    )
+    return gain_ms, f"{change} (bucket_cap_mb={cap_mb:g}, first_bucket_mb={cap_mb:g})"
+
+
+def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
+    """If a lower cap cut the last bucket, which nothing is left to hide; not below its largest gradient.
+
+    No gain where nothing moves before the wait: there, all buckets together take as long, however they are cut.
+    """
+    last = buckets[-1]
+    planned = [program.buckets[times.index] for times in buckets]
+    least_bytes = max(slot.num_elements for slot in planned[-1].slots) * planned[-1].dtype.itemsize
+    candidates = [(0.0, "")]
+    for num_parts in (2, 4, 8) if costs.moves_by_itself else ():
+        cap_bytes = last.num_bytes / num_parts
+        left_bytes = max(least_bytes, int(cap_bytes))
+        num_more = sum(min(len(bucket.slots), math.ceil(bucket.num_bytes / cap_bytes)) - 1 for bucket in planned)
+        saved_ms = min(last.transfer_ms, (last.num_bytes - left_bytes) * costs.moving_ms_per_byte)
+        sizes = f"{size_text(left_bytes)} instead of {size_text(last.num_bytes)}"
+        change = f"a smaller last bucket, {sizes}: nothing is left to hide it"
+        candidates.append((saved_ms - num_more * costs.fixed_ms, f"{change} (bucket_cap_mb={cap_bytes / 2**20:.2g})"))
+    return max(candidates)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What a bucket costs: ``fixed_ms`` whatever its size (launching, meeting, packing, updating), and moving it."""
+
+    fixed_ms: float
+    moving_ms_per_byte: float
+    moves_by_itself: bool
+
+
+def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
+    """Straight lines through the buckets' costs by size.
+
+    On links that move by themselves, moving costs what passes from a bucket's launch, or the arrival of the one before it,
+    to its own arrival. That is known only of buckets that were waited for until they arrived.
+    """
+    moves_by_itself = any(bucket.link not in ADDED_IN_WAIT for bucket in buckets)
+    moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
+    if moves_by_itself:
+        arrivals = sorted((bucket for bucket in buckets if bucket.transfer_ms > 0), key=lambda b: b.finished_ms)
+        before_ms = [0.0, *(bucket.finished_ms for bucket in arrivals)][: len(arrivals)]
+        times_ms = [b.finished_ms - max(b.launched_ms, ms) for b, ms in zip(arrivals, before_ms, strict=True)]
+        moving = [(bucket.num_bytes, ms) for bucket, ms in zip(arrivals, times_ms, strict=True)]
+    own = [(bucket.num_bytes, _own_ms(steps, bucket.index, num_devices)) for bucket in buckets]
+    fixed_ms, ms_per_byte = _line(moving)
+    return _Costs(fixed_ms + _line(own)[0], ms_per_byte, moves_by_itself)
+
+
+def _own_ms(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
+    """What a bucket costs a device besides waiting: packing, launching, updating."""
+
+    def is_own(node: fx.Node) -> bool:
+        return node.target is not ops.wait and "bucket" in node.kwargs and ops.bucket_of(node) == bucket
+
+    return mean_over_devices(steps, num_devices, is_own)
+
+
+def _line(costs: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """A fixed cost and one per byte, in ms, from bytes and milliseconds of some buckets."""
+    if not costs:
+        return 0.0, 0.0
+    (least, low_ms), (most, high_ms) = min(costs), max(costs)
+    per_byte = min(_NOMINAL_MS_PER_BYTE, *(ms / num_bytes for num_bytes, ms in costs))
+    if most >= 2 * least and most - least >= _TELLING_BYTES:
+        per_byte = max(0.0, (high_ms - low_ms) / (most - least))
+    return max(0.0, median(ms - per_byte * num_bytes for num_bytes, ms in costs)), per_byte

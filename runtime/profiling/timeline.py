@@ -1,0 +1,145 @@
+"""Writes recorded steps as a trace that Perfetto and Chrome can show."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.ir.source_lines import source_line
+from mirrorc.runtime.profiling.recorder import Collective, RecordedStep, call_name, collectives_of
+
+_PROCESS = 1
+_STEPS = 1  # the track of the steps; those of devices and links follow
+_CATEGORIES: dict[Any, str] = {
+    ops.wait: "wait",
+    ops.update: "update",
+    ops.step_optimizer: "update",
+    ops.store: "update",
+    ops.write: "update",
+    ops.pack: "pack",
+}
+Event = dict[str, Any]
+
+
+def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequence[RecordedStep]) -> Path:
+    """Writes steps of a lowered program as a trace in Chrome's JSON format, whole or not at all.
+
+    Args:
+        path: the file to write; compressed if it ends in ``.gz``. Folders that are missing are made.
+        program: what was run.
+        steps: at least one, oldest first.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    target = Path(path)
+    text = json.dumps({"traceEvents": trace_events(program, steps), "displayTimeUnit": "ms"})
+    content = text.encode()
+    if target.suffix == ".gz":
+        content = gzip.compress(content, mtime=0)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
+    """The events of a trace, in microseconds from the beginning of the first step.
+
+    A track has a slice for each step; one for each device, a slice for each of its calls and for its start; one for each link
+    has an asynchronous slice for each bucket, from its first launch to the end of its last wait, so that buckets may
+    overlap. Slices on the other tracks are disjoint: where clocks of GPUs disagree, a slice begins at the end of the one before.
+    """
+    collectives = collectives_of(steps[0])
+    links = list(dict.fromkeys(collective.link for collective in collectives))
+    tracks = ["steps", *(device.name for device in program.devices), *links]
+    events = _metadata(tracks)
+    whole: list[Span] = [(f"step {i}", s.begun_ns, s.ended_ns, {"cat": "step"}) for i, s in enumerate(steps)]
+    events += _disjoint(whole, _STEPS, steps[0].begun_ns)
+    details = functools.cache(functools.partial(_details, program))
+    for replica in range(program.num_replicas):
+        spans = [span for step in steps for span in _device_spans(step, replica, details)]
+        events += _disjoint(spans, _STEPS + 1 + replica, steps[0].begun_ns)
+    for collective in collectives:
+        track = _STEPS + 1 + program.num_replicas + links.index(collective.link)
+        for number, step in enumerate(steps):
+            for event in _flight(program, step, collective, steps[0].begun_ns):
+                events.append(
+                    event | {"pid": _PROCESS, "tid": track, "id": f"{event['name']} {collective.link} {number}"}
+                )
+    return events
+
+
+Span = tuple[str, int, int, Mapping[str, Any]]  # name, start and end in nanoseconds, further fields
+
+
+def _metadata(tracks: Sequence[str]) -> list[Event]:
+    """The names of the process and of the tracks, and their order."""
+    events: list[Event] = [{"ph": "M", "pid": _PROCESS, "tid": 0, "name": "process_name", "args": {"name": "mirrorc"}}]
+    for track, name in enumerate(tracks, _STEPS):
+        for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
+            events.append({"ph": "M", "pid": _PROCESS, "tid": track, "name": key, "args": value})
+    return events
+
+
+def _disjoint(spans: Iterable[Span], track: int, origin_ns: int) -> Iterator[Event]:
+    """Complete events; each begins at the end of the one before, at the earliest."""
+    before_ns = origin_ns
+    for name, start_ns, end_ns, fields in spans:
+        start_ns = max(start_ns, before_ns)
+        before_ns = max(start_ns, end_ns)
+        where = {"ph": "X", "pid": _PROCESS, "tid": track, "name": name}
+        yield where | {"ts": (start_ns - origin_ns) / 1e3, "dur": (before_ns - start_ns) / 1e3} | dict(fields)
+
+
+def _device_spans(step: RecordedStep, replica: int, details: Any) -> Iterator[Span]:
+    yield "start", step.begun_ns, step.started_ns[replica], {"cat": "start"}
+    for call in step.calls[replica]:
+        yield call_name(call.node), call.start_ns, call.end_ns, details(call.node)
+
+
+def _details(program: Program, node: fx.Node) -> dict[str, Any]:
+    """The category and the arguments of a call."""
+    if ops.is_region_call(node):
+        region = program.regions.get(ops.region_of(node))
+        category = region.phase if region is not None else "region"
+    else:
+        category = _CATEGORIES.get(node.target, "launch" if "link" in node.kwargs else "other")
+    arguments: dict[str, Any] = {}
+    if "bucket" in node.kwargs:
+        bucket = ops.bucket_of(node)
+        arguments |= {"bucket": bucket, "bytes": program.buckets[bucket].num_bytes}
+    if line := source_line(node):
+        arguments["source"] = line
+    return {"cat": category, "args": arguments}
+
+
+def _flight(program: Program, step: RecordedStep, collective: Collective, origin_ns: int) -> Iterator[Event]:
+    """A bucket on its link, in one step."""
+    launches = [step.call_of[launch.node].end_ns for launch in collective.launches]
+    waits = [step.call_of[launch.wait].end_ns for launch in collective.launches if launch.wait is not None]
+    own = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}"}
+    arguments = {
+        "bucket": collective.bucket,
+        "bytes": program.buckets[collective.bucket].num_bytes,
+        "last_launch_us": (max(launches) - min(launches)) / 1e3,
+    }
+    yield own | {"ph": "b", "ts": (min(launches) - origin_ns) / 1e3, "args": arguments}
+    yield own | {"ph": "e", "ts": (max([*launches, *waits]) - origin_ns) / 1e3}

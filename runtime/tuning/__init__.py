@@ -1,0 +1,1 @@
+"""What is chosen by measurement."""

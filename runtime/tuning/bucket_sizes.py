@@ -1,0 +1,238 @@
+"""Chooses bucket sizes for a machine by measuring, once, what some would cost it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.runtime.devices.machine import device_model, num_cores
+from mirrorc.runtime.tuning.cache import CalibrationCache, Entry
+from mirrorc.runtime.tuning.microbenchmark import Cast, Layout, free_memory, rehearsed_seconds
+
+LADDER_MB = (1.0, 4.0, 16.0, 25.0, 64.0)
+"""The caps to choose from. The largest is one bucket for all that is measured."""
+NOISE = 0.03
+"""By how much one cap must be better than another to count as better."""
+_MOST_BYTES = 64 * 2**20  # of gradients that are measured; costs of more are proportional
+_FORMAT = 1  # of what is kept; counts changes of what is measured, too
+_GRAIN = 64  # elements: buckets are multiples of it
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Options of `mirrorc.passes.PlanBuckets`, in MiB."""
+
+    bucket_cap_mb: float
+    first_bucket_mb: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))
+
+
+@dataclass(frozen=True)
+class ChosenSizes:
+    """Bucket sizes, and a remark that says why these."""
+
+    sizes: BucketSizes
+    remark: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What bucket sizes depend on.
+
+    Attributes:
+        cast: devices, link and optimizer.
+        num_bytes: of all gradients of a replica.
+    """
+
+    cast: Cast
+    num_bytes: int
+
+    @property
+    def class_bytes(self) -> int:
+        """The power of two that ``num_bytes`` reaches: settings of one class are measured alike."""
+        return 1 << (self.num_bytes.bit_length() - 1)
+
+    @property
+    def measured_bytes(self) -> int:
+        """How many bytes of gradients are rehearsed: never more than a step has."""
+        return min(self.class_bytes, _MOST_BYTES)
+
+    def key(self) -> Entry:
+        """Equal for settings that get equal sizes."""
+        cast = self.cast
+        return {
+            "format": _FORMAT,
+            "ladder_mb": list(LADDER_MB),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "devices": [device_model(device.torch_device) for device in cast.devices],
+            "distinct_devices": len({device.torch_device for device in cast.devices}),
+            "cores": num_cores(),
+            "threads_per_device": cast.num_threads,
+            "link": cast.link,
+            "shares_parameters": cast.shares_parameters,
+            "dtype": str(cast.dtype),
+            "optimizer": _class_name(cast.optimizer) if cast.group is not None else None,
+            "hyperparameters": _deciding(cast.optimizer, cast.group) if cast.group is not None else {},
+            "gradient_bytes": self.class_bytes,
+        }
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _deciding(optimizer: torch.optim.Optimizer, group: int) -> dict[str, bool | None]:
+    """The hyperparameters that decide which kernels run: flags, and which numbers are zero; not those that schedules change."""
+    values = {name: optimizer.param_groups[group].get(name) for name in sorted(optimizer.defaults) if name != "lr"}
+    plain = {name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float)}
+    return {name: value if value is None else bool(value) for name, value in plain.items()}
+
+
+def setting_of(
+    program: Program,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_threads: int,
+    link: str,
+    shares_parameters: bool,
+    timeout_seconds: float,
+) -> Setting:
+    """The setting of a captured program.
+
+    Gradients of several dtypes and parameter groups are measured as if all were of the kind that has the most bytes.
+
+    Args:
+        program: CAPTURED; its devices, and the gradients that are to be updated.
+        optimizer: the user's.
+        num_threads: threads of torch's operators on each CPU device.
+        link: what will join the devices.
+        shares_parameters: whether there will be one copy of parameters that are updated element by element.
+        timeout_seconds: bound of every wait.
+    """
+    bytes_of: Counter[tuple[torch.dtype, int | None]] = Counter()
+    for variable in program.variables.values():
+        if variable.update is not None:
+            group = variable.update.group if variable.update.elementwise else None
+            bytes_of[(variable.dtype, group)] += math.prod(variable.shape) * variable.dtype.itemsize
+    dtype, group = max(bytes_of, key=bytes_of.__getitem__)
+    shares = shares_parameters and group is not None
+    cast = Cast(program.devices, num_threads, link, shares, dtype, optimizer, group, timeout_seconds)
+    return Setting(cast, max(1, bytes_of.total()))
+
+
+def choose_bucket_sizes(setting: Setting, default: BucketSizes) -> ChosenSizes:
+    """The bucket sizes that cost least, measured now or, where that was done for an equal setting, looked up.
+
+    Of caps that cost the same, within `NOISE`, it is the one nearest to the default. The first bucket is as large as any other
+    on links that add in the wait, where nothing begins early, and of the default size on links that move by themselves.
+
+    Args:
+        setting: what to choose for.
+        default: what is right where nothing is to be measured.
+
+    Raises:
+        ExecutionError: the devices cannot be measured.
+    """
+    if len(setting.cast.devices) == 1:
+        return _unmeasured(default, "one device has nobody to communicate with")
+    candidates = _candidates(setting, default)
+    if len(candidates) == 1:
+        sizes = _with_first(default.bucket_cap_mb, setting, default)
+        return _unmeasured(sizes, "all caps give the same buckets")
+    cache = CalibrationCache("buckets", setting.key())
+    is_whole = functools.partial(_is_whole, candidates)
+    kept = cache.read(is_whole)
+    if kept is None:
+        measured = _measure(setting, candidates, default)
+        kept = cache.keep({"milliseconds": {f"{cap:g}": ms for cap, ms in measured.items()}}, is_whole)
+    milliseconds = {cap: float(kept["milliseconds"][f"{cap:g}"]) for cap in candidates}
+    sizes = _with_first(_best(milliseconds, default.bucket_cap_mb), setting, default)
+    return ChosenSizes(sizes, _remark(sizes, milliseconds, setting))
+
+
+def _unmeasured(sizes: BucketSizes, why: str) -> ChosenSizes:
+    return ChosenSizes(sizes, f"bucket sizes not measured, as {why}: {sizes}")
+
+
+def measure_ladder(setting: Setting, default: BucketSizes) -> dict[float, float]:
+    """The milliseconds that each cap of the ladder would cost a step; caps that give the same buckets are one, see `LADDER_MB`.
+
+    Raises:
+        ExecutionError: the devices cannot be measured.
+    """
+    return _measure(setting, _candidates(setting, default), default)
+
+
+def _candidates(setting: Setting, default: BucketSizes) -> dict[float, Layout]:
+    """Caps and the buckets that they give; of caps that give the same, the one nearest to the default."""
+    nearest_first = sorted(LADDER_MB, key=lambda cap: _distance(cap, default.bucket_cap_mb))
+    cap_of: dict[Layout, float] = {}
+    for cap in nearest_first:
+        cap_of.setdefault(_layout(setting, _with_first(cap, setting, default)), cap)
+    return dict(sorted((cap, layout) for layout, cap in cap_of.items()))
+
+
+def _distance(cap_mb: float, default_mb: float) -> float:
+    return abs(math.log(cap_mb / default_mb))
+
+
+def _with_first(cap_mb: float, setting: Setting, default: BucketSizes) -> BucketSizes:
+    first_mb = min(cap_mb, default.first_bucket_mb) if setting.cast.moves_by_itself else cap_mb
+    return BucketSizes(cap_mb, first_mb)
+
+
+def _layout(setting: Setting, sizes: BucketSizes) -> Layout:
+    """The elements of each bucket. All but a smaller first are equal: how large a rest is left differs from model to model."""
+    itemsize, cap_bytes = setting.cast.dtype.itemsize, int(sizes.bucket_cap_mb * 2**20)
+    first_bytes = int(sizes.first_bucket_mb * 2**20)
+    head = [min(first_bytes, setting.measured_bytes)] if first_bytes < cap_bytes else []
+    rest = setting.measured_bytes - sum(head)
+    num_equal = -(-rest // cap_bytes)
+    parts = [*head, *([rest // num_equal] * num_equal if num_equal else [])]
+    return tuple(max(1, part // itemsize // _GRAIN) * _GRAIN for part in parts)
+
+
+def _measure(setting: Setting, candidates: Mapping[float, Layout], default: BucketSizes) -> dict[float, float]:
+    """Milliseconds by cap, to three digits."""
+    scale = setting.class_bytes / setting.measured_bytes
+    try:
+        seconds = rehearsed_seconds(setting.cast, list(candidates.values()), scale)
+    except Exception as error:
+        names = ", ".join(map(str, setting.cast.devices))
+        raise ExecutionError(
+            f"bucket_cap_mb='auto' could not measure bucket sizes on {names}: {type(error).__name__}: {error}. Nothing has "
+            f"changed; give numbers instead, such as {default}"
+        ) from error
+    finally:
+        free_memory(setting.cast)
+    return {cap: float(f"{1e3 * own:.3g}") for cap, own in zip(candidates, seconds, strict=True)}
+
+
+def _best(milliseconds: Mapping[float, float], default_mb: float) -> float:
+    limit = min(milliseconds.values()) * (1 + NOISE)
+    return min((cap for cap, ms in milliseconds.items() if ms <= limit), key=lambda cap: _distance(cap, default_mb))
+
+
+def _is_whole(candidates: Mapping[float, Layout], result: Any) -> bool:
+    times = [result["milliseconds"][f"{cap:g}"] for cap in candidates]
+    return all(isinstance(ms, float | int) and 0 < ms < math.inf for ms in times)
+
+
+def _remark(sizes: BucketSizes, milliseconds: Mapping[float, float], setting: Setting) -> str:
+    times = ", ".join(f"{cap:g} MiB {ms:g}" for cap, ms in milliseconds.items())
+    return (
+        f"bucket sizes by measurement: {sizes} (give these to pin them); ms a step for {setting.class_bytes / 2**20:g} MiB of "
+        f"gradients on {len(setting.cast.devices)} devices over {setting.cast.link}, by cap: {times}"
+    )

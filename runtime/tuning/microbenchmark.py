@@ -1,0 +1,223 @@
+"""Rehearses the end of steps on the real devices, with buckets of our own, to see what a bucket plan costs there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.ir.program import Device, share_bounds
+from mirrorc.optimizers import SCALAR_STATE
+from mirrorc.runtime.communication import Aborted, communicator_for
+from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.profiling.advice import ADDED_IN_WAIT
+from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+
+Layout = tuple[int, ...]  # elements of each bucket
+_SECONDS = 1.5  # no round begins later, but for the first few
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 101
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who rehearses, and over what.
+
+    Attributes:
+        devices: in order of replicas.
+        num_threads: threads of torch's operators on each CPU device.
+        link: what joins them.
+        shares_parameters: whether each device updates its share of one copy, or the whole of its own.
+        dtype: of parameters and gradients.
+        optimizer: the user's, of which nothing is changed.
+        group: index of the parameter group whose hyperparameters apply; None for an optimizer that runs by itself, which is
+            not rehearsed: buckets do not change what it does.
+        timeout_seconds: bound of every wait.
+    """
+
+    devices: tuple[Device, ...]
+    num_threads: int
+    link: str
+    shares_parameters: bool
+    dtype: torch.dtype
+    optimizer: torch.optim.Optimizer
+    group: int | None
+    timeout_seconds: float
+
+    @property
+    def moves_by_itself(self) -> bool:
+        """Whether the link moves a bucket while devices compute, between its launch and the wait for it."""
+        return self.link not in ADDED_IN_WAIT
+
+
+def rehearsed_seconds(cast: Cast, layouts: Sequence[Layout], scale: float) -> list[float]:
+    """The seconds that each layout costs a step: the median of several rounds, in which they take turns.
+
+    Links that add in the wait cost the launches, sums and updates of all buckets. On links that move by themselves, all
+    buckets but the last are hidden behind backward: they cost their launches and updates, and the last its move as well.
+
+    Args:
+        cast: who rehearses.
+        layouts: plans for as many elements, up to rounding.
+        scale: how many times as many elements the step has; what does not depend on them, the last bucket's move, is not
+            scaled.
+    """
+    deadline = time.perf_counter() + _SECONDS
+    pool = DevicePool(cast.devices, cast.num_threads, cast.timeout_seconds)
+    try:
+        rehearsal = _Rehearsal(cast, layouts, pool)
+        seconds: list[list[float]] = [[] for _ in layouts]
+        for turn in range(_MOST_ROUNDS):
+            if turn >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
+                break
+            for i in range(len(layouts)) if turn % 2 == 0 else reversed(range(len(layouts))):
+                seconds[i].append(rehearsal.run(i, scale))
+        return [statistics.median(times) for times in seconds]
+    finally:
+        pool.close()
+
+
+def free_memory(cast: Cast) -> None:
+    """Gives the memory of rehearsals that have ended back to the system."""
+    if cast.devices[0].torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+    return_freed_memory()
+
+
+@dataclass
+class _Bucket:
+    """A replica's part of a bucket; ``optimizer`` updates its share, None if it has none."""
+
+    gradient: torch.Tensor
+    optimizer: FlatOptimizer | None
+
+
+class _Rehearsal:
+    """Buckets of several layouts over the same memory, and the state of their optimizers."""
+
+    def __init__(self, cast: Cast, layouts: Sequence[Layout], pool: DevicePool) -> None:
+        self._cast, self._pool = cast, pool
+        num_elements = max(map(sum, layouts))
+        homes = [device.torch_device for device in cast.devices]
+        # written, as memory that is only reserved would be read faster
+        self._gradients = [_filled(0.0, num_elements, cast.dtype, home) for home in homes]
+        if cast.shares_parameters:
+            self._parameters = [_filled(1.0, num_elements, cast.dtype, homes[0])] * len(homes)
+        else:
+            self._parameters = [_filled(1.0, num_elements, cast.dtype, home) for home in homes]
+        self._kind = "reduce_scatter" if cast.shares_parameters else "all_reduce"
+        self._communicator = communicator_for(cast.link, cast.devices, cast.timeout_seconds)
+        self._communicator.prepare([(self._kind, bucket) for bucket in range(max(map(len, layouts)))])
+        self._launch: Callable[..., Any] = getattr(self._communicator, f"launch_{self._kind}")
+        self._wait: Callable[..., torch.Tensor] = getattr(self._communicator, f"wait_{self._kind}")
+        self._start = threading.Barrier(len(homes), timeout=cast.timeout_seconds)
+        self._layouts = [[self._buckets(layout, replica) for replica in range(len(homes))] for layout in layouts]
+        self.run(0, 1.0)
+        self._share_state()
+
+    def _buckets(self, layout: Layout, replica: int) -> list[_Bucket]:
+        buckets, end = [], 0
+        for num_elements in layout:
+            begin, end = end, end + num_elements
+            own = slice(*self._share(begin, num_elements, replica))
+            optimizer = None
+            if self._cast.group is not None and own.start < own.stop:
+                optimizer = FlatOptimizer(self._cast.optimizer, self._cast.group, self._parameters[replica][own])
+            buckets.append(_Bucket(self._gradients[replica][begin:end], optimizer))
+        return buckets
+
+    def _share(self, begin: int, num_elements: int, replica: int) -> tuple[int, int]:
+        if not self._cast.shares_parameters:
+            return begin, begin + num_elements
+        start, stop = share_bounds(num_elements, len(self._cast.devices), replica)
+        return begin + start, begin + stop
+
+    def _share_state(self) -> None:
+        """Lets the optimizers of all layouts have their state in the same memory; those of the first have made theirs."""
+        num_replicas = len(self._cast.devices)
+        wholes: list[dict[str, torch.Tensor]] = [{} for _ in range(num_replicas)]
+        if self._cast.shares_parameters:
+            wholes = wholes[:1] * num_replicas
+        for replica, whole in enumerate(wholes):
+            buckets = [bucket for layout in self._layouts for bucket in layout[replica]]
+            optimizers = [bucket.optimizer for bucket in buckets if bucket.optimizer is not None]
+            made = dict(optimizers[0].state) if optimizers else {}
+            for key, value in made.items():
+                is_flat = isinstance(value, torch.Tensor) and key not in SCALAR_STATE
+                if is_flat and key not in whole:
+                    whole[key] = _filled(0.0, self._parameters[replica].numel(), value.dtype, value.device)
+                for own in optimizers:
+                    place = own.parameter.storage_offset()
+                    part = whole[key][place : place + own.parameter.numel()] if is_flat else copy.deepcopy(value)
+                    own.state[key] = part
+
+    def run(self, layout: int, scale: float) -> float:
+        """One step of a layout; the seconds of the slowest device."""
+        jobs = [
+            functools.partial(self._rehearse, replica, own, scale) for replica, own in enumerate(self._layouts[layout])
+        ]
+        results = self._pool.run(jobs, self._abort)
+        failures = [found for succeeded, found in results if not succeeded]
+        if failures:
+            raise next((e for e in failures if not isinstance(e, Aborted | threading.BrokenBarrierError)), failures[0])
+        self._communicator.release()
+        return max(float(seconds) for _, seconds in results)
+
+    def _abort(self) -> None:
+        self._start.abort()
+        self._communicator.abort()
+
+    def _rehearse(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
+        """A device's part of a step, in its thread."""
+        for bucket in buckets:
+            bucket.gradient.zero_()  # in place of backward, so that caches hold what they would then
+        self._now(replica)
+        self._start.wait()
+        rehearse = self._hidden_but_the_last if self._cast.moves_by_itself else self._added_in_wait
+        return rehearse(replica, buckets, scale)
+
+    def _added_in_wait(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
+        begun = self._now(replica)
+        pending = [self._launch(i, replica, bucket.gradient) for i, bucket in enumerate(buckets)]
+        order = range(len(buckets))
+        for i in reversed(order) if self._cast.shares_parameters else order:  # as `ShareParameters` has it
+            _update(buckets[i], self._wait(i, replica, pending=pending[i]))
+        return (self._now(replica) - begun) * scale
+
+    def _hidden_but_the_last(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
+        *others, last = range(len(buckets))
+        begun = time.perf_counter()
+        pending = [self._launch(i, replica, buckets[i].gradient) for i in others]
+        launch_seconds = time.perf_counter() - begun
+        sums = [self._wait(i, replica, pending=pending[i]) for i in others]
+        self._now(replica)
+        self._start.wait()
+        begun = self._now(replica)
+        sums.append(self._wait(last, replica, pending=self._launch(last, replica, buckets[last].gradient)))
+        arrived = self._now(replica)
+        for bucket, total in zip(buckets, sums, strict=True):
+            _update(bucket, total)
+        return (launch_seconds + self._now(replica) - arrived) * scale + arrived - begun
+
+    def _now(self, replica: int) -> float:
+        """The time in seconds when a device has done what it was given."""
+        device = self._cast.devices[replica].torch_device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+
+def _update(bucket: _Bucket, gradient: torch.Tensor) -> None:
+    if bucket.optimizer is not None:
+        bucket.optimizer.update(gradient)
+
+
+def _filled(value: float, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((num_elements,), value, dtype=dtype, device=device)

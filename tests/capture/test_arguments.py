@@ -1,0 +1,163 @@
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mirrorc
+from mirrorc.capture.arguments import (
+    Constant,
+    PerReplica,
+    flatten_call,
+    identifier,
+    rebuild_call,
+    replicated,
+    split_call,
+)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    first: Any
+    second: Any = 0
+
+
+leaves_strategy = st.one_of(
+    st.integers(0, 5),
+    st.sampled_from(["a", None, True, 2.5]),
+    st.tuples(st.integers(1, 4), st.integers(1, 3)).map(lambda shape: torch.zeros(shape)),
+)
+values_strategy = st.recursive(
+    leaves_strategy,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=2).map(collections.OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Record, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Record):
+        return same(a.first, b.first) and same(a.second, b.second)
+    return a == b
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(values_strategy, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values_strategy))
+def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any]) -> None:
+    call = flatten_call(["x"], tuple(args), kwargs)
+    positional, keyword = rebuild_call(call.structure, [leaf.tensor for leaf in call.leaves])
+    assert same(positional, args) and same(keyword, kwargs)
+    again = flatten_call(["x"], tuple(args), kwargs)
+    assert call.structure == again.structure and hash(call.structure) == hash(again.structure)
+
+
+@settings(deadline=None, max_examples=80)
+@given(num_replicas=st.integers(1, 6), extra=st.integers(0, 20), width=st.integers(1, 3))
+def test_shards_differ_by_one_example_at_most_and_are_the_batch(num_replicas: int, extra: int, width: int) -> None:
+    total = num_replicas + extra
+    x, y = torch.arange(total * width).view(total, width), torch.arange(total)
+    shards = split_call(flatten_call(["x"], (x,), {"target": y}), num_replicas)
+    assert sum(shards.num_examples) == total and max(shards.num_examples) - min(shards.num_examples) <= 1
+    assert tuple(shard[0].size(0) for shard in shards.tensors) == shards.num_examples
+    for column, whole in ((0, x), (1, y)):
+        assert torch.equal(torch.cat([shard[column] for shard in shards.tensors]), whole)
+
+
+def test_shards_are_views_without_a_gradient() -> None:
+    x = torch.randn(4, 2, requires_grad=True)
+    shards = split_call(flatten_call(["x"], (x,), {}), 2)
+    assert shards.tensors[1][0].data_ptr() == x[2:].data_ptr() and not shards.tensors[1][0].requires_grad
+
+
+def test_a_replicated_argument_is_passed_whole() -> None:
+    x, table = torch.zeros(4, 2), torch.zeros(3)
+    call = flatten_call(["x", "table"], (x, mirrorc.replicated({"t": table})), {})
+    shards = split_call(call, 2)
+    assert [shard[1].data_ptr() for shard in shards.tensors] == [table.data_ptr()] * 2
+    assert shards.num_examples == (2, 2)
+    assert repr(replicated(table)) == "mirrorc.replicated(...)"
+
+
+def test_a_per_replica_value_is_taken_as_split() -> None:
+    own = PerReplica([{"a": torch.zeros(3, 2), "n": 1}, {"a": torch.ones(1, 2), "n": 1}])
+    call = flatten_call(["x"], (torch.zeros(()).expand(4), own)[1:], {})
+    shards = split_call(call, 2)
+    assert shards.num_examples == (3, 1)
+    assert torch.equal(shards.tensors[1][0], torch.ones(1, 2))
+    assert rebuild_call(call.structure, ["L"]) == ([{"a": "L", "n": 1}], {})
+    assert repr(own) == "PerReplica(2 values)"
+
+
+def test_leaves_after_a_per_replica_value_keep_their_numbers() -> None:
+    own = PerReplica([(torch.zeros(1), torch.zeros(1)), (torch.zeros(2), torch.zeros(2))])
+    call = flatten_call(["x"], (mirrorc.replicated(torch.zeros(5)), [own], mirrorc.replicated(torch.zeros(6))), {})
+    assert rebuild_call(call.structure, [0, 1, 2, 3])[0] == [0, [(1, 2)], 3]
+
+
+def test_paths_name_the_argument() -> None:
+    call = flatten_call(["batch"], ({"x": [torch.zeros(1)]}, Pair(torch.zeros(1), 0)), {"k": Record(torch.zeros(1))})
+    assert [leaf.path for leaf in call.leaves] == ["batch.x[0]", "args[1].left", "k.first"]
+
+
+def test_constants_are_compared_by_value_and_type() -> None:
+    assert Constant(1) == Constant(1) and Constant("a") != Constant("b")
+    assert Constant(1) != Constant(1.0) and Constant(1) != Constant(True)
+    unhashable = {1, 2}
+    assert Constant(unhashable) == Constant(unhashable) and Constant(unhashable) != Constant({1, 2})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (torch.zeros(4), torch.zeros(6)),
+            {},
+            r"disagree on dim 0.*'x' has 4 examples, 'y' has 6.*mirrorc.replicated\(y\)",
+        ),
+        ((torch.zeros(4),), {"target": torch.zeros(3)}, "'x' has 4 examples, 'target' has 3"),
+        ((3, "a"), {}, "no tensor to split"),
+        ((replicated(torch.zeros(4)),), {}, "no tensor to split.*not all of them replicated"),
+        ((torch.tensor(1.0),), {}, r"'x' is a scalar tensor.*mirrorc.replicated\(x\)"),
+        ((torch.zeros(1, 3),), {}, "'x' has 1 examples for 2 replicas.*use fewer devices"),
+        ((torch.zeros(0, 3),), {}, "'x' has 0 examples for 2 replicas"),
+        ((PerReplica([torch.zeros(1)] * 3),), {}, "'x' is a PerReplica of 3 values, but there are 2 replicas"),
+        ((PerReplica([torch.tensor(1.0)] * 2),), {}, "'x' is a PerReplica of scalars"),
+        ((PerReplica([torch.zeros(1), torch.zeros(0)]),), {}, "'x': replica 1 has no example"),
+        ((PerReplica([]),), {}, "'x': a PerReplica needs one value for each replica"),
+        ((PerReplica([torch.zeros(1), [torch.zeros(1)]]),), {}, "all of the same structure"),
+        ((PerReplica([(torch.zeros(1), 1), (torch.zeros(1), 2)]),), {}, "all of the same structure"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_call(flatten_call(["x", "y"], args, kwargs), 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("x", "x"), ("batch.x[0]", "batch_x_0"), ("args[1]", "args_1"), ("0.weight", "_0_weight"), ("[]", "input")],
+)
+def test_identifiers(path: str, name: str) -> None:
+    assert identifier(path) == name and name.isidentifier()

@@ -1,0 +1,220 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_programs import targets
+from torch import fx, nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import api
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.ir.devices import parse_devices
+from mirrorc.runtime.codegen.regions import likes_channels_last
+from mirrorc.torch_internals import has_cpp_compiler
+
+aten = torch.ops.aten
+
+
+class Convolutions(nn.Module):
+    """Convolutions of a module and of a function, one weight used twice, BatchNorm and a skip between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twice = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm, self.weight = nn.BatchNorm2d(8), nn.Parameter(torch.randn(8, 4, 3, 3) / 6)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.stem(x))
+        h = h + self.twice(torch.relu(self.twice(h)))
+        return self.head(F.conv2d(h, self.weight, groups=2).relu().mean((2, 3)))
+
+
+def captured_graph(model: nn.Module, x: torch.Tensor, *, channels_last: bool) -> fx.Graph:
+    call = flatten_call(["x"], (x,), {"target": torch.arange(len(x)) % 5})
+    devices = parse_devices(["cpu:0"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
+    shards = split_call(call, 1)
+    captured = capture_program(training_call, call, shards, devices, state, optimizer, {}, channels_last=channels_last)
+    return captured.program.shard_graphs[0]
+
+
+def is_channels_last(node: fx.Node) -> bool:
+    return node.meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_convolutions_and_what_is_made_of_them_lie_channels_last() -> None:
+    graph = captured_graph(Convolutions(), torch.randn(4, 3, 6, 6), channels_last=True)
+    convolutions = targets(graph, aten.convolution.default)
+    assert len(convolutions) == 4
+    others = [node for node in targets(graph, aten.relu.default, aten.add.Tensor) if node.meta["val"].dim() == 4]
+    for node in (*convolutions, *others):
+        assert is_channels_last(node), node
+    for node in convolutions:
+        assert all(is_channels_last(given) for given in node.args[:2])
+    for node in targets(graph, aten.convolution_backward.default):
+        assert all(is_channels_last(given) for given in node.args[1:3])
+
+
+def test_parameters_and_arguments_keep_their_strides_and_each_is_copied_once() -> None:
+    graph = captured_graph(Convolutions(), torch.randn(4, 3, 6, 6), channels_last=True)
+    sources = [node.args[0] for node in targets(graph, aten.clone.default) if node.kwargs.get("memory_format")]
+    names = [str(node.kwargs.get("variable", node.target)) for node in sources if not node.args]
+    assert sorted(names) == ["stem.weight", "twice.weight", "weight", "x"]
+    assert all(node.meta["val"].is_contiguous() for node in sources)
+
+
+def test_what_lies_so_already_is_not_copied() -> None:
+    model = Convolutions().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    assert targets(captured_graph(model, x, channels_last=True), aten.clone.default) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (Convolutions, torch.randn(4, 3, 6, 6, dtype=torch.float64)),
+        (lambda: nn.Sequential(nn.Conv1d(3, 5, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()), torch.randn(4, 3, 8)),
+    ],
+    ids=["float64", "conv1d"],
+)
+def test_what_onednn_does_not_know_is_left_alone(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
+    plain, laid = (captured_graph(make().to(x.dtype), x, channels_last=flag) for flag in (False, True))
+    assert [str(node.target) for node in plain.nodes] == [str(node.target) for node in laid.nodes]
+
+
+def test_only_compiled_cpu_code_gets_it() -> None:
+    assert likes_channels_last("inductor", torch.device("cpu")) == torch.backends.mkldnn.is_available()
+    assert not likes_channels_last("eager", torch.device("cpu"))
+    assert not likes_channels_last("inductor", torch.device("cuda"))
+
+
+class PseudoLabels(nn.Module):
+    """One convolution, with and without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.conv(x)
+        return self.head((self.conv(1.5 * x) * target.sigmoid()).mean((2, 3)))
+
+
+class WritesBetween(nn.Module):
+    """Its input is written between two convolutions of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.0
+        with torch.no_grad():
+            before = self.one(x)
+        x.mul_(2.0)
+        return self.head((before + self.two(x)).mean((2, 3)))
+
+
+class Flattens(nn.Module):
+    """A view of what a convolution gives, as in LeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.conv(x)).view(x.size(0), -1))
+
+
+class LooksAtStrides(nn.Module):
+    """Takes elements by where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.as_strided(self.conv(x), (x.size(0), 16), (64, 1)))
+
+
+class DrawsLike(nn.Module):
+    """Random numbers in the shape of what a convolution gives, and dropout of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.head = nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv(x)
+        return self.head(self.drop(h * torch.rand_like(h) + h * torch.bernoulli(h.sigmoid())).mean((2, 3)))
+
+
+class HasAnOperatorOfItsOwn(nn.Module):
+    """One that reads memory in order, whatever the strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ops.mirrorc_tests.first_in_memory(self.conv(x).detach(), 16)
+        return self.head(self.conv(x).mean((2, 3)).repeat(1, 4) * weight)
+
+
+_LIBRARY = torch.library.Library("mirrorc_tests", "FRAGMENT")
+_LIBRARY.define("first_in_memory(Tensor x, int n) -> Tensor")
+_LIBRARY.impl("first_in_memory", lambda x, n: torch.as_strided(x, (n,), (1,)).clone(), "CPU")
+torch.library.register_fake("mirrorc_tests::first_in_memory", lambda x, n: x.new_empty(n), lib=_LIBRARY)
+MODELS = [
+    Convolutions, PseudoLabels, WritesBetween, Flattens, LooksAtStrides, DrawsLike, HasAnOperatorOfItsOwn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
+    """Trained with it and without: whatever a model does with what convolutions give."""
+    trained = []
+    for channels_last in (False, True):
+        monkeypatch.setattr(api, "likes_channels_last", lambda *_, it=channels_last: it)
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+            losses = [step(torch.randn(6, 3, 6, 6), target=torch.arange(6) % 5).item() for _ in range(3)]
+            said = any("not laid channels-last: " in remark for remark in step.program.remarks)
+            assert said == (channels_last and make is LooksAtStrides)
+        trained.append((losses, list(model.parameters())))
+    (losses, parameters), (same_losses, same_parameters) = trained
+    assert losses == pytest.approx(same_losses, rel=1e-5)
+    for one, other in zip(parameters, same_parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+def test_a_compiled_convolutional_net_trains_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    model = Convolutions().eval()  # statistics of a batch are those of its shards
+    model.head.train()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.cross_entropy) as step:
+        for _ in range(3):
+            x, y = torch.randn(6, 3, 6, 6), torch.randint(0, 5, (6,))
+            loss = step(x, target=y)
+            optimizers[1].zero_grad()
+            expected = F.cross_entropy(twin(x), y)
+            expected.backward()
+            optimizers[1].step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

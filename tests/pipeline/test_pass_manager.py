@@ -1,0 +1,221 @@
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from tiny_programs import PASS_NAMES, core_pipeline, handmade
+
+from mirrorc.errors import PassError, VerifyError
+from mirrorc.ir.program import Program, Stage
+from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
+from mirrorc.pipeline.pass_manager import Instrument, Pass, run_passes, select_passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """A pass of a test's own."""
+
+    action: Callable[[Program], Program] = lambda program: program
+    name: str = "custom"
+    input_stage: Stage = Stage.CAPTURED
+    output_stage: Stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        return self.action(program)
+
+
+class Recorder(Instrument):
+    def __init__(self, label: str, calls: list[tuple[object, ...]]) -> None:
+        self.label, self.calls = label, calls
+
+    def start(self, program: Program) -> None:
+        self.calls.append((self.label, "start", program.stage))
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        assert seconds >= 0.0
+        self.calls.append((self.label, compiler_pass.name, before.stage, after.stage))
+
+
+def test_the_default_pipeline_reaches_lowered_in_the_order_of_the_design() -> None:
+    names = [compiler_pass.name for compiler_pass in default_pipeline()]
+    assert [name for name in names if name in PASS_NAMES] == list(PASS_NAMES)
+    assert run_passes(handmade(), default_pipeline()).stage is Stage.LOWERED
+
+
+def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
+    for compiler_pass in default_pipeline():
+        assert isinstance(compiler_pass, Pass)
+        assert type(compiler_pass).__module__.rpartition(".")[2] == compiler_pass.name.replace("-", "_")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            compiler_pass.name = "other"  # type: ignore[misc]
+
+
+def test_instruments_are_called_in_order() -> None:
+    calls: list[tuple[object, ...]] = []
+    run_passes(handmade(), core_pipeline()[:2], [Recorder("a", calls), Recorder("b", calls)])
+    assert calls == [
+        ("a", "start", Stage.CAPTURED),
+        ("b", "start", Stage.CAPTURED),
+        ("a", "plan-buckets", Stage.CAPTURED, Stage.CAPTURED),
+        ("b", "plan-buckets", Stage.CAPTURED, Stage.CAPTURED),
+        ("a", "outline-regions", Stage.CAPTURED, Stage.OUTLINED),
+        ("b", "outline-regions", Stage.CAPTURED, Stage.OUTLINED),
+    ]
+
+
+def test_an_error_of_an_instrument_stops_the_compilation() -> None:
+    class Refuses(Instrument):
+        def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+            raise VerifyError(compiler_pass.name)
+
+    with pytest.raises(VerifyError, match=r"plan-buckets"):
+        run_passes(handmade(), default_pipeline(), [Refuses()])
+
+
+def test_a_program_too_early_for_a_pass_names_the_pass_to_run_before() -> None:
+    pipeline = [PlanBuckets(), Replicate(), OutlineRegions()]
+    with pytest.raises(
+        PassError, match=r"'replicate' takes .* OUTLINED to REPLICATED.* at CAPTURED; run 'outline-regions' before"
+    ):
+        run_passes(handmade(), pipeline)
+
+
+def test_a_program_too_early_with_no_pass_to_help_asks_for_one() -> None:
+    with pytest.raises(PassError, match=r"add a pass that gives OUTLINED"):
+        run_passes(handmade(), [Replicate()])
+
+
+def test_a_program_too_late_for_a_pass_asks_to_move_it() -> None:
+    pipeline = [PlanBuckets(), OutlineRegions(), Replicate(), OutlineRegions()]
+    with pytest.raises(PassError, match=r"'outline-regions' .* at REPLICATED; move it to an earlier place"):
+        run_passes(handmade(), pipeline)
+
+
+def test_a_pass_is_not_given_what_a_pass_of_its_stage_has_made() -> None:
+    program = handmade()
+    for place, compiler_pass in enumerate(core_pipeline()):
+        program = run_passes(program, [compiler_pass])
+        first, last = compiler_pass.input_stage, compiler_pass.output_stage
+        if first is last or compiler_pass.name == "lower-collectives":  # takes SCHEDULED, from 'schedule-overlap'
+            continue
+        with pytest.raises(PassError) as caught:
+            run_passes(handmade(), [*core_pipeline()[: place + 1], compiler_pass])
+        assert str(caught.value) == (
+            f"pass {compiler_pass.name!r} takes programs from {first.name} to {last.name}, but the program is already "
+            f"{last.name}; leave {compiler_pass.name!r} out"
+        )
+
+
+def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
+    for without in ("schedule-overlap", "lower-collectives"):
+        assert run_passes(handmade(1), select_passes(core_pipeline(), [without])).stage is Stage.LOWERED
+
+
+def test_a_pass_takes_later_stages_if_it_says_so() -> None:
+    class Lenient(Custom):
+        latest_input_stage = Stage.OUTLINED
+
+    def finish(program: Program) -> Program:
+        return program.evolve(stage=Stage.REPLICATED, graph=program.shard_graphs[0], shard_graphs=())
+
+    stages = ("custom", Stage.CAPTURED, Stage.REPLICATED)
+    pipeline = [PlanBuckets(), OutlineRegions()]
+    assert run_passes(handmade(), [*pipeline, Lenient(finish, *stages)]).stage is Stage.REPLICATED
+    with pytest.raises(PassError, match=r"'custom' .* is given one at OUTLINED; move it to an earlier place"):
+        run_passes(handmade(), [*pipeline, Custom(finish, *stages)])
+
+
+@pytest.mark.parametrize("remarks", ["hello", ["a"], ("a", 1), None])
+def test_remarks_are_a_tuple_of_texts(remarks: object) -> None:
+    remarking = Custom(lambda program: program.evolve(remarks=remarks))
+    with pytest.raises(PassError, match=r"'custom' gave a program whose remarks are .*: they must be a tuple of texts"):
+        run_passes(handmade(), [remarking])
+
+
+def test_instruments_are_told_of_a_program_that_a_pass_cannot_take() -> None:
+    told: list[object] = []
+
+    class Listens(Instrument):
+        def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+            told.append((compiler_pass.name, before.stage, type(error)))
+
+    with pytest.raises(PassError):
+        run_passes(handmade(), [Replicate()], [Listens()])
+    assert told == [("replicate", Stage.CAPTURED, PassError)]
+
+
+def test_instruments_are_told_of_a_program_that_one_of_them_refuses() -> None:
+    told: list[object] = []
+
+    class Refuses(Instrument):
+        def start(self, program: Program) -> None:
+            raise VerifyError("no")
+
+        def refused(self, program: Program, error: Exception) -> None:
+            told.append((program.stage, str(error)))
+
+    with pytest.raises(VerifyError, match=r"^no$"):
+        run_passes(handmade(), [PlanBuckets()], [Refuses()])
+    assert told == [(Stage.CAPTURED, "no")]
+
+
+def test_an_instrument_that_fails_when_told_of_an_error_does_not_hide_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Instrument):
+        def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(PassError, match="'replicate' takes"):
+        run_passes(handmade(), [Replicate()], [Fails()])
+    assert "OSError: disk full" in caplog.text
+
+
+def test_a_pass_that_gives_another_stage_than_it_promises_is_refused() -> None:
+    lies = Custom(name="lies", output_stage=Stage.OUTLINED)
+    with pytest.raises(PassError, match=r"'lies' gave a CAPTURED program but promises OUTLINED; set the stage"):
+        run_passes(handmade(), [lies])
+
+
+def test_a_pass_that_fails_is_named() -> None:
+    def fail(program: Program) -> Program:
+        raise KeyError("gone")
+
+    with pytest.raises(PassError, match=r"pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
+        run_passes(handmade(), [Custom(fail)])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_pass_may_raise_an_error_of_mirrorc_itself() -> None:
+    def fail(program: Program) -> Program:
+        raise VerifyError("mine")
+
+    with pytest.raises(VerifyError, match=r"^mine$"):
+        run_passes(handmade(), [Custom(fail)])
+
+
+def test_passes_are_disabled_by_name() -> None:
+    selected = select_passes(core_pipeline(), ["schedule-overlap"])
+    assert [p.name for p in selected] == [name for name in PASS_NAMES if name != "schedule-overlap"]
+    assert run_passes(handmade(), selected).stage is Stage.LOWERED
+
+
+def test_disabling_an_unknown_pass_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"disable_passes names 'no-such-pass', .*plan-buckets, .*lower-devices"):
+        select_passes(default_pipeline(), ["no-such-pass"])
+
+
+@pytest.mark.parametrize("thing", [print, Replicate, "replicate", None])
+def test_what_is_no_pass_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match=r"is no pass: a pass has name, input_stage, output_stage and run"):
+        select_passes([thing], [])  # type: ignore[list-item]
+
+
+def test_a_pass_of_ones_own_runs_between_others() -> None:
+    seen = []
+
+    def look(program: Program) -> Program:
+        seen.append(program.stage)
+        return program
+
+    own = Custom(look, input_stage=Stage.UPDATED, output_stage=Stage.UPDATED)
+    pipeline, after = core_pipeline(), PASS_NAMES.index("insert-update") + 1
+    run_passes(handmade(), select_passes([*pipeline[:after], own, *pipeline[after:]], []))
+    assert seen == [Stage.UPDATED]

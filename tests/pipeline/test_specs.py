@@ -1,0 +1,315 @@
+import enum
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirrorc.ir.program import Program, Stage
+from mirrorc.passes import PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
+from mirrorc.pipeline.pass_manager import Pass
+from mirrorc.pipeline.specs import format_passes, parse_passes
+
+
+@dataclass(frozen=True)
+class MyPass:
+    words: tuple[str, ...] = ()
+    name: str = field(default="mine", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def run(self, program: Program) -> Program:
+        return program
+
+
+@dataclass(frozen=True)
+class Taking(MyPass):
+    option: Any = torch.bfloat16
+    made: dict[str, int] = field(default_factory=dict)
+
+
+class Plain:
+    """A pass that is no dataclass."""
+
+    name = "plain"
+    input_stage = output_stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        return program
+
+    class Inner:
+        name = "inner"
+        input_stage = output_stage = Stage.CAPTURED
+
+        def run(self, program: Program) -> Program:
+            return program
+
+
+class Keeping(Plain):
+    def __init__(self, factor: int, power: int = 2) -> None:
+        self.factor, self.power = factor, power
+
+
+class Hiding(Plain):
+    def __init__(self, factor: int = 1) -> None:
+        self._factor = factor
+
+
+class Changing(Plain):
+    def __init__(self, factor: int) -> None:
+        self.factor = factor * 2
+
+
+class Stubborn(Plain):
+    instances = 0
+
+    def __init__(self) -> None:
+        Stubborn.instances += 1
+        if Stubborn.instances > 1:
+            raise RuntimeError("only one")
+
+
+class Variadic(Plain):
+    def __init__(self, *factors: int) -> None:
+        self.factors = factors
+
+
+class Explicit(Pass):
+    name = "explicit"
+    input_stage = output_stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        return program
+
+
+@dataclass(frozen=True)
+class Forgetting(MyPass):
+    seed: InitVar[int] = 0
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not comparable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_every_pass_has_its_name() -> None:
+    assert {name: make().name for name, make in PASSES.items()} == {name: name for name in PASSES}
+    assert [compiler_pass.name for compiler_pass in default_pipeline()] == list(PASSES)
+
+
+@given(
+    st.floats(min_value=1e-6, allow_nan=False),
+    st.floats(min_value=1e-6, allow_nan=False),
+    st.sampled_from([None, "copy"]),
+)
+def test_a_pipeline_survives_as_text(cap: float, first: float, link: str | None) -> None:
+    passes = default_pipeline(bucket_cap_mb=cap, first_bucket_mb=first, all_reduce=link)
+    assert parse_passes(format_passes(passes), PASSES) == passes
+
+
+def test_defaults_are_left_out() -> None:
+    text = format_passes([PlanBuckets(bucket_cap_mb=math.inf), OutlineRegions(), LowerCollectives(link="copy")])
+    assert text == "plan-buckets{bucket_cap_mb=inf},outline-regions,lower-collectives{link='copy'}"
+
+
+def test_a_pass_of_ones_own_is_named_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine: list[Pass] = [MyPass(("a", "b,c"))]
+    text = format_passes(mine)
+    assert text == f"{__name__}:MyPass{{words=('a', 'b,c')}}"
+    assert parse_passes(text, PASSES) == mine
+
+
+VALUES = (
+    torch.float16, torch.float32, torch.channels_last, (torch.float16, torch.int8), {"a": torch.int8, "b": [1]}, {},
+    math.inf, -math.inf, math.nan, (-math.inf, math.nan), [math.nan], -3, 2.5, True, None, 3 + 4j, {1, 2}, b"{",
+    "a{b", "a}b", "}{", "it's", "\"'}{", "a\nb", "\\", "a,b=3", "\\'}", {"{": "}"}, (1,), ((1, 2), [3, {"x": (None,)}]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_plain_option_survives_as_text(value: object) -> None:
+    text = format_passes([Taking(option=value), PlanBuckets(), Keeping(3)])
+    again, plan, keeping = parse_passes(text, PASSES)
+    assert isinstance(again, Taking) and type(again.option) is type(value) and repr(again.option) == repr(value)
+    assert plan == PlanBuckets() and isinstance(keeping, Keeping) and (keeping.factor, keeping.power) == (3, 2)
+
+
+@given(
+    st.recursive(st.none() | st.floats() | st.text() | st.integers(), lambda inner: st.tuples(inner) | st.lists(inner))
+)
+def test_whatever_plain_value_it_has_an_option_survives(value: object) -> None:
+    (again,) = parse_passes(format_passes([Taking(option=value)]), PASSES)
+    assert isinstance(again, Taking) and repr(again.option) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Plain, "Plain"),
+        (Plain.Inner, "Plain.Inner"),
+        (Explicit, "Explicit"),
+        (lambda: Keeping(3, 4), "Keeping{factor=3,power=4}"),
+        (lambda: Keeping(3), "Keeping{factor=3}"),
+        (lambda: Taking(made={"a": 1}), "Taking{made={'a': 1}}"),
+    ],
+)
+def test_passes_that_are_no_dataclasses_survive(make: Callable[[], Pass], text: str) -> None:
+    made = make()
+    assert format_passes([made]).replace("{made={}}", "") == f"{__name__}:{text}"
+    (again,) = parse_passes(format_passes([made]), PASSES)
+    assert type(again) is type(made) and vars(again) == vars(made)
+
+
+def local_pass() -> Pass:
+    class Local(Plain):
+        pass
+
+    return Local()
+
+
+PLAIN_VALUES = "only numbers, strings, booleans, None, torch's dtypes, and tuples, lists, sets and dicts of them"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Taking(option=Colour.RED), f"its option 'option' is a Colour: {PLAIN_VALUES}"),
+        (lambda: Taking(option=Stage.CAPTURED), "its option 'option' is a Stage"),
+        (lambda: Taking(option=lambda x: x), "its option 'option' is a function"),
+        (lambda: Taking(option={"a": {"b": len}}), "its option 'option' is a dict"),
+        (lambda: Taking(option=torch.ones(2)), "its option 'option' is a Tensor"),
+        (lambda: Taking(option=Path("x")), "its option 'option' is a PosixPath"),
+        (lambda: Taking(option=[Incomparable()]), "its option 'option' is a list"),
+        (local_pass, "its class local_pass.<locals>.Local is not found by its name: define it at the top of a module"),
+        (lambda: Hiding(3), "Hiding does not keep its argument 'factor' under that name: make it a dataclass"),
+        (lambda: Forgetting(seed=1), "Forgetting does not keep its argument 'seed' under that name"),
+        (lambda: Variadic(3), "Variadic does not keep its argument 'factors'"),
+        (lambda: Changing(3), "Changing, made again from its options, has another 'factor'"),
+        (Stubborn, "Stubborn cannot be made again: RuntimeError: only one"),
+    ],
+)
+def test_what_cannot_be_made_again_is_refused(make: Callable[[], Pass], reason: str) -> None:
+    made = make()
+    with pytest.raises(ValueError) as caught:
+        format_passes([PlanBuckets(), made])
+    assert str(caught.value).startswith(f"the pass {made.name!r} cannot be written as text: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("/x/train.py", "train:MyPass"),
+        ("/x/my train.py", None),
+        ("/x/a.b.py", None),
+        ("/x/__main__.py", None),
+        (None, None),
+    ],
+)
+def test_a_pass_of_a_script_is_named_by_its_file(
+    script: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = type(sys)("__main__")
+    main.__dict__.update(MyPass=MyPass, __file__=script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(MyPass, "__module__", "__main__")
+    if expected is not None:
+        assert format_passes([MyPass()]) == expected
+        return
+    with pytest.raises(ValueError, match=r"its class is defined in .*: put it in a module of its own"):
+        format_passes([MyPass()])
+
+
+def test_a_pass_of_a_module_that_is_run_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = type(sys)("__main__")
+    main.__dict__.update(MyPass=MyPass, __file__="/x/package/train.py", __spec__=type(sys)("spec"))
+    main.__dict__["__spec__"].name = "package.train"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(MyPass, "__module__", "__main__")
+    assert format_passes([MyPass()]) == "package.train:MyPass"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "raise RuntimeError('trained\\nagain')",
+            r"importing a_script failed: RuntimeError: trained; put the pass in a",
+        ),
+        (
+            "raise SystemExit(2)",
+            "importing a_script failed: SystemExit: 2; put the pass in a module of its own, or guard",
+        ),
+        (
+            "import not_there",
+            "importing a_script failed: ModuleNotFoundError: No module named 'not_there'; put the pass",
+        ),
+        (
+            "def",
+            "importing a_script failed: SyntaxError: .*; put the pass in a module of its own, or guard what the script",
+        ),
+        ("def MyPass(): raise KeyError('x')", "making the pass 'a_script:MyPass' failed: KeyError: 'x'"),
+        ("MyPass = 3", "'a_script:MyPass' is a int, not a class: write module:Class"),
+        ("def MyPass(): return int", "'a_script:MyPass' gives a type, which is no pass: a pass has name, input_stage"),
+    ],
+)
+def test_what_goes_wrong_in_a_script_is_explained(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_script.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "a_script", raising=False)
+    with pytest.raises(ValueError, match=message):
+        parse_passes("a_script:MyPass", PASSES)
+    sys.modules.pop("a_script", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("plan", r"there is no pass 'plan': there are plan-buckets, .*, and module:Class"),
+        (
+            "plan-buckets{cap=3}",
+            r"'plan-buckets' does not take these options .*cap.*; it has: bucket_cap_mb, first_bucket_mb",
+        ),
+        (
+            "plan-buckets{bucket_cap_mb}",
+            r"the options of 'plan-buckets', 'bucket_cap_mb', are not option=value with plain values: an option has no name",
+        ),
+        (
+            "plan-buckets{bucket_cap_mb=open('x')}",
+            r"are not option=value with plain values: open\('x'\) is no plain value",
+        ),
+        ("plan-buckets{bucket_cap_mb=torch.ones}", r"are not option=value with plain values: torch.ones is no plain"),
+        ("plan-buckets{bucket_cap_mb={**x}}", r"with plain values: \{\*\*x\} is no plain value"),
+        ("plan-buckets{bucket_cap_mb={[]: 1}}", r"are not option=value with plain values: unhashable"),
+        ("plan-buckets{**{'a': 1}}", r"are not option=value with plain values: \*\* gives no option a name"),
+        ("plan-buckets{a=1)(b=2}", r"are not option=value with plain values"),
+        ("plan-buckets{bucket_cap_mb='}", r"not option=value with plain values: unterminated string literal"),
+        ("json:JSONDecoder", r"'json:JSONDecoder' gives a JSONDecoder, which is no pass: a pass has name, input_stage"),
+        ("plan-buckets{bucket_cap_mb=-1}", r"bucket_cap_mb is -1: give a positive number"),
+        ("plan-buckets outline", r"is no pass: write name, or name\{option=value"),
+        ("plan-buckets{", r"is no pass"),
+        ("nowhere.at.all:Pass", r"the pass 'nowhere.at.all:Pass' cannot be imported: .*; run from where"),
+        (f"{__name__}:Missing", r"cannot be imported: .*Missing.*; write module:Class"),
+        ("json.gone:Pass", r"cannot be imported: there is no module 'json.gone'; run from where its module is found"),
+    ],
+)
+def test_malformed_pipelines_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_passes(text, PASSES)
+
+
+def test_nothing_is_no_pass() -> None:
+    assert parse_passes("", PASSES) == [] and parse_passes("replicate,", PASSES)[0].name == "replicate"

@@ -1,0 +1,33 @@
+import io
+
+from tiny_programs import SMALL_BUCKETS, captured_two_layers, run_up_to
+
+from mirrorc.printing.colors import coloured, print_coloured
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_leave_the_text_alone() -> None:
+    program = run_up_to("lower-devices", captured_two_layers(), **SMALL_BUCKETS)
+    for text in (program.to_text(regions=True), str(program)):
+        assert coloured(text).plain == text
+    assert program.__rich__().plain == str(program)
+
+
+def test_what_is_coloured() -> None:
+    text = coloured("    b0_pending: pending f32[8] = all_reduce(bucket=0, b0)  # all_reduce(\n")
+    spans = {(text.plain[span.start : span.end], str(span.style)) for span in text.spans}
+    assert ("all_reduce", "bold yellow") in spans and ("pending f32[8]", "blue") in spans
+    assert ("# all_reduce(", "bright_black") in spans
+
+
+def test_a_terminal_gets_colours_and_a_file_does_not(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        print_coloured("def cpu_0(x: f32[2]):  # replica 0\n", stream)
+    assert "\x1b[" in terminal.getvalue() and file.getvalue() == "def cpu_0(x: f32[2]):  # replica 0\n"

@@ -1,0 +1,73 @@
+import subprocess
+import sys
+
+import pytest
+
+from mirrorc.runtime.devices.process_memory import keep_what_is_freed, return_freed_memory
+
+GIVES_BACK = """
+import resource, torch
+from mirrorc.runtime.devices.process_memory import return_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+torch.ones(16 << 18).sum()  # a block of 16 MiB is freed: from now on glibc takes such blocks from its heap
+blocks = [torch.ones(15 << 18) for _ in range(16)]
+last = torch.ones(1 << 16)  # stands behind them
+before = resident()
+del blocks
+return_freed_memory()
+print(before - resident())
+"""
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    done = subprocess.run([sys.executable, "-c", GIVES_BACK], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) > 200 << 20
+
+
+FAULTS = """
+import ctypes, resource, sys, threading
+from mirrorc.runtime.devices.process_memory import keep_what_is_freed
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(2 << 20) for _ in range(8)]
+    for block in blocks:
+        ctypes.memset(block, 1, 2 << 20)
+    for block in reversed(blocks):
+        libc.free(block)
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+found = []
+if sys.argv[1] == "kept":
+    keep_what_is_freed()
+thread = threading.Thread(target=lambda: [faults_of_a_step() for _ in range(4)])  # as a device's thread
+thread.start()
+thread.join()
+print(found[0], found[-1])
+"""
+
+
+def test_a_step_finds_the_memory_that_the_last_one_freed() -> None:
+    """Sixteen MiB in blocks of two; a page has four KiB or more."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("counts page faults of glibc's allocator")
+    for asked, least, most in (("kept", 0, 50), ("not kept", 1000, 10**9)):
+        command = [sys.executable, "-c", FAULTS, asked]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        first, last = map(int, done.stdout.split())
+        assert first > 1000 and least <= last <= most
+
+
+def test_it_does_nothing_where_the_c_library_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    return_freed_memory()
+    keep_what_is_freed()

@@ -1,0 +1,92 @@
+"""How graphs are asked for of torch.cuda, and the memory that they read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorded_calls import CallRecorder
+
+from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS, CudaCapturer, StepGraph
+
+CPU = torch.device("cpu")
+
+
+class StandInGraph:
+    """`torch.cuda.CUDAGraph`, which needs a GPU."""
+
+    def pool(self) -> tuple[int, int]:
+        return (id(self), 0)
+
+
+def test_captures_share_the_pool_of_one_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def graph(own: Any, **options: Any) -> Iterator[None]:
+        asked.append((own, options))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the thread's stream on {device}")
+    capturer, calls = CudaCapturer(CPU), []
+    graphs = [capturer.capture(lambda i=i: calls.append(i)) for i in range(2)]  # type: ignore[misc]
+    (anchor, _), *others = asked
+    assert [own for own, _ in others] == graphs and anchor not in graphs and calls == [0, 1]
+    assert [options.pop("pool", None) for _, options in asked] == [None, anchor.pool(), anchor.pool()]
+    with pytest.raises(ZeroDivisionError):
+        capturer.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    failed = asked.pop()[0]
+    assert any(own is failed for own in capturer._failed), "torch points to it"
+    shared = {"stream": "the thread's stream on cpu", "capture_error_mode": "thread_local"}
+    assert [options for _, options in asked] == [shared] * 3
+
+
+def halved(box: list[torch.Tensor]) -> torch.Tensor:
+    (x,) = box
+    box.clear()
+    return x.sum() / 2
+
+
+def run(graph: StepGraph, function: Callable[[list[Any]], torch.Tensor], x: torch.Tensor) -> float:
+    graph.load([x])
+    if graph.is_due:
+        graph.capture(function)
+    return graph.run(function).item()
+
+
+def test_it_warms_up_then_replays_until_something_fixed_changes() -> None:
+    recorder = CallRecorder()
+    graph = StepGraph(recorder, CPU)
+    was_captured = []
+    for i in range(2 * NUM_WARM_UP_STEPS + 4):
+        assert graph.renew(layout=int(i > NUM_WARM_UP_STEPS + 1)) == (i in (0, NUM_WARM_UP_STEPS + 2))
+        assert run(graph, halved, torch.full((4,), float(i))) == 2.0 * i
+        was_captured.append(graph.is_captured)
+    once = [False] * NUM_WARM_UP_STEPS + [True] * 2
+    assert was_captured == once + once
+    assert [own.is_reset for own in recorder.graphs] == [True, False] and recorder.num_waits == 1
+
+
+def test_a_graph_that_is_released_is_captured_anew() -> None:
+    recorder = CallRecorder()
+    graph = StepGraph(recorder, CPU)
+    graph.renew(layout=0)
+    graph.release()
+    for i in range(2 * NUM_WARM_UP_STEPS + 2):
+        if i == NUM_WARM_UP_STEPS + 1:
+            graph.release()
+        assert run(graph, halved, torch.full((4,), float(i))) == 2.0 * i
+    assert [own.num_replays for own in recorder.graphs] == [1, 1]
+
+
+def test_an_expanded_argument_is_copied_once() -> None:
+    graph = StepGraph(CallRecorder(), CPU)
+    for i in range(2):
+        x = torch.tensor([[1.0], [2.0]]).add(i).expand(2, 3)
+        graph.load([x])
+        assert torch.equal(graph._inputs[0], x) and graph._inputs[0].stride() == x.stride()

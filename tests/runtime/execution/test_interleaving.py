@@ -1,0 +1,268 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from references import assert_mirrored
+from tiny_programs import captured_model, captured_two_layers, handmade
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution import interleaving
+from mirrorc.runtime.execution.interleaving import Pace, can_take_turns, take_turns
+
+
+def fed(pace: Pace, seconds: float) -> None:
+    for _ in range(12):
+        pace.note(seconds)
+
+
+def test_short_steps_are_tried_in_turns_and_stay_so_if_that_is_faster() -> None:
+    pace = Pace(True)
+    fed(pace, 3e-4)
+    assert (pace.in_turns, pace.is_decided) == (True, False)
+    fed(pace, 2e-4)
+    assert (pace.in_turns, pace.is_decided) == (True, True)
+    fed(pace, 9e-4)
+    assert pace.in_turns
+
+
+def test_turns_that_are_slower_are_given_up() -> None:
+    pace = Pace(True)
+    fed(pace, 3e-4)
+    fed(pace, 4e-4)
+    assert (pace.in_turns, pace.is_decided) == (False, True)
+
+
+@pytest.mark.parametrize(("can", "seconds"), [(True, 2e-3), (False, 1e-4)])
+def test_long_steps_and_those_that_cannot_are_not_tried(can: bool, seconds: float) -> None:
+    pace = Pace(can)
+    fed(pace, seconds)
+    fed(pace, seconds / 10)
+    assert (pace.in_turns, pace.is_decided) == (False, True)
+
+
+def test_the_first_steps_do_not_count() -> None:
+    pace = Pace(True)
+    for seconds in (1.0, 1.0, 1.0, *[3e-4] * 9):
+        pace.note(seconds)
+    assert pace.in_turns
+
+
+def test_turns_run_round_by_round() -> None:
+    said: list[str] = []
+
+    def steps(name: str, num_pauses: int) -> Iterator[None]:
+        for i in range(num_pauses):
+            said.append(f"{name}{i}")
+            yield
+        return name  # type: ignore[return-value]
+
+    assert take_turns([steps("a", 2), steps("b", 1)]) == [(True, "a"), (True, "b")]  # type: ignore[list-item]
+    assert said == ["a0", "b0", "a1"]
+
+
+def test_a_failure_ends_all() -> None:
+    closed: list[str] = []
+
+    def steps(name: str) -> Iterator[None]:
+        try:
+            yield
+            if name == "b":
+                raise KeyError(name)
+            yield
+        finally:
+            closed.append(name)
+
+    found = take_turns([steps(name) for name in "abc"])  # type: ignore[misc]
+    assert [is_done for is_done, _ in found] == [False] * 3
+    assert [type(error) for _, error in found] == [Aborted, KeyError, Aborted] and sorted(closed) == ["a", "b", "c"]
+
+
+def test_who_can() -> None:
+    def lowered(program: mirrorc.ir.program.Program, **options: Any) -> mirrorc.ir.program.Program:
+        return run_passes(program, [p for p in default_pipeline(**options) if p.name not in left_out])
+
+    left_out: tuple[str, ...] = ()
+    assert can_take_turns(lowered(captured_two_layers(2)))
+    assert can_take_turns(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
+    assert not can_take_turns(lowered(captured_two_layers(1)))
+    assert not can_take_turns(lowered(captured_two_layers(2), all_reduce="copy"))
+    left_out = ("share-parameters",)  # replicas meet twice for an all_reduce
+    assert not can_take_turns(lowered(captured_two_layers(2)))
+
+
+class Small(nn.Module):
+    """Linear layers, dropout and an embedding whose gradient may be left as factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.drop = nn.Embedding(30, 8), nn.Linear(8, 6), nn.Dropout(0.5)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(self.body(self.table(rows)))))
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices: int
+) -> tuple[nn.Module, list[float], bool]:
+    """A trained model, its losses, and whether the last steps were made in interleaving."""
+    monkeypatch.setattr(interleaving, "LONGEST_SECONDS", longest_seconds)
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    pipeline = default_pipeline(min_factored_elements=0, bucket_cap_mb=2e-4, first_bucket_mb=1e-4)
+    with mirrorc.compile(
+        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=pipeline
+    ) as step:
+        for i in range(60):
+            n = 2 * num_devices + (i % 7 == 6)  # now and then a batch that does not divide evenly
+            rows, target = (torch.randint(high, (n,), generator=generator) for high in (30, 3))
+            losses.append(step(rows, target=target).item())
+        assert_mirrored(step, model, num_devices)
+        assert len(step.explain().buckets) == len(step.program.buckets)
+        often, seldom = step._executors.values()
+        assert often.pace.is_decided and not seldom.pace.is_decided  # which has not come often enough
+        assert bool(often._turns) == (longest_seconds > 0) and often.in_turns == often.pace.in_turns
+        assert ("take turns" in str(step.explain())) == often.in_turns
+    return model, losses, often.in_turns
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_turns_give_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+    """Whatever is faster here: one run never tries turns, in the other turns are always faster."""
+    by_threads, losses, _ = trained(monkeypatch, 0.0, num_devices)
+    note = Pace.note
+
+    def as_if_faster(self: Pace, seconds: float) -> None:
+        note(self, 0.1 if self.in_turns else 0.2)
+
+    monkeypatch.setattr(Pace, "note", as_if_faster)
+    in_turns, same_losses, took_turns = trained(monkeypatch, 1.0, num_devices)
+    assert took_turns and losses == same_losses
+    for one, other in zip(by_threads.state_dict().values(), in_turns.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_turns_are_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shares know of their memory is known of their own way alone."""
+    by_threads, losses, _ = trained(monkeypatch, 0.0, 2)
+    note = Pace.note
+    monkeypatch.setattr(Pace, "note", lambda self, seconds: note(self, 0.3 if self.in_turns else 0.2))
+    tried, same_losses, took_turns = trained(monkeypatch, 1.0, 2)
+    assert not took_turns and losses == same_losses
+    for one, other in zip(by_threads.state_dict().values(), tried.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def in_turns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Pace.__init__
+
+    def decided(self: Pace, can_take_turns: bool) -> None:
+        make(self, can_take_turns)
+        self.in_turns = self.is_decided = can_take_turns
+
+    monkeypatch.setattr(Pace, "__init__", decided)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_failing_step_in_turns_says_whose_it_is_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, replica: int
+) -> None:
+    in_turns_at_once(monkeypatch)
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows, target = torch.arange(4), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        step(rows, target=target)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        wrong = rows.clone()
+        wrong[2 * replica] = 30
+        with pytest.raises(
+            mirrorc.ExecutionError, match=rf"replica {replica} on cpu:{replica} failed .*index out of range"
+        ):
+            step(wrong, target=target)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        step(rows, target=target)
+        assert not torch.equal(before[-1], list(model.parameters())[-1])
+
+
+def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in turns run in it: its number of threads stays, and its modes do not reach the step."""
+    in_turns_at_once(monkeypatch)
+    ran: list[int] = []
+    run_here = DevicePool.run_here
+
+    def counted(self: DevicePool, job: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            ran.append(torch.get_num_threads())
+            assert not torch.is_grad_enabled()
+            return job()
+
+        return run_here(self, watched)
+
+    monkeypatch.setattr(DevicePool, "run_here", counted)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    before = torch.get_num_threads()
+    x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(x, target=target)
+        assert ran == [max(1, before // 2)]
+        with torch.device("meta"):
+            assert step(x, target=target).device.type == "cpu"
+        assert len(ran) == 1  # by threads
+    assert torch.get_num_threads() == before and torch.is_grad_enabled()
+
+
+def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turns_at_once(monkeypatch)
+    model = nn.Linear(4, 3)
+    x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(x, target=target)
+        region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
+        function = step._last._turns[1]  # type: ignore[union-attr]
+
+        def interrupted(*_: object) -> Any:
+            raise KeyboardInterrupt
+
+        name = next(key for key, value in function.namespace.items() if value is step._last.regions[1][region])  # type: ignore[union-attr]
+        kept, function.namespace[name] = function.namespace[name], interrupted
+        with pytest.raises(KeyboardInterrupt):
+            step(x, target=target)
+        function.namespace[name] = kept
+        assert step(x, target=target).isfinite()
+
+
+def test_other_programs_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turns_at_once(monkeypatch)
+    make: Callable[..., torch.optim.Optimizer] = (
+        torch.optim.Adadelta
+    )  # its foreach may differ; it runs by itself or not
+    model = nn.Linear(4, 3)
+    with mirrorc.compile(
+        model, 2, optimizer=make(model.parameters()), loss_fn=F.cross_entropy, backend="eager", all_reduce="copy"
+    ) as step:
+        for _ in range(3):
+            assert step(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).isfinite()
+        assert not step._last.pace.in_turns  # type: ignore[union-attr]
+
+
+def test_programs_made_by_hand_can_if_they_are_alike() -> None:
+    for num_devices in (2, 4):
+        assert can_take_turns(run_passes(handmade(num_devices), default_pipeline()))
+    assert can_take_turns(run_passes(captured_model(nn.Linear(4, 3), 2, rows=5), default_pipeline()))

@@ -1,0 +1,52 @@
+"""The report's sums and its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
+
+PEAK = ActivationPeak(
+    2**20, "bwd_0", "d_fc_mm", "model.py:3  x = self.fc(x)", (LiveValue("fc_relu", "f32[512]", 2048),)
+)
+OWN = HeldMemory(("cpu:0",), parameters=0, gradients=2**21, optimizer_state=0, buffers=0, activations=2**20)
+SHARED = HeldMemory(("cpu:0", "cpu:1"), 2**22, 0, 2**23, 1024, 0)
+REPORT = MemoryReport(
+    (DeviceMemory("cpu:0", OWN, PEAK), DeviceMemory("cpu:1", replace(OWN, devices=("cpu:1",), gradients=0), PEAK)),
+    (SHARED,),
+    (),
+)
+
+
+def test_sums_count_what_is_shared_once() -> None:
+    assert (REPORT.parameters, REPORT.gradients, REPORT.optimizer_state) == (2**22, 2**21, 2**23)
+    assert (REPORT.buffers, REPORT.activations) == (1024, 2**21)
+    assert REPORT.total == 2**22 + 2**21 + 2**23 + 1024 + 2**21 == sum(row.total for row in REPORT.rows)
+
+
+def test_text() -> None:
+    assert str(REPORT).split("\n") == [
+        "device                      parameters       gradients optimizer state         buffers     activations           total",
+        "shared by cpu:0, cpu:1         4.0 MiB               -         8.0 MiB         1.0 KiB               -        12.0 MiB",
+        "cpu:0                                -         2.0 MiB               -               -         1.0 MiB         3.0 MiB",
+        "cpu:1                                -               -               -               -         1.0 MiB         1.0 MiB",
+        "all                            4.0 MiB         2.0 MiB         8.0 MiB         1.0 KiB         2.0 MiB        16.0 MiB",
+        "",
+        "activations on cpu:0, cpu:1 are at their peak, 1.0 MiB, in bwd_0, at d_fc_mm",
+        "  # model.py:3  x = self.fc(x)",
+        "     2.0 KiB  fc_relu: f32[512]",
+    ]
+
+
+def test_one_device_needs_no_sum_and_other_peaks_are_said_apart() -> None:
+    alone = MemoryReport(REPORT.devices[:1], (), ("something is not known",))
+    assert "\nall " not in str(alone) and str(alone).endswith("note: something is not known")
+    none = ActivationPeak(0, "", "", "", ())
+    other = MemoryReport((REPORT.devices[0], replace(REPORT.devices[1], peak=none)), (SHARED,), ())
+    assert "activations on cpu:0 are" in str(other) and str(other).endswith("activations on cpu:1: none")
+
+
+def test_what_is_not_known_is_not_counted_and_said() -> None:
+    unknown = replace(REPORT, shared=(replace(SHARED, optimizer_state=None),))
+    assert unknown.optimizer_state is None and unknown.total == REPORT.total - 2**23
+    assert ["not known" in line for line in str(unknown).split("\n")[:5]] == [False, True, False, False, True]

@@ -1,0 +1,387 @@
+"""Handmade records: what each figure is, exactly, and what is advised."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.profiling.explanation import BucketTimes, Explanation, explain_steps
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep, call_name
+
+MS = 10**6  # nanoseconds
+Durations = Mapping[str, float]  # milliseconds of calls by name; others take none; of a wait, after the last launch
+TWO = (Weight("fc1", (64, 1024)), Weight("fc2", (1024,)))  # bucket 0 has fc2, 4 KiB; bucket 1 fc1, 256 KiB
+MEBIBYTE = 2**18  # elements of float32
+
+
+def program_of(
+    num_devices: int = 2,
+    weights: Sequence[Weight] = TWO,
+    *,
+    without: Sequence[str] = (),
+    link: str | None = None,
+    uneven: bool = False,
+    **caps: float,
+) -> Program:
+    """A lowered program with a bucket for each weight; ``link`` in place of what carries its collectives."""
+    passes = [one for one in default_pipeline(**(caps or SMALL_BUCKETS)) if one.name not in without]  # type: ignore[arg-type]
+    program = run_passes(handmade(num_devices, weights, uneven=uneven), passes)
+    for graph in program.graphs():
+        for node in graph.nodes:
+            if link is not None and "link" in node.kwargs:
+                node.kwargs = {**node.kwargs, "link": link}
+    return program
+
+
+def called(graph: fx.Graph) -> list[fx.Node]:
+    """What a device calls."""
+    silent = (ops.read, ops.slot, operator.getitem)
+    return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in silent]
+
+
+def is_awaited(pending: fx.Node, replica: int, launch: fx.Node, of: int) -> bool:
+    """Whether a device needs the launch of another, or its own, before its wait for ``pending`` can end."""
+    if launch.kwargs.get("bucket") != pending.kwargs["bucket"]:
+        return False
+    if pending.target is ops.recv:
+        return launch.target is ops.send and of == pending.kwargs["source"] and launch.kwargs["destination"] == replica
+    return launch.target is pending.target
+
+
+def recorded(program: Program, *durations: Durations, warms_up: bool = False, begun_ms: float = 0.0) -> RecordedStep:
+    """A step as it would be recorded: a wait ends so many ms after the last launch that it needs, or after it begins."""
+    todo = [called(module.graph) for module in program.device_graphs.values()]
+    now = [round((begun_ms + own.get("start", 0.0)) * MS) for own in durations]
+    started, calls = tuple(now), [[] for _ in todo]  # type: ignore[var-annotated]
+    ends: dict[tuple[int, fx.Node], int] = {}
+    while any(todo):
+        for replica, nodes in enumerate(todo):
+            while nodes:
+                begins = now[replica]
+                if nodes[0].target is ops.wait:
+                    pending = nodes[0].args[0]
+                    needed = [(r, n) for r, m in enumerate(program.device_graphs.values()) for n in called(m.graph)]
+                    needed = [(r, n) for r, n in needed if is_awaited(pending, replica, n, r)]  # type: ignore[arg-type]
+                    if any(key not in ends for key in needed):
+                        break
+                    begins = max([begins, *(ends[key] for key in needed)])
+                node = nodes.pop(0)
+                end = begins + round(durations[replica].get(call_name(node), 0.0) * MS)
+                calls[replica].append(Call(node, now[replica], end))
+                ends[replica, node] = now[replica] = end
+    return RecordedStep(warms_up, round(begun_ms * MS), started, tuple(map(tuple, calls)))
+
+
+def explained(program: Program, *durations: Durations) -> Explanation:
+    """One step, explained."""
+    return explain_steps(program, [recorded(program, *durations)])
+
+
+def figures(times: BucketTimes) -> tuple[float, ...]:
+    names = ("ready", "launched", "waited", "finished", "hidden", "exposed", "skew", "transfer")
+    return tuple(getattr(times, f"{name}_ms") for name in names)
+
+
+EVEN = {"start": 1.0, "fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0, "pack b0": 0.5, "reduce_scatter b1": 0.25}
+SIZED = {
+    "start": 1.0,
+    "fwd_0": 4.0,
+    "bwd_0": 2.0,
+    "bwd_1": 3.0,
+    "wait b1": 1.0,
+    "update b1": 2.0,
+}  # bucket 0 is for free
+DONE = {"wait b1": 1.0, "update b1": 2.0, "wait b0": 0.5, "update b0": 1.0}
+
+
+def test_every_figure_of_even_devices() -> None:
+    """Each runs start 1, fwd_0 5, bwd_0 7, pack 7.5, bwd_1 10.5, launch 10.75, wait b1 11.75, 13.75, wait b0 14.25, 15.25."""
+    found = explained(program_of(), EVEN | DONE, EVEN | DONE)
+    first, second = found.buckets
+    assert (first.index, first.num_bytes, first.kind, first.link) == (0, 4096, "reduce_scatter", "shared-memory")
+    assert figures(first) == (7.0, 7.5, 13.75, 14.25, 6.25, 0.5, 0.0, 0.5)
+    assert figures(second) == (10.5, 10.75, 10.75, 11.75, 0.0, 1.0, 0.0, 1.0)
+    assert (first.behind, second.behind) == ("wait b1", "")
+    assert (found.num_steps, found.step_ms, found.compute_ms, found.update_ms) == (1, 15.25, 9.0, 3.0)
+    assert (found.exposed_ms, found.hidden_ms, found.other_ms) == (1.5, 6.25, 1.75)
+    for device, own in zip(found.devices, first.devices, strict=True):
+        assert own.device == device.device and figures(own) == figures(first)  # type: ignore[arg-type]
+        assert (device.started_ms, device.compute_ms, device.exposed_ms) == (1.0, 9.0, 1.5)
+        assert (device.update_ms, device.finished_ms) == (3.0, 15.25)
+        assert device.region_ms == {"fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0}
+
+
+def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
+    late = EVEN | {"bwd_1": 9.0}
+    found = explained(program_of(), EVEN | DONE, late | DONE)
+    first, second = found.buckets
+    assert second.behind == "cpu:1's bwd_1" and first.behind == "wait b1"
+    assert (second.ready_ms, second.launched_ms, second.waited_ms) == (16.5, 16.75, 10.75)
+    assert (second.skew_ms, second.transfer_ms, second.exposed_ms) == (3.0, 1.0, 4.0)
+    assert [own.skew_ms for own in second.devices] == [6.0, 0.0]
+    assert (first.skew_ms, first.transfer_ms) == (0.0, 0.5)
+    assert found.advice == (
+        "even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms, 6.000 ms more in bwd_1: see what else runs "
+        "on the cores of cpu:1. Estimated gain: 3.000 ms a step."
+    )
+
+
+def test_a_larger_shard_is_named_as_the_reason() -> None:
+    program = program_of(3, uneven=True)
+    names = [call_name(node) for node in called(program.device_graphs["cpu:2"].graph) if ops.is_region_call(node)]
+    assert "fwd_1" in names, "the last replica's forward is of another shape"
+    found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_1": 9.0})
+    assert found.advice.startswith(
+        "even out the devices: cpu:2 computes for 14.000 ms, the others on average for 9.000 ms, and shards differ in shape: "
+        "give every device as many examples"
+    )
+    assert found.advice.endswith("Estimated gain: 3.333 ms a step.")
+
+
+def test_a_device_that_starts_late_is_named() -> None:
+    found = explained(program_of(), SIZED, SIZED | {"start": 5.0, "fwd_0": 1.0, "bwd_1": 6.0})
+    assert found.buckets[1].skew_ms == 2.0 and found.buckets[1].behind == "cpu:1's bwd_1"
+    assert "2.000 ms are waiting for the last device (cpu:1 starts 4.000 ms after cpu:0)" in found.advice
+    assert found.advice.startswith("nothing to change: of 3.000 ms exposed")
+
+
+def test_a_device_that_has_not_started_yet_is_late_by_its_start() -> None:
+    found = explained(program_of(), EVEN | DONE, EVEN | DONE | {"start": 40.0})
+    assert found.buckets[1].behind == "cpu:1's start"
+    assert found.devices[1].started_ms == 40.0
+
+
+def test_devices_that_are_late_by_turns() -> None:
+    """Of each figure the median is taken, not of the times that it is made from: those would hide it."""
+    program = program_of()
+    slow, quick = SIZED | {"bwd_1": 9.0}, SIZED
+    steps = [recorded(program, *((slow, quick) if i % 2 else (quick, slow))) for i in range(6)]
+    found = explain_steps(program, steps)
+    second = found.buckets[1]
+    assert (second.skew_ms, second.transfer_ms, second.launched_ms) == (3.0, 1.0, 16.0)
+    assert [device.compute_ms for device in found.devices] == [12.0, 12.0]
+    assert found.advice.startswith(
+        "nothing to change: of 4.000 ms exposed, 3.000 ms are waiting for the last device, 1.000"
+    )
+
+
+def test_figures_are_medians_over_steps_and_the_first_step_is_left_out() -> None:
+    program = program_of()
+
+    def step(number: int, bwd_ms: float) -> RecordedStep:
+        own = EVEN | DONE | {"bwd_0": bwd_ms}
+        return recorded(program, own, own, warms_up=number == 0, begun_ms=100.0 * number)
+
+    assert explain_steps(program, [step(0, 2.0)]).num_steps == 1
+    found = explain_steps(program, [step(0, 500.0), step(1, 2.0), step(2, 90.0), step(3, 3.0)])
+    assert (found.num_steps, found.compute_ms, found.step_ms, found.buckets[0].ready_ms) == (3, 10.0, 16.25, 8.0)
+
+
+@pytest.mark.parametrize("link", ["nccl", "gloo"])
+def test_a_last_bucket_that_nothing_hides(link: str) -> None:
+    """Bucket 0 is of 4 KiB and arrives meanwhile; bucket 1, of 8 MiB in equal halves, takes 4 ms after backward."""
+    halves = [
+        Weight("fc1", (MEBIBYTE,)),
+        Weight("fc2", (3, MEBIBYTE)),
+        Weight("fc3", (4, MEBIBYTE)),
+        Weight("fc4", (1024,)),
+    ]
+    program = program_of(2, halves, link=link, bucket_cap_mb=8, first_bucket_mb=0.1)
+    assert [bucket.num_bytes for bucket in program.buckets] == [4096, 8 * 2**20]
+    own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
+    found = explained(program, own, own)
+    assert found.buckets[1].behind == "" and found.buckets[1].transfer_ms == 4.0
+    assert found.advice == (
+        "a smaller last bucket, 4.0 MiB instead of 8.0 MiB: nothing is left to hide it (bucket_cap_mb=4). Estimated gain: "
+        "2.000 ms a step."
+    )
+
+
+def test_no_smaller_last_bucket_on_a_link_that_moves_nothing_before_the_wait() -> None:
+    halves = [
+        Weight("fc1", (MEBIBYTE,)),
+        Weight("fc2", (3, MEBIBYTE)),
+        Weight("fc3", (4, MEBIBYTE)),
+        Weight("fc4", (1024,)),
+    ]
+    program = program_of(2, halves, bucket_cap_mb=8, first_bucket_mb=0.1)
+    own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
+    found = explained(program, own, own)
+    assert found.buckets[1].transfer_ms == 4.0 and found.advice.startswith(
+        "nothing to change: of 4.000 ms exposed, 0.000"
+    )
+
+
+def test_a_last_bucket_of_one_gradient_cannot_be_cut() -> None:
+    program = program_of(2, [Weight("fc1", (8, MEBIBYTE)), TWO[1]], link="nccl")
+    own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
+    assert explained(program, own, own).advice.startswith("nothing to change")
+
+
+def test_no_fewer_buckets_where_the_last_one_would_hide_less() -> None:
+    """Each of eight buckets costs 0.2 ms whatever its size, and a MiB 1 ms: of one for all, 5.5 ms would be left, not 1."""
+    sizes = [MEBIBYTE, *(MEBIBYTE * 9 // 16 + i for i in range(6)), MEBIBYTE // 4]
+    program = program_of(2, [Weight(f"fc{i}", (size,)) for i, size in enumerate(sizes)], link="nccl")
+    own = {"fwd_0": 30.0, "wait b7": 1.0} | {f"pack b{i}": 0.2 for i in range(8)}
+    assert explained(program, own, own).advice.startswith("nothing to change: of 1.000 ms exposed")
+
+
+def test_a_wait_that_ends_before_the_launch_it_needs_has_returned() -> None:
+    """The last device is heard of in the midst of its launch: no more is skew than was waited."""
+    program = program_of()
+    step = recorded(program, EVEN, EVEN | {"bwd_1": 9.0})
+    first, last = step.calls
+    wait = next(i for i, call in enumerate(first) if call.node.target is ops.wait)
+    begin = first[wait].start_ns
+    cut = [Call(call.node, min(call.start_ns, begin + MS), min(call.end_ns, begin + MS)) for call in first[wait:]]
+    found = explain_steps(program, [RecordedStep(False, 0, step.started_ns, ((*first[:wait], *cut), last))])
+    own = found.buckets[1].devices[0]
+    assert (own.skew_ms, own.transfer_ms, own.exposed_ms) == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("link", ["shared-memory", "nccl"])
+def test_many_tiny_buckets(link: str) -> None:
+    """Twenty buckets cost 0.1 ms for their waits and 0.2 ms for an update on one of the two devices, whatever their size."""
+    program = program_of(2, [Weight(f"fc{i}", (i + 1,)) for i in range(20)], link=link)
+    own = {"fwd_0": 1.0} | {f"wait b{i}": 0.1 for i in range(20)} | {f"update b{i}": 0.2 for i in range(20)}
+    found = explained(program, own, own)
+    assert len(found.buckets) == 20 and found.exposed_ms == pytest.approx(2.0)
+    assert (
+        found.advice.startswith("fewer buckets, 1 instead of 20: each costs 0.") and "bucket_cap_mb=25" in found.advice
+    )
+    if link == "shared-memory":  # elsewhere, buckets are under way while others are updated
+        assert "each costs 0.200 ms" in found.advice and found.advice.endswith("Estimated gain: 3.798 ms a step.")
+
+
+def test_buckets_of_different_rules_stay_apart() -> None:
+    other = [Weight(f"o{i}", (i + 1,), rule=MUON) for i in range(2)]
+    program = program_of(2, [*(Weight(f"fc{i}", (i + 3,)) for i in range(8)), *other])
+    own = {"fwd_0": 1.0} | {f"wait b{i}": 0.5 for i in range(10)}
+    assert explained(program, own, own).advice.startswith("fewer buckets, 2 instead of 10: each costs 0.500 ms")
+
+
+def test_nothing_is_advised_where_little_is_exposed() -> None:
+    own = EVEN | {"fwd_0": 400.0} | DONE
+    assert explained(program_of(), own, own).advice == "nothing worth doing: 1.500 ms exposed are under 2% of the step."
+
+
+def test_one_device() -> None:
+    own = {"start": 1.0, "fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0, "update b0": 1.0}
+    found = explained(program_of(1), own)
+    assert [(bucket.index, bucket.kind, bucket.link, bucket.devices) for bucket in found.buckets] == [
+        (0, "none", "", ()),
+        (1, "none", "", ()),
+    ]
+    assert figures(found.buckets[0]) == (7.0, 7.0, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0)
+    assert (found.exposed_ms, found.hidden_ms, found.step_ms, found.compute_ms) == (0.0, 0.0, 11.0, 9.0)
+    assert found.advice == "nothing to do: one device has nobody to communicate with."
+    assert "not communicated" in str(found)
+
+
+def test_who_is_sent_to_waits_for_the_sender_alone() -> None:
+    """An optimizer that runs by itself, on replica 0, whose parameters the others are sent."""
+    program = program_of(3, [Weight("fc1", (4,), rule=MUON)], without=["share-parameters"])
+    own = {"fwd_0": 1.0, "bwd_0": 1.0, "wait b0": 0.0}
+    found = explained(program, own | {"step_optimizer": 6.0}, own | {"store b0": 0.5}, own | {"bwd_0": 2.0})
+    reduced, sent = found.buckets
+    assert (reduced.kind, sent.kind, reduced.index, sent.index) == ("all_reduce", "send", 0, 0)
+    assert (reduced.behind, sent.behind) == ("cpu:2's bwd_0", "cpu:0's step_optimizer")
+    assert {own.device: own.skew_ms for own in reduced.devices} == {"cpu:0": 1.0, "cpu:1": 1.0, "cpu:2": 0.0}
+    skews = [(own.device, own.skew_ms) for own in sent.devices if own.exposed_ms]
+    assert skews == [("cpu:1", 6.0), ("cpu:2", 6.0)] and sent.skew_ms == 4.0
+    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (9.0, 3.0, 9.0)
+    assert found.update_ms == pytest.approx((6.0 + 0.5) / 3)
+    assert "  cpu:0's step_optimizer\n" in str(found), "names are not cut"
+
+
+CALLS = (
+    "start",
+    "fwd_0",
+    "bwd_0",
+    "bwd_1",
+    "pack b0",
+    "reduce_scatter b1",
+    "wait b0",
+    "wait b1",
+    "update b0",
+    "update b1",
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(["shared-memory", "nccl"]), st.integers(1, 3))
+def test_figures_always_add_up(num_devices: int, seed: int, link: str, num_steps: int) -> None:
+    draw = random.Random(seed)
+    program = _lowered(num_devices, link)
+    steps = [
+        recorded(
+            program,
+            *({name: draw.choice([0.0, draw.random() * 5]) for name in CALLS} for _ in range(num_devices)),
+            warms_up=number == 0,
+            begun_ms=100.0 * number,
+        )
+        for number in range(num_steps)
+    ]
+    found = explain_steps(program, steps)
+    assert {bucket.index for bucket in found.buckets} == {0, 1}
+    for times in (*found.buckets, *(own for bucket in found.buckets for own in bucket.devices)):
+        assert times.exposed_ms == times.skew_ms + times.transfer_ms
+        assert min(times.hidden_ms, times.skew_ms, times.transfer_ms) >= 0.0
+        assert 0.0 <= times.ready_ms <= times.launched_ms <= times.finished_ms <= found.step_ms + 1e-6
+    if num_steps <= 2:  # of one step: there, medians are of one value
+        total = found.compute_ms + found.exposed_ms + found.update_ms
+        assert total <= found.step_ms + 1e-6 and total + found.other_ms == pytest.approx(found.step_ms)
+    lines = str(found).split("\n")
+    behind = tuple(bucket.behind for bucket in found.buckets if bucket.behind)
+    assert max(len(line) for line in lines if not line.endswith(behind)) <= 110 and found.advice
+    assert all(any(line.endswith(f"  {name}") for line in lines) for name in behind), "names are not cut"
+
+
+_made: dict[tuple[int, str], Program] = {}
+
+
+def _lowered(num_devices: int, link: str) -> Program:
+    if (num_devices, link) not in _made:
+        _made[num_devices, link] = program_of(num_devices, link=link)
+    return _made[num_devices, link]
+
+
+def test_the_text() -> None:
+    late = EVEN | {"bwd_1": 9.0}
+    text = str(explained(program_of(), EVEN | DONE, late | DONE))
+    assert text == TEXT
+
+
+TEXT = """\
+A step takes 21.25 ms; median of 1 step on cpu:0, cpu:1
+  compute 12.00 (56%), exposed 4.50 (21%), update 3.00 (14%), other 1.75 (8%)
+  in flight behind compute (hidden) 12.25 ms, summed over buckets; shared-memory moves nothing until the wait
+
+bucket      size    ready launched   waited finished   hidden  exposed     skew transfer  behind
+reduce_scatter over shared-memory, ms
+b0       4.0 KiB     7.00     7.50    19.75    20.25    12.25     0.50     0.00     0.50  wait b1
+b1     256.0 KiB    16.50    16.75    10.75    17.75     0.00     4.00     3.00     1.00  cpu:1's bwd_1
+
+device            started  compute  exposed   update finished
+cpu:0                1.00     9.00     7.50     3.00    21.25
+cpu:1                1.00    15.00     1.50     3.00    21.25
+
+advice: even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms, 6.000 ms more in bwd_1: see
+  what else runs on the cores of cpu:1. Estimated gain: 3.000 ms a step."""
+
+
+def test_text_of_many_devices_keeps_its_width() -> None:
+    program = program_of(24)
+    text = str(explained(program, *([EVEN | DONE] * 24)))
+    assert max(len(line) for line in text.split("\n")) <= 110

@@ -1,0 +1,431 @@
+"""What a step notes while it runs, and what is made of it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import operator
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import mirrorc
+from mirrorc.errors import ExecutionError
+from mirrorc.ir import ops
+from mirrorc.ir.program import Device
+from mirrorc.runtime.codegen.graph_function import generate
+from mirrorc.runtime.execution.interleaving import NUM_TRIAL_STEPS
+from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, call_name, collectives_of, recorded_steps
+
+
+def counter() -> Callable[[], float]:
+    """A clock that is a nanosecond further each time; in seconds."""
+    count = itertools.count()
+    return lambda: next(count) * 1e-9
+
+
+class CountingClock(Clock):
+    """Every mark is a nanosecond after the last; ``now`` may be shared with other clocks."""
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        super().__init__()
+        self.begin = self.mark = now or counter()
+
+
+def times_of(clock: Clock) -> list[list[int]]:
+    return [clock.times_ns(marks) for marks in clock.noted()]
+
+
+def compiled(model: nn.Module, num_devices: int = 2, **options: Any) -> mirrorc.Step:
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager", **options}
+    return mirrorc.compile(model, num_devices, loss_fn=nn.functional.mse_loss, timeout_seconds=60.0, **options)
+
+
+def recorder_of(step: mirrorc.Step) -> Recorder:
+    assert step._last is not None and step._last.recorder is not None
+    return step._last.recorder
+
+
+# The generated function
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def halves(box: list[int]) -> list[int]:
+    (x,) = box
+    box.clear()
+    return [x // 2, x - x // 2]
+
+
+def small_graph() -> fx.Graph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    doubled = graph.call_function(double, (x,))
+    parts = graph.call_function(halves, (doubled,))
+    first, second = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    graph.call_function(double, (first,))  # unused
+    graph.output(graph.call_function(operator.sub, (second, first)))
+    return graph
+
+
+def generated(clock: Clock | None) -> Any:
+    return generate("test", small_graph(), lambda n: n.target, boxed=lambda n: n.target is halves, clock=clock)
+
+
+def test_every_call_is_marked_once_in_order() -> None:
+    clock = CountingClock()
+    function = generated(clock)
+    assert [node.target for node in function.marked] == [double, halves, double, operator.sub]
+    for _ in range(2):
+        assert function.call([3]) == 0
+    assert times_of(clock) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_function_that_fails_notes_nothing() -> None:
+    clock = CountingClock()
+    with pytest.raises(TypeError):
+        generated(clock).call([None])
+    assert clock.noted() == [] and clock.mark() == 1e-9, "it had begun"
+
+
+def test_without_a_clock_there_is_no_trace_of_marks() -> None:
+    function = generated(None)
+    assert function.call([3]) == 0 and function.marked == []
+    assert not {"begin", "mark", "note"} & {*function.namespace, *re.findall(r"[a-z]+", function.source)}
+    with_marks = generated(CountingClock()).source.split("\n")
+    kept = [line for line in with_marks if not re.search(r"begin\(|mark\(|note\(", line)]
+    assert kept[1:] == function.source.split("\n")[1:]
+
+
+# The recorder
+
+
+def recorder_with(num_devices: int) -> tuple[Recorder, fx.Node]:
+    """A recorder whose devices call one node each, and which shares one clock with them."""
+    now, node = counter(), fx.Graph().call_function(double, (1,))
+    recorder = Recorder([CountingClock(now) for _ in range(num_devices)], now)
+    recorder.nodes = [[node]] * num_devices
+    return recorder, node
+
+
+def run_device(recorder: Recorder, replica: int) -> None:
+    clock = recorder.clocks[replica]
+    clock.note((clock.begin(), clock.mark()))
+
+
+def run_steps(recorder: Recorder, num_steps: int) -> None:
+    for _ in range(num_steps):
+        recorder.begin()
+        for replica in range(len(recorder.clocks)):
+            run_device(recorder, replica)
+
+
+def test_steps_are_put_together() -> None:
+    recorder, node = recorder_with(2)
+    assert recorder.steps() == () and not recorder.has_begun
+    run_steps(recorder, 2)
+    assert recorder.steps() == (
+        RecordedStep(True, 0, (1, 3), ((Call(node, 1, 2),), (Call(node, 3, 4),))),
+        RecordedStep(False, 5, (6, 8), ((Call(node, 6, 7),), (Call(node, 8, 9),))),
+    )
+    assert recorder.steps()[0].ended_ns == 4 and recorder.has_begun
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 34, 70])
+def test_the_last_steps_are_kept(num_steps: int) -> None:
+    recorder, _ = recorder_with(2)
+    run_steps(recorder, num_steps)
+    steps = recorder.steps()
+    assert [step.begun_ns for step in steps] == [5 * i for i in range(max(0, num_steps - 32), num_steps)]
+    assert [step.warms_up for step in steps] == [num_steps <= 32 and i == 0 for i in range(len(steps))]
+
+
+def test_a_step_that_a_device_did_not_finish_is_not_kept() -> None:
+    recorder, _ = recorder_with(2)
+    recorder.begin()
+    run_device(recorder, 0)  # device 1 never came so far
+    assert recorder.steps() == ()
+    recorder.forget()
+    run_steps(recorder, 1)
+    recorder.begin()
+    run_device(recorder, 1)
+    recorder.forget()
+    recorder.forget()  # who stops a step may say so twice
+    run_steps(recorder, 1)
+    recorder.begin()  # and one that is going on
+    assert [(step.begun_ns, step.started_ns, step.warms_up) for step in recorder.steps()] == [
+        (3, (4, 6), True),
+        (11, (12, 14), False),
+    ]
+
+
+def test_a_step_that_was_stopped_is_not_kept_though_all_devices_finish_it() -> None:
+    recorder, _ = recorder_with(2)
+    recorder.begin()
+    run_device(recorder, 0)
+    recorder.forget()
+    run_device(recorder, 1)
+    assert recorder.steps() == ()
+
+
+def test_failures_push_out_what_came_before() -> None:
+    """A device that failed notes nothing, so that its last steps may be older than those of others."""
+    recorder, _ = recorder_with(2)
+    run_steps(recorder, 2)
+    for i in range(40):
+        assert len(recorder.steps()) == max(0, min(2, 32 - i))
+        recorder.begin()
+        run_device(recorder, 0)
+        recorder.forget()
+    run_steps(recorder, 1)
+    (step,) = recorder.steps()
+    assert step.begun_ns == 2 * 5 + 40 * 3 and not step.warms_up
+
+
+def test_a_step_that_failed_counts_among_the_last() -> None:
+    recorder, _ = recorder_with(2)
+    run_steps(recorder, 5)
+    recorder.begin()  # neither device notes anything: both still have the marks of the first step
+    recorder.forget()
+    run_steps(recorder, NUM_KEPT_STEPS - 5)
+    assert len(recorder.steps()) == NUM_KEPT_STEPS - 1
+    assert not any(step.warms_up for step in recorder.steps())
+
+
+def test_anyone_may_look_while_steps_are_run() -> None:
+    recorder, _ = recorder_with(2)
+    stop, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            begun = [step.begun_ns for step in recorder.steps()]
+            if any(other - one != 5 for one, other in itertools.pairwise(begun)):
+                wrong.append(begun)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        run_steps(recorder, 3000)
+    finally:
+        stop.set()
+        thread.join(timeout=60.0)
+    assert not wrong and [step.begun_ns for step in recorder.steps()] == [
+        5 * i for i in range(3000 - NUM_KEPT_STEPS, 3000)
+    ]
+
+
+def test_no_record_says_why() -> None:
+    with pytest.raises(ExecutionError, match=r"compiled with record=False; compile with record=True$"):
+        recorded_steps(False, None)
+    recorder, _ = recorder_with(1)
+    for none in (None, recorder):
+        with pytest.raises(ExecutionError, match=r"none has run yet .*; call the step with a batch first$"):
+            recorded_steps(True, none)
+    recorder.begin()
+    with pytest.raises(
+        ExecutionError, match=r"each that began .* failed or was interrupted; call the step with a batch"
+    ):
+        recorded_steps(True, recorder)
+    run_steps(recorder, 1)
+    assert len(recorded_steps(True, recorder)) == 1
+
+
+# Clocks
+
+
+class FakeEvent:
+    """Happens ``lag_ms`` after it was recorded, on a GPU whose clock has nothing to do with the host's."""
+
+    now_ms = 7000.0
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def record(self) -> None:
+        FakeEvent.now_ms += 1.5
+        self.happened_ms = FakeEvent.now_ms
+        self._log.append("record")
+
+    def synchronize(self) -> None:
+        self._log.append("synchronize")
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert "synchronize" in self._log, "an event has no time before it has happened"
+        return end.happened_ms - self.happened_ms
+
+
+def test_events_become_times_of_the_host_only_when_asked_for() -> None:
+    log: list[str] = []
+    clock = EventClock(lambda: FakeEvent(log), now=lambda: 1.0)
+    marks = (clock.begin(), clock.mark(), clock.mark())
+    assert log == ["record"] * 3
+    assert clock.begun_seconds(marks) == 1.0 and log == ["record"] * 3
+    assert clock.times_ns(marks) == [10**9, 10**9 + 1_500_000, 10**9 + 3_000_000]
+    assert log == ["record"] * 3 + ["synchronize"], "one wait, for the last event"
+
+
+def test_a_step_of_events_alone() -> None:
+    log: list[str] = []
+    clock = EventClock(lambda: FakeEvent(log), now=lambda: 5e-9)
+    assert clock.times_ns((clock.begin(),)) == [5]
+
+
+def test_devices_have_the_clocks_of_their_kind() -> None:
+    assert type(clock_for(Device("cpu:0", torch.device("cpu")))) is Clock
+    assert isinstance(clock_for(Device("cuda:0", torch.device("cuda:0"))), EventClock)
+
+
+def test_the_hosts_clock_goes_forward() -> None:
+    clock = Clock()
+    times = clock.times_ns((clock.begin(), *(clock.mark() for _ in range(50))))
+    assert len(times) == 51 and times == sorted(times) and all(type(ns) is int for ns in times)
+
+
+# Steps that run
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All clocks are one, which counts."""
+    now = counter()
+    monkeypatch.setattr("mirrorc.api.clock_for", lambda device: CountingClock(now))
+    monkeypatch.setattr("mirrorc.api.Recorder", lambda clocks: Recorder(clocks, now=now))
+    yield
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    silent = (ops.read, ops.slot, operator.getitem)
+    return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in silent]
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_step_notes_every_call_of_every_device(num_devices: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with compiled(model, num_devices, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as step:
+        for _ in range(3):
+            step(torch.randn(7, 3), target=torch.randn(7, 2))
+        steps = recorder_of(step).steps()
+        assert [recorded.warms_up for recorded in steps] == [True, False, False]
+        for recorded in steps:
+            num_marks = 1 + sum(1 + len(own) for own in recorded.calls)
+            assert recorded.ended_ns - recorded.begun_ns == num_marks - 1, "nothing but marks of this step took a time"
+            for graph_module, started, own in zip(
+                step.graphs.values(), recorded.started_ns, recorded.calls, strict=True
+            ):
+                assert [call.node for call in own] == calls_of(graph_module.graph)
+                times = [started, *(call.end_ns for call in own)]
+                assert [(call.start_ns, call.end_ns) for call in own] == list(itertools.pairwise(times))
+                assert recorded.begun_ns < started and all(call.duration_ns > 0 for call in own)
+
+
+@pytest.mark.usefixtures("counted")
+def test_records_go_on_when_memory_is_laid_out_anew() -> None:
+    model = nn.Linear(3, 2)
+    with compiled(model) as step:
+        step(torch.randn(4, 3), target=torch.randn(4, 2))
+        executor = step._last
+        assert executor is not None
+        functions = list(executor._functions)
+        step._store.layout += 1  # as a program with another bucket plan would
+        step(torch.randn(4, 3), target=torch.randn(4, 2))
+        assert step._last is executor and executor._functions[0] is not functions[0]
+        first, second = recorder_of(step).steps()
+        assert [c.node for c in first.calls[1]] == [c.node for c in second.calls[1]]
+        assert second.begun_ns == first.ended_ns + 1, "the clock is the same"
+
+
+def test_each_program_has_its_own_record() -> None:
+    model = nn.Linear(3, 2)
+    with compiled(model) as step:
+        step(torch.randn(4, 3), target=torch.randn(4, 2))
+        first = recorder_of(step)
+        for _ in range(2):
+            step(torch.randn(6, 3), target=torch.randn(6, 2))
+        second = recorder_of(step)
+        assert second is not first and [len(r.steps()) for r in (first, second)] == [1, 2]
+        step(torch.randn(4, 3), target=torch.randn(4, 2))
+        assert recorder_of(step) is first and [len(r.steps()) for r in (first, second)] == [2, 2]
+
+
+def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() -> None:
+    model = nn.Linear(3, 2)
+    step = compiled(model)
+    for _ in range(NUM_TRIAL_STEPS + NUM_KEPT_STEPS + 3):  # whose records are forgotten when the way changes
+        step(torch.ones(4, 3), target=torch.ones(4, 2))
+    steps = recorder_of(step).steps()
+    assert len(steps) == NUM_KEPT_STEPS and not any(recorded.warms_up for recorded in steps)
+    reference = weakref.ref(recorder_of(step))
+    step.close()
+    del step
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_step_without_records_has_no_trace_of_them() -> None:
+    model = nn.Linear(3, 2)
+    with compiled(model, record=False) as step:
+        step(torch.ones(4, 3), target=torch.ones(4, 2))
+        assert step._last is not None and step._last.recorder is None
+        assert not any(re.search("begin|mark|note", function.source) for function in step._last._functions)
+
+
+# What calls are, and what they belong to
+
+
+def test_calls_have_names() -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    named = {
+        "bwd_1": graph.call_module("bwd_1", (value,)),
+        "wait b2": graph.call_function(ops.wait, (value,), {"bucket": 2}),
+        "write bn.running_mean": graph.call_function(ops.write, (value,), {"variable": "bn.running_mean"}),
+        "step_optimizer": graph.call_function(ops.step_optimizer, (value,), {"buckets": (0,)}),
+    }
+    assert [call_name(node) for node in named.values()] == list(named)
+
+
+def lowered_broadcast(num_devices: int) -> RecordedStep:
+    """Each device reduces bucket 0, device 1 updates it, all get it from there."""
+    calls = []
+    for replica in range(num_devices):
+        graph = fx.Graph()
+        region = graph.call_module("bwd_0", ())
+        gradient = graph.call_function(operator.getitem, (region, 0))
+        packed = graph.call_function(ops.pack, (gradient,), {"bucket": 0})
+        cast = graph.call_function(torch.ops.aten._to_copy.default, (packed,), {"dtype": torch.bfloat16})
+        pending = graph.call_function(ops.all_reduce, (cast,), {"bucket": 0, "op": "sum", "link": "nccl"})
+        total = graph.call_function(ops.wait, (pending,), {"bucket": 0})
+        nodes = [region, packed, cast, pending, total]
+        token = []
+        if replica == 1:
+            token = [graph.call_function(ops.step_optimizer, (total,), {"buckets": (0,)})]
+        shared = graph.call_function(ops.broadcast, tuple(token), {"bucket": 0, "root": 1, "link": "copy"})
+        nodes += [*token, shared, graph.call_function(ops.wait, (shared,), {"bucket": 0})]
+        calls.append(tuple(Call(node, 10 * i, 10 * i + 10) for i, node in enumerate(nodes)))
+    return RecordedStep(True, 0, (0,) * num_devices, tuple(calls))
+
+
+def test_collectives_are_found_on_all_devices() -> None:
+    step = lowered_broadcast(3)
+    reduced, shared = collectives_of(step)
+    assert (reduced.kind, reduced.bucket, reduced.link) == ("all_reduce", 0, "nccl")
+    assert (shared.kind, shared.bucket, shared.link) == ("broadcast", 0, "copy")
+    for replica in range(3):
+        launch = reduced.launches[replica]
+        assert launch.replica == replica and launch.sources == (step.calls[replica][0].node,)
+        assert launch.wait is step.calls[replica][4].node
+        assert launch.awaited == tuple((r, step.calls[r][3].node) for r in range(3))
+        root = [(1, call.node) for call in step.calls[1] if call.node.target is ops.broadcast]
+        assert list(shared.launches[replica].awaited) == root, "only the root is waited for"
+    assert [node.target for node in shared.launches[1].sources] == [ops.step_optimizer]
+    assert shared.launches[0].sources == ()

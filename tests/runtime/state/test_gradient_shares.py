@@ -1,0 +1,168 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirrorc.ir.program import Bucket, Placement, Slot, UpdateRule
+from mirrorc.runtime.state.gradient_shares import (
+    FactoredBucket,
+    FactoredSlot,
+    copied_elements,
+    forget_what_is_written,
+    make_share,
+    pieces_of_share,
+)
+from mirrorc.torch_internals import peak_allocation
+
+RULE = UpdateRule("AdamW group 0", 0)
+
+
+def bucket_of(shapes: Sequence[tuple[int, int]]) -> Bucket:
+    """A bucket of matrices, aligned as `PlanBuckets` does."""
+    slots, offset = [], 0
+    for i, shape in enumerate(shapes):
+        slots.append(Slot(f"w{i}", shape, (shape[1], 1), offset, shape[0] * shape[1]))
+        offset += -(-slots[-1].num_elements // 16) * 16
+    return Bucket(0, torch.float64, tuple(slots), offset, RULE, Placement.SHARED)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    which=st.lists(st.booleans(), min_size=5, max_size=5),
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+)
+def test_shares_are_the_sum_of_all_replicas_gradients(
+    shapes: list[tuple[int, int]], which: list[bool], rows: list[int]
+) -> None:
+    """Whatever is factored, on any number of replicas, with batches of any size; nothing is written outside of a share."""
+    bucket, num_replicas = bucket_of(shapes), len(rows)
+    factored = [FactoredSlot(i) for i in range(len(shapes)) if which[i]]
+    expected = torch.zeros(bucket.num_elements, dtype=torch.float64)
+    buckets = []
+    for replica, k in enumerate(rows):
+        flat = torch.zeros(bucket.num_elements, dtype=torch.float64)
+        factors = []
+        for i, slot in enumerate(bucket.slots):
+            left, right = torch.rand(k, slot.shape[0], dtype=torch.float64).t(), torch.rand(k, slot.shape[1]).double()
+            gradient = (left @ right).flatten()
+            place = slice(slot.offset, slot.offset + slot.num_elements)
+            expected[place] += gradient
+            flat[place] = 777.0 if which[i] else gradient  # what nobody made is not looked at
+            factors += [(left, right)] if which[i] else []
+        buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
+    for replica in reversed(range(num_replicas)):
+        before = buckets[0].tensor.clone()
+        make_share(buckets, replica)
+        start, stop = bucket.share(replica, num_replicas)
+        own = torch.zeros(bucket.num_elements, dtype=torch.bool)
+        own[start:stop] = True
+        assert torch.equal(buckets[0].tensor[~own], before[~own])
+    for slot in bucket.slots:
+        place = slice(slot.offset, slot.offset + slot.num_elements)
+        torch.testing.assert_close(buckets[0].tensor[place], expected[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [2, 300])
+def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
+    """Few rows are multiplied side by side, many one after the other."""
+    bucket = bucket_of([(96, 64)])
+    pairs = [(torch.rand(k, 96, dtype=dtype).t(), torch.rand(k, 64, dtype=dtype)) for _ in range(2)]
+    flats = [torch.zeros(bucket.num_elements, dtype=dtype) for _ in pairs]
+    buckets = [
+        FactoredBucket(flat, [pair], pieces_of_share(bucket, [FactoredSlot(0)], replica, 2))
+        for replica, (flat, pair) in enumerate(zip(flats, pairs, strict=True))
+    ]
+    for replica in range(2):
+        make_share(buckets, replica)
+    expected = sum(left.float() @ right.float() for left, right in pairs)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(flats[0].view(96, 64).float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_no_rows_at_all_give_zeros() -> None:
+    bucket = bucket_of([(8, 4)])
+    flat = torch.full((bucket.num_elements,), 7.0)
+    pieces = pieces_of_share(bucket, [FactoredSlot(0)], 0, 1)
+    make_share([FactoredBucket(flat, [(torch.rand(8, 0), torch.rand(0, 4))], pieces)], 0)
+    assert torch.equal(flat[:32], torch.zeros(32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 60), st.integers(1, 40)),
+    batches=st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4),
+    num_replicas=st.integers(1, 3),
+    padding_idx=st.integers(-1, 5),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    forgets=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
+    shape: tuple[int, int],
+    batches: list[list[int]],
+    num_replicas: int,
+    padding_idx: int,
+    index_dtype: torch.dtype,
+    forgets: list[bool],
+) -> None:
+    """Nothing of a step is left in the next one's; a table lies between slots that are added up."""
+    bucket, kind = bucket_of([(2, 3), shape, (5, 1)]), FactoredSlot(1, True, padding_idx)
+    before, table, after = (slice(slot.offset, slot.offset + slot.num_elements) for slot in bucket.slots)
+    pieces = [pieces_of_share(bucket, [kind], replica, num_replicas) for replica in range(num_replicas)]
+    flats = [torch.full((bucket.num_elements,), 777.0, dtype=torch.float64) for _ in range(num_replicas)]
+    for sizes, forget in zip(batches, forgets, strict=False):
+        expected, buckets = torch.zeros(bucket.num_elements, dtype=torch.float64), []
+        for flat, own, size in zip(flats, pieces, sizes, strict=False):
+            indices = torch.randint(shape[0], (size, 2), dtype=index_dtype)
+            rows = torch.randn(size, 2, shape[1], dtype=torch.float64)
+            flat[before], flat[after] = 1.0, 2.0
+            expected[before] += 1.0
+            expected[after] += 2.0
+            gradient = torch.ops.aten.embedding_dense_backward(rows, indices, shape[0], padding_idx, False)
+            expected[table] += gradient.flatten()
+            buckets.append(FactoredBucket(flat, [(rows, indices)], own))
+        for own in pieces:
+            if forget:
+                flats[0][table] = 777.0
+                forget_what_is_written(own)
+        for replica in range(num_replicas):
+            make_share(buckets, replica)
+        for place in (before, table, after):
+            torch.testing.assert_close(flats[0][place], expected[place], rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_no_step_adds_to_are_not_touched() -> None:
+    """It is known that they are zero: filling a large table again would cost more than all else."""
+    bucket = bucket_of([(50, 4)])
+    pieces = pieces_of_share(bucket, [FactoredSlot(0, True)], 0, 1)
+    flat = torch.full((bucket.num_elements,), 777.0)
+    made = FactoredBucket(flat, [(torch.ones(2, 4), torch.tensor([3, 7]))], pieces)
+    make_share([made], 0)
+    assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [3, 7]
+    flat[4 * 20] = 5.0  # as no step would
+    make_share([FactoredBucket(flat, [(torch.ones(1, 4), torch.tensor([9]))], pieces)], 0)
+    assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=3),
+    rows=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+)
+def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows: list[int]) -> None:
+    """The elements of factors that are put side by side, counted against what torch allocates."""
+    bucket, num_replicas = bucket_of(shapes), len(rows)
+    factored = [FactoredSlot(i) for i in range(len(shapes))]
+    pairs = [
+        [(torch.ones(m, k, dtype=torch.float64), torch.ones(k, n, dtype=torch.float64)) for m, n in shapes]
+        for k in rows
+    ]
+    for replica in range(num_replicas):
+        pieces = pieces_of_share(bucket, factored, replica, num_replicas)
+        buckets = [FactoredBucket(torch.zeros(bucket.num_elements, dtype=torch.float64), own, pieces) for own in pairs]
+        given_ = [own.tensor for own in buckets] + [factor for own in pairs for pair in own for factor in pair]
+        taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
+        assert taken == 8 * copied_elements(pieces, pairs)

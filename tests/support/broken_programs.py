@@ -1,0 +1,647 @@
+"""Valid programs broken in just one way each, by the rule that is to refuse them.
+
+Long for one file, because it is one table with what its entries need; `mutations` breaks programs in more ways, at random places.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tiny_programs import (
+    MUON,
+    PASS_NAMES,
+    SMALL_BUCKETS,
+    Weight,
+    core_pipeline,
+    handmade,
+    outputs,
+    run_up_to,
+    targets,
+)
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Bucket, Placement, Program, Synchronization, UpdateRule, Variable
+from mirrorc.passes import PlaceGradients, ShareParameters
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.verifier import verify
+
+WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
+Mutation = tuple[str, Callable[[Program], Program]]
+
+
+def two_buckets() -> Program:
+    """Bucket 0 has two gradients of one shape, bucket 1 has one."""
+    return handmade(2, WEIGHTS)
+
+
+CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
+
+
+def whole_optimizer(pass_name: str = "insert-update") -> Program:
+    """Two buckets that one optimizer steps by itself, of one size."""
+    weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,), rule=MUON)]
+    program = run_up_to(pass_name, handmade(2, weights), **SMALL_BUCKETS)
+    verify(program)
+    return program
+
+
+def at(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph (of the first device's graph, once lowered) after a pass."""
+
+    def mutate(program: Program) -> Program:
+        graphs = program.graphs()
+        change(graphs[0])
+        return program
+
+    return pass_name, mutate
+
+
+def bucket_change(pass_name: str, change: Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]) -> Mutation:
+    return pass_name, lambda program: program.evolve(buckets=change(program.buckets))
+
+
+def first(graph: fx.Graph, target: object) -> fx.Node:
+    return targets(graph, target)[0]
+
+
+def with_kwargs(node: fx.Node, **kwargs: object) -> None:
+    node.kwargs = {**node.kwargs, **kwargs}  # type: ignore[dict-item]
+
+
+def use_before_definition(graph: fx.Graph) -> None:
+    wait = first(graph, ops.wait)
+    first(graph, ops.update).append(wait)
+
+
+def use_a_gradient_twice(graph: fx.Graph) -> None:
+    gradient = first(graph, ops.pack).args[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.write, (gradient,), {"variable": "a", "replica": 0})
+
+
+def use_in_flight(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.write, (packed,), {"variable": "a", "replica": 0})
+
+
+def erase(graph: fx.Graph, *nodes: fx.Node) -> None:
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def set_args(node: fx.Node, args: tuple[object, ...]) -> None:
+    node.args = args  # type: ignore[assignment]
+
+
+def move_to_end(graph: fx.Graph, *nodes: fx.Node) -> None:
+    for node in nodes:
+        graph.output_node().prepend(node)
+
+
+def write_before_the_wait(graph: fx.Graph, replica: int) -> None:
+    """A replica takes the bucket that was launched early first, while others may still run backward."""
+    own = [node for node in targets(graph, ops.wait, ops.update) if node.kwargs["replica"] == replica]
+    move_to_end(graph, *(node for node in own if node.kwargs["bucket"] == 1))
+
+
+def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of a graph whose parameters are shared."""
+
+    def mutate(program: Program) -> Program:
+        shared = ShareParameters().run(program)
+        assert targets(shared.mirrored_graph, ops.reduce_scatter)
+        verify(shared)
+        change(shared.mirrored_graph)
+        return shared
+
+    return "schedule-overlap", mutate
+
+
+def repeat(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_after(node):
+        graph.node_copy(node, lambda n: n)
+
+
+def launch_in_another_order(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.all_reduce)
+    other.append(one)
+
+
+def slots(change: Callable[[Bucket], Bucket]) -> Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]:
+    return lambda buckets: (change(buckets[0]), *buckets[1:])
+
+
+def shifted(bucket: Bucket, offset: int) -> Bucket:
+    *before, last = bucket.slots
+    return dataclasses.replace(bucket, slots=(*before, dataclasses.replace(last, offset=offset)))
+
+
+def output_with(graph: fx.Graph, key: str, change: Callable[[dict[str, object]], dict[str, object]]) -> None:
+    found = outputs(graph)
+    graph.output_node().args = ({**found, key: change(found[key])},)
+
+
+def drop_a_gradient(graph: fx.Graph) -> None:
+    output_with(graph, "gradients", lambda gradients: {name: g for name, g in gradients.items() if name != "a"})
+
+
+def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of a graph whose regions write their gradients into slots."""
+
+    def mutate(_: Program) -> Program:
+        program = PlaceGradients().run(run_up_to("outline-regions", two_buckets(), **CAPS))
+        first_pass, last_pass = (PASS_NAMES.index(name) for name in ("replicate", pass_name))
+        program = run_passes(program, core_pipeline(**CAPS)[first_pass : last_pass + 1])
+        verify(program)
+        change(program.graphs()[0])
+        return program
+
+    return pass_name, mutate
+
+
+def exchange_slots(graph: fx.Graph) -> None:
+    one, other = (next(n for n in targets(graph, ops.slot) if n.kwargs["variable"] == name) for name in ("c", "b"))
+    assert one.kwargs.get("replica") == other.kwargs.get("replica")
+    one.kwargs, other.kwargs = other.kwargs, one.kwargs
+
+
+def exchange_gradients(graph: fx.Graph, replicas: tuple[int | None, ...] = (None,)) -> None:
+    """The two gradients of bucket 0, which have one shape."""
+    for replica in replicas:
+        pack = next(n for n in targets(graph, ops.pack) if n.kwargs.get("replica") == replica)
+        set_args(pack, pack.args[::-1])
+
+
+def exchange_between_buckets(graph: fx.Graph) -> None:
+    for replica in (0, 1):
+        one, other = (node for node in targets(graph, ops.pack) if node.kwargs["replica"] == replica)
+        theirs, (mine, *rest) = other.args, one.args
+        set_args(one, (theirs[0], *rest))
+        set_args(other, (mine, *theirs[1:]))
+        other.prepend(one)  # what it packs is there only now
+
+
+def whole(pass_name: str, change: Callable[[Program], None]) -> Mutation:
+    """A change of a program of an optimizer that steps by itself."""
+
+    def mutate(_: Program) -> Program:
+        program = whole_optimizer(pass_name)
+        change(program)
+        return program
+
+    return pass_name, mutate
+
+
+def broadcast_from_replica_1(program: Program) -> None:
+    for graph in program.graphs():
+        for node in targets(graph, ops.broadcast):
+            with_kwargs(node, root=1)
+
+
+def read_early(graph: fx.Graph) -> None:
+    """Backward's last region reads c, of bucket 0, instead of a, which has the same shape."""
+    nodes = list(graph.nodes)
+    after = nodes[nodes.index(first(graph, ops.all_reduce)) :]
+    regions = [node for node in after if node.target is ops.call_region or node.op == "call_module"]
+    assert regions
+    for region in regions:
+        (c,) = (
+            node
+            for node in targets(graph, ops.read)
+            if node.kwargs["variable"] == "c" and node.kwargs.get("replica") == region.kwargs.get("replica")
+        )
+        region.replace_input_with(region.all_input_nodes[0], c)
+
+
+def update_before_a_region(graph: fx.Graph) -> None:
+    """As soon as bucket 0 is summed, while backward goes on and reads what is in it."""
+    read_early(graph)
+    update_early(graph)
+
+
+def update_early(graph: fx.Graph) -> None:
+    launched = first(graph, ops.all_reduce)
+    for node in reversed(targets(graph, ops.wait, ops.update)):
+        if node.kwargs["bucket"] == 0:
+            launched.append(node)
+
+
+def insert_before_output(graph: fx.Graph, target: Any, like: fx.Node, *args: Any) -> None:
+    """A call, dead, that gives a value of another's type."""
+    with graph.inserting_before(graph.output_node()):
+        node = graph.create_node("get_attr" if isinstance(target, str) else "call_function", target, args)
+    node.meta["val"] = like.meta["val"]
+
+
+def a_function_of_python(graph: fx.Graph) -> None:
+    loss = next(node for node in graph.nodes if node.target is operator.getitem)
+    insert_before_output(graph, operator.add, loss, loss, 1)
+
+
+def an_operator_that_writes(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    insert_before_output(graph, torch.ops.aten.mul_.Tensor, packed, packed, 2)
+
+
+def write_slots_after_the_pack(graph: fx.Graph) -> None:
+    """The region that gave bucket 0 its gradients runs once more, while the bucket is in flight."""
+    packed = first(graph, ops.pack)
+    call = packed.args[0].args[0]
+    assert any(node.target is ops.slot for node in call.all_input_nodes)
+    with graph.inserting_before(graph.output_node()):
+        graph.node_copy(call, lambda node: node)
+
+
+def step_once_more(program: Program) -> None:
+    """The optimizer runs again when its parameters are on their way."""
+    graph = program.graphs()[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.node_copy(first(graph, ops.step_optimizer), lambda node: node)
+
+
+def each_graph(change: Callable[[fx.Graph], None]) -> Callable[[Program], None]:
+    def mutate(program: Program) -> None:
+        for graph in program.graphs():
+            change(graph)
+
+    return mutate
+
+
+def change_each(target: object, **kwargs: object) -> Callable[[Program], None]:
+    def change(graph: fx.Graph) -> None:
+        for node in targets(graph, target):
+            with_kwargs(node, **kwargs)
+
+    return each_graph(change)
+
+
+def forget_to_receive(graph: fx.Graph) -> None:
+    """Replica 1 stores the reduced gradients of bucket 0 as its parameters."""
+    for received in targets(graph, ops.recv):
+        if ops.bucket_of(received) == 0 and ops.replica_of(received) in (None, 1):
+            (wait,) = received.users
+            total = first(graph, ops.wait)
+            assert ops.bucket_of(total) == 0
+            wait.replace_all_uses_with(total)
+            erase(graph, wait, received)
+
+
+def send_gradients(program: Program) -> None:
+    for graph in program.graphs():
+        for node in targets(graph, ops.send):
+            set_args(node, (node.args[0].args[0],))  # the sum that the optimizer is given
+
+
+def send_another_bucket(program: Program) -> None:
+    send = first(program.graphs()[0], ops.send)
+    with_kwargs(send, bucket=1 - ops.bucket_of(send))
+
+
+def receive_before_taking_part(program: Program) -> None:
+    """Replica 1 waits for parameters that replica 0 can only send when replica 1 has launched its reduction."""
+    graph = program.graphs()[1]
+    received = first(graph, ops.recv)
+    (wait,) = received.users
+    launch = next(n for n in targets(graph, ops.all_reduce) if ops.bucket_of(n) == ops.bucket_of(received))
+    launch.prepend(received)
+    launch.prepend(wait)
+
+
+def note_as(graph: fx.Graph, node: fx.Node, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    value = node.meta["val"]
+    with value.fake_mode:
+        node.meta = {**node.meta, "val": change(value)}
+
+
+def noted(target: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[fx.Graph], None]:
+    """Only what is noted of a value changes."""
+    return lambda graph: note_as(graph, first(graph, target), change)
+
+
+def flat_region(program: Program) -> Program:
+    """Region bwd_0 gives its gradient in another shape; its callers do not know."""
+    graph = program.regions["bwd_0"].graph_module.graph
+    output = graph.output_node()
+    result = output.args[0][0]
+    with graph.inserting_before(output):
+        flat = graph.call_function(torch.ops.aten.unsqueeze.default, (result, 0))
+    flat.meta["val"] = result.meta["val"].unsqueeze(0)
+    output.args = ((flat, *output.args[0][1:]),)
+    return program
+
+
+def feed_the_other_replica(graph: fx.Graph) -> None:
+    call = first(graph, ops.call_region)
+    theirs = next(n for n in targets(graph, ops.argument) if n.kwargs == {"name": "x", "replica": 1})
+    call.replace_input_with(call.args[0], theirs)
+
+
+def wait_for_the_other_replica(graph: fx.Graph) -> None:
+    one, other = (n for n in targets(graph, ops.update) if ops.bucket_of(n) == 0)
+    one.args, other.args = other.args, one.args
+
+
+def read_another_variable(graph: fx.Graph) -> None:
+    read = next(n for n in targets(graph, ops.read) if n.kwargs["variable"] == "b")
+    with_kwargs(read, variable="c")
+
+
+def exchange_what_a_region_is_given(graph: fx.Graph) -> None:
+    """The region of bucket 0 makes two gradients of one shape, each from a variable of that shape."""
+    call = next(node for node in graph.nodes if ops.is_region_call(node) and "b" in node.kwargs["gradients"])
+    one, tangent, other = call.args
+    assert (one.target, other.target) == (ops.read, ops.read)
+    set_args(call, (other, tangent, one))
+
+
+def give_another_loss(graph: fx.Graph) -> None:
+    other = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight")
+    graph.output_node().args = (other,)
+
+
+def on_every_device(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
+    def mutate(program: Program) -> Program:
+        for graph in program.graphs():
+            change(graph)
+        return program
+
+    return pass_name, mutate
+
+
+def with_first_slot(bucket: Bucket, **changes: object) -> Bucket:
+    first_slot, *rest = bucket.slots
+    return dataclasses.replace(bucket, slots=(dataclasses.replace(first_slot, **changes), *rest))  # type: ignore[arg-type]
+
+
+def written(program: Program, name: str) -> Variable:
+    """The variable, as if the forward wrote it."""
+    return dataclasses.replace(program.variables[name], synchronization=Synchronization.PER_REPLICA)
+
+
+def multiply_a_variable(graph: fx.Graph) -> None:
+    read = first(graph, ops.read)
+    with graph.inserting_before(graph.output_node()):
+        product = graph.call_function(ops.product, (read, read), {"bucket": 0, "variable": "a"})
+    product.meta["val"] = read.meta["val"]
+
+
+def factor_on_one_replica(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    gradient = packed.args[0]
+    with graph.inserting_before(packed):
+        tags = {**packed.kwargs, "variable": next(iter(gradient.args[0].kwargs["gradients"]))}
+        product = graph.call_function(ops.product, (gradient, gradient), tags)
+    product.meta["val"] = gradient.meta["val"]
+    packed.replace_input_with(gradient, product)
+
+
+def call_from_a_region(program: Program) -> Program:
+    """A region calls a region, which does not end."""
+    body = program.regions["fwd_0"].graph_module.graph
+    with body.inserting_before(body.output_node()):
+        body.call_function(ops.call_region, (), {"region": "fwd_0", "gradients": {}})
+    return program
+
+
+def write_an_argument(program: Program) -> Program:
+    """Inside of a region, where it is given a parameter."""
+    graph = program.graphs()[0]
+    calls = [node for node in graph.nodes if node.op == "call_module" or node.target is ops.call_region]
+    call, place = next(
+        (call, i)
+        for call in calls
+        for i, given in enumerate(call.args)
+        if isinstance(given, fx.Node) and given.target is ops.read
+    )
+    body = program.regions[ops.region_of(call)].graph_module.graph
+    placeholder = [node for node in body.nodes if node.op == "placeholder"][place]
+    with body.inserting_before(body.output_node()):
+        node = body.call_function(torch.ops.aten.zero_.default, (placeholder,))
+    node.meta["val"] = placeholder.meta["val"]
+    return program
+
+
+ONE_BUCKET = "plan-buckets"
+BAD: dict[str, list[Mutation]] = {
+    "graphs_are_well_formed": [
+        at("insert-update", use_before_definition),
+        at("lower-devices", use_before_definition),
+    ],
+    "slots_are_disjoint": [
+        bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.slots[0].offset + 1))),
+        bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.num_elements))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, index=7))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, dtype=torch.float64))),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, rule=UpdateRule("SGD group 1", 1)))),
+    ],
+    "slots_fit_their_variables": [
+        bucket_change(ONE_BUCKET, slots(lambda b: with_first_slot(b, shape=(100, 2)))),
+        bucket_change(ONE_BUCKET, slots(lambda b: with_first_slot(b, strides=(2,)))),
+        bucket_change("lower-devices", slots(lambda b: with_first_slot(b, num_elements=100))),
+    ],
+    "graphs_are_those_of_the_stage": [
+        ("replicate", lambda program: program.evolve(graph=None)),
+        ("lower-devices", lambda program: program.evolve(device_graphs={})),
+        ("lower-devices", lambda p: p.evolve(device_graphs=dict(reversed(list(p.device_graphs.items()))))),
+        (ONE_BUCKET, lambda program: program.evolve(shard_of_replica=(0,))),
+        (ONE_BUCKET, lambda program: program.evolve(shard_of_replica=(0, 1))),
+    ],
+    "references_lead_somewhere": [
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), variable="no-such")),
+        at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), bucket=9)),
+        ("replicate", lambda program: program.evolve(regions={})),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.call_region), gradients={"a": 9})),
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=()))),
+        bucket_change(ONE_BUCKET, slots(lambda b: with_first_slot(b, variable="no-such"))),
+        ("insert-update", lambda program: program.evolve(buckets=program.buckets[:1])),
+    ],
+    "operations_have_their_arguments": [
+        *(
+            at(pass_name, lambda graph, target=target: set_args(first(graph, target), ()))
+            for pass_name in ("insert-update", "lower-devices")
+            for target in (ops.wait, ops.update)
+        ),
+        whole("insert-update", lambda p: set_args(first(p.graphs()[0], ops.step_optimizer), ())),
+        whole("insert-update", lambda p: set_args(first(p.graphs()[0], ops.store), ())),
+    ],
+    "arguments_are_in_order": [
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.argument), replica=1)),
+        ("lower-devices", lambda program: program.evolve(arguments=program.arguments[::-1])),
+        (ONE_BUCKET, lambda program: program.evolve(arguments=program.arguments[:1])),
+    ],
+    "replicas_factor_the_same_gradients": [at("pack-gradients", factor_on_one_replica)],
+    "factors_are_not_variables": [at("outline-regions", multiply_a_variable)],
+    "regions_hold_operators_alone": [
+        *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),
+    ],
+    "regions_write_only_slots": [
+        *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),
+        ("replicate", write_an_argument),
+        ("lower-devices", write_an_argument),
+    ],
+    "results_are_each_replicas_own": [
+        at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), replica=1)),
+        *(
+            at(pass_name, lambda g: output_with(g, "losses", lambda losses: (losses[0],) * 2))  # type: ignore[index]
+            for pass_name in ("replicate", "insert-update")
+        ),
+        at("pack-gradients", lambda g: output_with(g, "packed", lambda packed: packed[::-1])),  # type: ignore[index]
+    ],
+    "tables_are_kept": [
+        (ONE_BUCKET, lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
+        ("lower-devices", lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
+    ],
+    "every_gradient_has_one_slot": [
+        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=b.slots[:-1]))),
+        bucket_change(ONE_BUCKET, lambda buckets: (*buckets, dataclasses.replace(buckets[0], index=len(buckets)))),
+        at(ONE_BUCKET, drop_a_gradient),
+        at("replicate", drop_a_gradient),
+    ],
+    "every_bucket_is_packed_once": [
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
+        at("pack-gradients", lambda graph: set_args(first(graph, ops.pack), first(graph, ops.pack).args[:1])),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
+    ],
+    "every_gradient_is_packed_once": [
+        at("pack-gradients", use_a_gradient_twice),
+        at("insert-update", use_a_gradient_twice),
+        at("pack-gradients", lambda g: set_args(first(g, ops.pack), (first(g, ops.pack).args[0],) * 2)),
+    ],
+    "gradients_are_in_their_own_slots": [
+        *(
+            change_at("pack-gradients", change)
+            for change_at in (at, placed)
+            for change in (
+                lambda graph: exchange_gradients(graph, (0,)),
+                lambda graph: exchange_gradients(graph, (0, 1)),
+                exchange_between_buckets,
+            )
+        ),
+        at("schedule-overlap", lambda graph: exchange_gradients(graph, (1,))),
+        placed("lower-devices", exchange_gradients),
+    ],
+    "slots_are_given_for_their_gradients": [
+        placed("outline-regions", exchange_slots),
+        placed("pack-gradients", exchange_slots),
+        placed("pack-gradients", lambda graph: with_kwargs(first(graph, ops.slot), replica=1)),
+        placed("lower-devices", exchange_slots),
+    ],
+    "collectives_are_waited_for_once": [
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), replica=1)),
+        at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), bucket=1)),
+        at("insert-update", lambda graph: repeat(graph, first(graph, ops.wait))),
+        at("insert-update", lambda graph: set_args(first(graph, ops.update), (first(graph, ops.all_reduce),))),
+        at("insert-update", lambda graph: set_args(first(graph, ops.wait), (first(graph, ops.pack),))),
+        at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
+    ],
+    "buckets_in_flight_are_not_used": [
+        at("insert-update", use_in_flight),
+        at("lower-devices", use_in_flight),
+        at(
+            "insert-update",
+            lambda graph: set_args(targets(graph, ops.all_reduce)[1], targets(graph, ops.all_reduce)[0].args),
+        ),
+    ],
+    "all_replicas_take_part": [
+        at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[:1])),
+        at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[::-1])),
+    ],
+    "collectives_mean_what_runs": [
+        at("insert-all-reduce", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
+        at("schedule-overlap", lambda graph: with_kwargs(targets(graph, ops.all_reduce)[1], op="max")),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
+        sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), op="avg")),
+        whole("insert-update", broadcast_from_replica_1),
+        whole("lower-collectives", send_gradients),
+        whole("lower-devices", send_gradients),
+    ],
+    "every_operation_is_known": [
+        *(at(pass_name, a_function_of_python) for pass_name in ("replicate", "insert-update", "lower-devices")),
+        at("replicate", lambda g: insert_before_output(g, "weight", first(g, ops.read))),
+    ],
+    "nothing_is_written_in_flight": [
+        *(placed(pass_name, write_slots_after_the_pack) for pass_name in ("schedule-overlap", "lower-devices")),
+        whole("lower-collectives", step_once_more),
+        whole("lower-devices", step_once_more),
+    ],
+    "every_send_is_received": [
+        *(
+            whole(pass_name, change)
+            for pass_name in ("lower-collectives", "lower-devices")
+            for change in (
+                each_graph(lambda g: erase(g, *targets(g, ops.send)[:1])),
+                each_graph(lambda g: [repeat(g, node) for node in targets(g, ops.send)[:1]]),
+                change_each(ops.send, destination=0),
+                change_each(ops.send, destination=2),
+                change_each(ops.recv, source=1),
+                each_graph(forget_to_receive),
+            )
+        ),
+        whole("lower-devices", lambda p: with_kwargs(first(p.graphs()[0], ops.send), link="copy")),
+        whole("lower-devices", send_another_bucket),
+    ],
+    "replicas_meet_only_in_collectives": [
+        at("replicate", feed_the_other_replica),
+        at("schedule-overlap", feed_the_other_replica),
+        at("insert-update", wait_for_the_other_replica),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), replica=2)),
+    ],
+    "values_have_their_types": [
+        *(
+            at(pass_name, noted(ops.read, change))
+            for pass_name in ("plan-buckets", "replicate", "lower-devices")
+            for change in (torch.Tensor.double, lambda value: value.unsqueeze(0), lambda value: value[::2])
+        ),
+        at("insert-update", noted(ops.wait, torch.Tensor.double)),
+        at("lower-devices", noted(ops.wait, lambda value: value[1:])),
+        placed("replicate", noted(ops.slot, torch.Tensor.half)),
+        *((pass_name, flat_region) for pass_name in ("outline-regions", "replicate")),
+        sharded(noted(ops.wait, lambda value: value[:-1])),
+    ],
+    "dataflow_is_kept": [
+        *(at(p, read_another_variable) for p in ("plan-buckets", "outline-regions", "insert-update", "lower-devices")),
+        *(at(p, exchange_what_a_region_is_given) for p in ("replicate", "schedule-overlap", "lower-devices")),
+        at("lower-devices", give_another_loss),
+    ],
+    "variables_are_written_after_reads": [
+        at("schedule-overlap", update_before_a_region),
+        on_every_device("lower-devices", update_before_a_region),
+    ],
+    "every_bucket_is_updated_once": [
+        at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
+        at("insert-update", lambda graph: repeat(graph, first(graph, ops.update))),
+        at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), bucket=1)),
+        at("insert-update", lambda g: set_args(first(g, ops.update), (targets(g, ops.update)[-1].args[0],))),
+    ],
+    "reductions_fit_the_placement": [
+        sharded(lambda graph: setattr(first(graph, ops.reduce_scatter), "target", ops.all_reduce)),
+        bucket_change("schedule-overlap", lambda b: (dataclasses.replace(b[0], placement=Placement.SHARED), b[1])),
+        bucket_change("lower-devices", lambda b: (b[0], dataclasses.replace(b[1], placement=Placement.SHARED))),
+    ],
+    "shared_parameters_are_written_last": [
+        sharded(lambda graph: move_to_end(graph, first(graph, ops.wait), first(graph, ops.update))),
+        sharded(lambda graph: write_before_the_wait(graph, replica=1)),
+    ],
+    "links_join_their_devices": [
+        sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), link="nccl")),
+        on_every_device(
+            "lower-devices", lambda graph: [with_kwargs(n, link="nccl") for n in targets(graph, ops.all_reduce)]
+        ),
+        on_every_device(
+            "lower-devices", lambda graph: [with_kwargs(n, link="no-such") for n in targets(graph, ops.all_reduce)]
+        ),
+    ],
+    "every_collective_has_a_link": [
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link=None)),
+    ],
+    "collectives_have_one_order": [
+        at("lower-devices", launch_in_another_order),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
+    ],
+    "no_device_waits_for_ever": [whole("lower-devices", receive_before_taking_part)],
+}

@@ -1,0 +1,257 @@
+"""Makes the lowered programs of whole models, whose texts are kept in tests/golden.
+
+python tests/support/golden_programs.py                 prints what differs from the files, and exits with 1 if anything does
+python tests/support/golden_programs.py --update        writes the files anew
+python tests/support/golden_programs.py --into FOLDER   writes them elsewhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.comparison.diff import diff_texts
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
+VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
+NUM_DEVICES = (1, 2, 4)
+UPDATE = "python tests/support/golden_programs.py --update"
+
+
+@dataclass(frozen=True)
+class GoldenModel:
+    """A model to compile.
+
+    Attributes:
+        make: gives the model.
+        optimizer: gives its optimizer.
+        inputs: gives the arguments of a step for so many examples.
+        loss_fn: what it is compiled with.
+        buckets: caps of buckets that are small enough for several.
+        uneven_on: the number of devices on which shards are of two sizes.
+    """
+
+    make: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    inputs: Callable[[int], dict[str, torch.Tensor]]
+    loss_fn: Any = None
+    buckets: Mapping[str, float] = field(default_factory=dict)
+    uneven_on: int = 0
+
+    def num_examples(self, num_devices: int) -> int:
+        """Two for each device, and two more if they are not to go round."""
+        return 2 * num_devices + (2 if num_devices == self.uneven_on else 0)
+
+
+class ResidualBlock(nn.Module):
+    """Two normalised convolutions around a shortcut, which is a convolution where the shape changes."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.downsample = None
+        if stride > 1 or channels != out_channels:
+            shortcut = nn.Conv2d(channels, out_channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(out_channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(hidden + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet18(nn.Module):
+    """The 18-layer ResNet (He et al., 2016), an eighth as wide."""
+
+    def __init__(self, width: int = 8, num_classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        for i, (channels, out_channels) in enumerate(itertools.pairwise(widths), 1):
+            first = ResidualBlock(channels, out_channels, stride=1 if i == 1 else 2)
+            setattr(self, f"layer{i}", nn.Sequential(first, ResidualBlock(out_channels, out_channels, stride=1)))
+        self.fc = nn.Linear(8 * width, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(x.mean(dim=(2, 3)))
+
+
+def _gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=12, n_head=4, eos_token_id=0, bos_token_id=0)
+    )
+
+
+def _bert() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 128}
+    return BertForSequenceClassification(BertConfig(vocab_size=97, max_position_embeddings=16, num_labels=3, **sizes))
+
+
+def _digits() -> nn.Module:
+    """The model of the example."""
+    if "train_digits" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("train_digits", DIGITS)
+        assert spec is not None and spec.loader is not None
+        sys.modules["train_digits"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["train_digits"])
+    return sys.modules["train_digits"].DigitNet()
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-3)
+
+
+def _adamw_in_groups(model: nn.Module) -> Optimizer:
+    """Weight decay for matrices alone, as BERT is trained."""
+    parameters = list(model.parameters())
+    decayed = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.01}
+    return AdamW([decayed, {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-3)
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def _tokens(number: int) -> torch.Tensor:
+    return torch.zeros(number, 12, dtype=torch.int64)
+
+
+def _classes(number: int) -> torch.Tensor:
+    return torch.zeros(number, dtype=torch.int64)
+
+
+def _bert_inputs(number: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": _tokens(number),
+        "attention_mask": torch.ones_like(_tokens(number)),
+        "labels": _classes(number),
+    }
+
+
+def _small_buckets(first: float, others: float) -> dict[str, float]:
+    return {"first_bucket_mb": first, "bucket_cap_mb": others}
+
+
+MODELS = {
+    "gpt2": GoldenModel(
+        _gpt2, _adamw, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}, buckets=_small_buckets(0.02, 0.2)
+    ),
+    "bert": GoldenModel(_bert, _adamw_in_groups, _bert_inputs, buckets=_small_buckets(0.02, 0.2)),
+    "resnet18": GoldenModel(
+        ResNet18,
+        _sgd,
+        lambda n: {"x": torch.zeros(n, 3, 32, 32), "target": _classes(n)},
+        F.cross_entropy,
+        _small_buckets(0.05, 0.3),
+    ),
+    "digits": GoldenModel(
+        _digits,
+        _sgd,
+        lambda n: {"images": torch.zeros(n, 1, 8, 8), "target": _classes(n)},
+        F.cross_entropy,
+        _small_buckets(0.01, 0.05),
+        uneven_on=4,
+    ),
+}
+"""What is compiled, by name."""
+
+
+@functools.cache
+def _captured(name: str, num_devices: int) -> Program:
+    golden = MODELS[name]
+    torch.manual_seed(0)
+    model = golden.make().train()
+    call = flatten_call([], (), golden.inputs(golden.num_examples(num_devices)))
+    shards, devices = split_call(call, num_devices), _devices(num_devices)
+    training_call, state = TrainingCall(model, golden.loss_fn, call.structure), ModelState(model, golden.loss_fn)
+    with warnings.catch_warnings(action="ignore"):  # of the tracer, about side effects in transformers
+        return capture_program(training_call, call, shards, devices, state, golden.optimizer(model), {}).program
+
+
+def _devices(number: int) -> Any:
+    return parse_devices([f"cpu:{i}" for i in range(number)])
+
+
+def golden_program(name: str, num_devices: int) -> Program:
+    """A model's lowered program; captured once for all numbers of devices that have shards of one size."""
+    if num_devices == MODELS[name].uneven_on:
+        program = _captured(name, num_devices)
+    else:
+        program = _captured(name, 1).evolve(devices=_devices(num_devices), shard_of_replica=(0,) * num_devices)
+    return run_passes(program, default_pipeline(**MODELS[name].buckets))
+
+
+def golden_texts() -> Iterator[tuple[str, str]]:
+    """The name of each file in tests/golden, and what is to be in it."""
+    for name in MODELS:
+        for num_devices in NUM_DEVICES:
+            yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
+
+
+def versions() -> str:
+    """What decides, besides mirrorc, how a model is cut into operators, and so how many values are saved."""
+    return "".join(
+        f"{package.__name__} {'.'.join(package.__version__.split('.')[:2])}\n" for package in (torch, transformers)
+    )
+
+
+def difference(file: str, text: str) -> str:
+    """What a program's text has that its file has not; empty if they are equal."""
+    path = GOLDEN / file
+    if not path.exists():
+        return f"tests/golden/{file} does not exist: make it with {UPDATE}"
+    found = diff_texts(path.read_text(encoding="utf-8"), text)
+    return f"the program is not as in tests/golden/{file}; if it should be, run {UPDATE}\n\n{found}" if found else ""
+
+
+def main() -> int:
+    """Compares or writes the files; the exit status says whether they were as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--into", type=Path)
+    options = parser.parse_args()
+    folder = options.into or (GOLDEN if options.update else None)
+    status = 0
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VERSIONS).write_text(versions(), encoding="utf-8", newline="\n")
+    for file, text in golden_texts():
+        if folder is not None:
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
+        elif found := difference(file, text):
+            sys.stdout.write(found + "\n")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Changes valid programs in every way of `mutations`, and counts what the verifier makes of it.
+
+    python tests/support/mutants.py                         # all models and handmade programs: minutes
+    python tests/support/mutants.py --only handmade pairs   # sources and kinds whose names contain one of these words
+    python tests/support/mutants.py --places 0              # at every place, not a sample of them
+
+A kind that breaks programs must be refused, by a `VerifyError` and not by an accident, wherever it applies; a harmless one
+must be accepted. Exits with 1 where that is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from mutations import KINDS, Kind
+from mutations.meaning import meaning
+from mutations.places import copied_program
+from mutations.programs import Source, Subject, handmade_sources, model_sources
+from tiny_models import MODELS
+
+from mirrorc.errors import VerifyError
+from mirrorc.ir.program import Program
+from mirrorc.verifier.verifier import Verify
+
+_PLACES = 3  # of a kind in a program, unless told
+
+
+@dataclass
+class Tally:
+    """What became of the mutants of a kind.
+
+    Attributes:
+        mutants: how many were tried.
+        rules: the rules that refused them.
+        wrong: those that were accepted and break programs, or were refused and do not: subject, place, what was said.
+        crashed: those at which a rule failed: no `VerifyError` names it, the node and the remedy.
+    """
+
+    mutants: int = 0
+    rules: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    crashed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """The tallies of all kinds, and how many valid programs were accepted."""
+
+    tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in KINDS})
+    valid: int = 0
+
+    @property
+    def wrong(self) -> list[str]:
+        return [line for tally in self.tallies.values() for line in (*tally.wrong, *tally.crashed)]
+
+
+class Examiner:
+    """Shows mutants of a valid program to the verifier, as the pass manager would after the pass that made it.
+
+    Raises:
+        VerifyError: the program is refused as it is.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._meaning = meaning(subject.program)
+        self._begin()
+        self._verify(subject.program)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._verifier = Verify()
+        self._verifier.start(self.subject.before)
+
+    def _verify(self, program: Program) -> None:
+        self._verifier.after_pass(self.subject.made_by, self.subject.before, program, 0.0)
+
+    def examine(self, kind: Kind, place: int, tally: Tally) -> None:
+        """Tries a kind at one of its places."""
+        mutant = copied_program(self.subject.program, kind.in_regions)
+        changed = next(islice(kind.places(mutant), place, None))()
+        mutant = changed if isinstance(changed, Program) else mutant
+        means_the_same = self._means_the_same(mutant) if kind.is_judged or kind.is_harmless else False
+        if kind.is_judged and means_the_same:
+            return
+        assert means_the_same == kind.is_harmless, (
+            f"{kind.name} at place {place} of {self.subject}: what it says is wrong"
+        )
+        tally.mutants += 1
+        rule, said = self._refusal(mutant)
+        where = f"{self.subject}, place {place}"
+        if said and not rule:
+            tally.crashed.append(f"{where}: {said}")
+            return
+        tally.rules.update([rule] if rule else [])
+        if bool(rule) == kind.is_harmless:
+            tally.wrong.append(f"{where}: refused by {rule}: {said}" if rule else f"{where}: accepted")
+
+    def _means_the_same(self, mutant: Program) -> bool:
+        try:
+            return meaning(mutant) == self._meaning
+        except (KeyError, IndexError, ValueError):  # it calls or names what is not there
+            return False
+
+    def _refusal(self, mutant: Program) -> tuple[str, str]:
+        """The rule that a mutant is said to break, and what is said of it; of a rule that fails, its error; else nothing."""
+        try:
+            self._verify(mutant)
+        except VerifyError as error:
+            found = re.search(r"breaks the rule (\w+) [\w ]+: (.*?)\. The rule: ", str(error), re.DOTALL)
+            assert found is not None, error
+            return found[1], found[2]
+        except Exception as error:  # noqa: BLE001 - counted, and said
+            return "", f"{type(error).__name__}: {error}"
+        self._begin()  # it has noted the mutant's regions
+        return "", ""
+
+
+def sampled(count: int, limit: int, turn: int) -> Sequence[int]:
+    """So many places of ``count``, spread evenly; others in each turn. All of them if there is no limit."""
+    if not limit or count <= limit:
+        return range(count)
+    return sorted({(i * count // limit + turn * 7) % count for i in range(limit)})
+
+
+def examine(subjects: Iterable[Subject], kinds: Iterable[Kind], limit: int, report: Report) -> None:
+    """Tries kinds in programs, at ``limit`` places each (0: at all), and adds to a report."""
+    for turn, subject in enumerate(subjects):
+        examiner = Examiner(subject)
+        report.valid += 1
+        for kind in kinds:
+            for place in sampled(sum(1 for _ in kind.places(subject.program)), limit, turn):
+                examiner.examine(kind, place, report.tallies[kind.name])
+
+
+def examine_some(subjects: Sequence[Subject], kinds: Iterable[Kind], quota: int, report: Report) -> None:
+    """Tries each kind in so many of these programs, at a place each; kinds begin at different programs."""
+    examiners: dict[int, Examiner] = {}
+    for i, kind in enumerate(kinds):
+        tally, wanted = report.tallies[kind.name], report.tallies[kind.name].mutants + quota
+        for number in _scattered(len(subjects), i):
+            count = sum(1 for _ in kind.places(subjects[number].program)) if tally.mutants < wanted else 0
+            if count:
+                if number not in examiners:
+                    examiners[number] = Examiner(subjects[number])
+                examiners[number].examine(kind, (i + number) * 11 % count, tally)
+    report.valid += len(examiners)
+
+
+def _scattered(count: int, begin: int) -> list[int]:
+    """All numbers below ``count``, in an order that jumps about."""
+    step = next(step for step in range(max(2, count * 3 // 8), count + 2) if math.gcd(step, count) == 1)
+    return [(begin * 7 + i * step) % count for i in range(count)]
+
+
+def _rows(report: Report, is_harmless: bool) -> Iterator[str]:
+    right, wrong = ("accepted", "refused") if is_harmless else ("caught", "missed")
+    width = max(len(kind.name) for kind in KINDS.values())
+    yield f"{'kind':<{width}}  {'mutants':>8} {right:>8} {wrong:>8} {'crashed':>8}  what it is"
+    for kind in KINDS.values():
+        tally = report.tallies[kind.name]
+        if kind.is_harmless is is_harmless and tally.mutants:
+            numbers = [tally.mutants, _right(tally), len(tally.wrong), len(tally.crashed)]
+            yield f"{kind.name:<{width}}  {' '.join(f'{number:>8}' for number in numbers)}  {kind.description}"
+            rules = ", ".join(f"{rule} {count}" for rule, count in tally.rules.most_common())
+            if rules and not is_harmless:
+                yield f"{'':<{width}}  {'':>35}  caught by {rules}"
+
+
+def _right(tally: Tally) -> int:
+    return tally.mutants - len(tally.wrong) - len(tally.crashed)
+
+
+def table(report: Report, examples: int = 3) -> str:
+    """The report as text, with some examples of what went wrong."""
+    lines = ["Mutations that break a program", *_rows(report, False), "", "Mutations that keep its meaning"]
+    lines += _rows(report, True)
+    for name, tally in report.tallies.items():
+        for what, found in (("wrong", tally.wrong), ("crashed", tally.crashed)):
+            if found:
+                lines += ["", f"{name}: {len(found)} {what}, such as", *(f"    {line}" for line in found[:examples])]
+    lines += ["", f"{report.valid} valid programs accepted"]
+    for is_harmless in (False, True):
+        tallies = [t for name, t in report.tallies.items() if KINDS[name].is_harmless is is_harmless and t.mutants]
+        right, wrong = ("accepted", "falsely refused") if is_harmless else ("caught", "missed")
+        lines.append(
+            f"{sum(t.mutants for t in tallies)} mutants of {len(tallies)} kinds that "
+            f"{'keep the meaning' if is_harmless else 'break'}: {sum(_right(t) for t in tallies)} {right}, "
+            f"{sum(len(t.wrong) for t in tallies)} {wrong}, {sum(len(t.crashed) for t in tallies)} crashed a rule"
+        )
+    return "\n".join(lines)
+
+
+def _sources(words: Sequence[str]) -> Iterator[Source]:
+    def is_wanted(name: str) -> bool:
+        return not words or any(word in name for word in words)
+
+    for source in handmade_sources():
+        if is_wanted(f"handmade {source.name}"):
+            yield source
+    for name in MODELS:
+        if is_wanted(f"model {name}"):
+            yield from model_sources(name)
+
+
+def main() -> int:
+    """Prints the table; 1 if anything was missed or falsely refused."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--places", type=int, default=_PLACES, help="places of a kind in a program; 0 for all")
+    parser.add_argument("--only", nargs="+", default=(), help="words, one of which the name of a program contains")
+    parser.add_argument("--kinds", nargs="+", default=(), help="words, one of which the name of a kind contains")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    kinds = [kind for name, kind in KINDS.items() if not options.kinds or any(word in name for word in options.kinds)]
+    report, started = Report(), time.perf_counter()
+    for source in _sources(options.only):
+        examine(source.subjects(), kinds, options.places, report)
+        done = sum(tally.mutants for tally in report.tallies.values())
+        sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {source.name}: {done} mutants so far\n")
+    sys.stdout.write(table(report) + "\n")
+    return int(bool(report.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

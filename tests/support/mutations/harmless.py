@@ -1,0 +1,299 @@
+"""Mutations that keep what a program means: the verifier must let a pass make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.program import Placement, Program, Slot, Stage
+from mutations.places import (
+    IN_FLIGHT,
+    insert_like,
+    is_value,
+    placed_nodes,
+    region_calls,
+    timelines,
+    variables_read,
+    with_bucket,
+)
+from mutations.table import Edit, keeps
+
+aten = torch.ops.aten
+_READS = (ops.read, ops.slot)
+_WRITES = (ops.update, ops.store, ops.write)
+
+
+@keeps
+def exchange_two_reads(program: Program) -> Iterator[Edit]:
+    """Two reads, or two slots, that follow each other change places."""
+    for graph in program.graphs():
+        for one, other in pairwise(graph.nodes):
+            if one.target in _READS and other.target in _READS:
+                yield partial(other.append, one)
+
+
+@keeps
+def read_late(program: Program) -> Iterator[Edit]:
+    """A read, or a slot, stands right before what uses it first."""
+    for node in placed_nodes(program, *_READS):
+        if node.users:
+            yield partial(min(node.users).prepend, node)
+
+
+@keeps
+def read_early(program: Program) -> Iterator[Edit]:
+    """A read, or a slot, is the first of all operations."""
+    for graph in program.graphs():
+        first = next(node for node in graph.nodes if node.op not in ("placeholder",))
+        for node in ops.calls(graph, *_READS):
+            if node is not first:
+                yield partial(first.prepend, node)
+
+
+@keeps
+def read_twice(program: Program) -> Iterator[Edit]:
+    """A variable is read once more, by a read of its own for one of its users, or for nobody."""
+
+    def edit(node: fx.Node, user: fx.Node | None) -> None:
+        with node.graph.inserting_after(node):
+            again = node.graph.node_copy(node)
+        if user is not None:
+            user.replace_input_with(node, again)
+
+    for node in placed_nodes(program, ops.read):
+        for user in (None, *node.users):
+            yield partial(edit, node, user)
+
+
+@keeps
+def rename_all_nodes(program: Program) -> Iterator[Edit]:
+    """Every node outside of regions has another name."""
+
+    def edit() -> None:
+        for graph in program.graphs():
+            for i, node in enumerate(graph.nodes):
+                if node.op not in ("placeholder", "output"):
+                    node.name = f"value_{i}"
+
+    yield edit
+
+
+@keeps(in_regions=True)
+def rename_values_in_regions(program: Program) -> Iterator[Edit]:
+    """Every operator of a region has another name."""
+
+    def edit() -> None:
+        for region in program.regions.values():
+            for i, node in enumerate(region.graph_module.graph.nodes):
+                if node.op not in ("placeholder", "output"):
+                    node.name = f"value_{i}"
+
+    if program.regions:
+        yield edit
+
+
+def _moves_later(nodes: list[fx.Node], movable: tuple[object, ...], ordered: tuple[object, ...]) -> Iterator[Edit]:
+    """Moves a node to right before the next that uses it, or that it must not overtake."""
+    for i, node in enumerate(nodes):
+        if node.target in movable:
+            stops = [n for n in nodes[i + 1 :] if n.target in ordered or node in n.all_input_nodes]
+            stop = stops[0] if stops else node.graph.output_node()
+            users = [*node.users, stop]
+            if node.next is not min(users):
+                yield partial(min(users).prepend, node)
+
+
+@keeps
+def update_late(program: Program) -> Iterator[Edit]:
+    """An update, a store or a write is the last of all operations."""
+    for node in placed_nodes(program, *_WRITES):
+        end = node.graph.output_node()
+        if node.next is not end:
+            yield partial(end.prepend, node)
+
+
+@keeps
+def wait_late(program: Program) -> Iterator[Edit]:
+    """A wait stands right before its first use, or the next thing in flight of its replica."""
+    for timeline in timelines(program):
+        yield from _moves_later(timeline, (ops.wait,), (*IN_FLIGHT, ops.update, ops.step_optimizer))
+
+
+@keeps
+def update_early(program: Program) -> Iterator[Edit]:
+    """A bucket is waited for and updated, by all replicas, as soon as it is reduced: nothing reads its variables any more."""
+
+    def edit(found: list[tuple[fx.Node, fx.Node]]) -> None:
+        for wait, update in reversed(found):
+            wait.all_input_nodes[0].append(update)
+            wait.all_input_nodes[0].append(wait)
+
+    lines = (
+        [(line, variables_read(program, line)) for line in timelines(program)] if program.stage >= Stage.UPDATED else []
+    )
+    for bucket in program.buckets:
+        found, names = [], {slot.variable for slot in bucket.slots}
+        may_read = bucket.placement is Placement.SHARED
+        for timeline, reads in lines:
+            for update in (n for n in timeline if n.target is ops.update and ops.bucket_of(n) == bucket.index):
+                wait = update.all_input_nodes[0]
+                if wait.target is ops.wait:
+                    launch = wait.all_input_nodes[0]
+                    may_read = may_read or any(launch < call and names & read for call, read in reads.items())
+                    found.append((wait, update))
+        if found and not may_read:
+            yield partial(edit, found)
+
+
+@keeps
+def run_a_region_early(program: Program) -> Iterator[Edit]:
+    """A region runs as soon as all is there that it needs."""
+    for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
+        for call in region_calls(graph.nodes):
+            last = max(call.all_input_nodes)
+            if last.next is not call:
+                yield partial(last.append, call)
+
+
+@keeps
+def launch_late(program: Program) -> Iterator[Edit]:
+    """A reduction is launched, on all devices, right before its first wait or the next launch."""
+
+    def edit(place: int) -> None:
+        for edits in later():
+            edits[place]()
+
+    def later() -> list[list[Edit]]:
+        graphs = [[node for node in graph.nodes if node.op != "output"] for graph in program.graphs()]
+        return [list(_moves_later(nodes, ops.REDUCTIONS, IN_FLIGHT)) for nodes in graphs]
+
+    if program.stage >= Stage.REDUCED:
+        for place in range(min(map(len, later()))):
+            yield partial(edit, place)
+
+
+@keeps
+def pack_late(program: Program) -> Iterator[Edit]:
+    """A bucket is packed right before its launch, or what uses it."""
+    for pack in placed_nodes(program, ops.pack):
+        if pack.next is not min(pack.users):
+            yield partial(min(pack.users).prepend, pack)
+
+
+@keeps
+def send_in_another_order(program: Program) -> Iterator[Edit]:
+    """Two sends that follow each other change places: they never block, and are known by bucket and receiver."""
+    for timeline in timelines(program):
+        for one, other in pairwise(node for node in timeline if node.target is ops.send):
+            yield partial(other.append, one)
+
+
+@keeps
+def receive_early(program: Program) -> Iterator[Edit]:
+    """A receipt, but not the wait for it, is launched before anything else of its replica."""
+    for timeline in timelines(program):
+        first = next(node for node in timeline if node.op != "placeholder")
+        for node in timeline:
+            if node.target is ops.recv:
+                yield partial(first.prepend, node)
+
+
+@keeps
+def exchange_neighbours_of_two_replicas(program: Program) -> Iterator[Edit]:
+    """Two nodes of different replicas that follow each other change places."""
+    for one, other in pairwise(program.graph.nodes) if program.graph is not None else ():
+        replicas = ops.replica_of(one), ops.replica_of(other)
+        if None not in replicas and replicas[0] != replicas[1] and other.op != "output":
+            yield partial(other.append, one)
+
+
+@keeps
+def repeat_a_region_for_nobody(program: Program) -> Iterator[Edit]:
+    """A region of forward, which writes no slot, runs twice; nobody uses what it gives the second time."""
+    for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
+        for call in region_calls(graph.nodes):
+            if not any(given.target is ops.slot for given in call.all_input_nodes):
+                yield partial(_repeat, call)
+
+
+def _repeat(call: fx.Node) -> None:
+    with call.graph.inserting_before(call):
+        call.graph.node_copy(call)
+
+
+@keeps
+def compute_for_nobody(program: Program) -> Iterator[Edit]:
+    """An operator of torch gives a value that nobody uses."""
+
+    def edit(node: fx.Node) -> None:
+        with node.graph.inserting_after(node):
+            made = node.graph.call_function(aten.neg.default, (node,))
+        with node.meta["val"].fake_mode:
+            made.meta["val"] = torch.neg(node.meta["val"])
+
+    for timeline in timelines(program):
+        saved = [n for n in timeline if is_value(n) and n.target is not ops.read and n.target is not ops.argument]
+        for node in saved:
+            is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
+            if node.op != "placeholder" and node.meta["val"].is_floating_point() and not is_gradient:
+                yield partial(edit, node)
+
+
+@keeps
+def clone_a_bucket_on_its_way(program: Program) -> Iterator[Edit]:
+    """A packed bucket, or a sum, is copied before it is used."""
+    for node in placed_nodes(program, ops.pack, ops.wait):
+        is_used = any(user.op != "output" for user in node.users)
+        is_whole = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_contiguous()
+        parameters = node.target is ops.wait and node.args[0].target in (ops.broadcast, ops.recv)  # type: ignore[union-attr]
+        if is_used and is_whole and not parameters:
+            yield partial(insert_like, node, aten.clone.default)  # type: ignore[arg-type]
+
+
+@keeps
+def order_slots_otherwise(program: Program) -> Iterator[Edit]:
+    """A bucket's slots, and what is packed into them, are in another order."""
+
+    def edit(index: int) -> Program:
+        bucket = program.buckets[index]
+        unit = 64 // bucket.dtype.itemsize
+        slots: list[Slot] = []
+        for slot in reversed(bucket.slots):
+            offset = slots[-1].offset + -(-slots[-1].num_elements // unit) * unit if slots else 0
+            slots.append(replace(slot, offset=offset))
+        for pack in placed_nodes(program, ops.pack):
+            if ops.bucket_of(pack) == index:
+                pack.args = pack.args[::-1]
+        return with_bucket(program, index, slots=tuple(slots))
+
+    for bucket in program.buckets:
+        if len(bucket.slots) > 1:
+            yield partial(edit, bucket.index)
+
+
+@keeps
+def let_buckets_be_larger(program: Program) -> Iterator[Edit]:
+    """A bucket is planned with room to spare."""
+    for bucket in program.buckets if program.stage < Stage.PACKED else ():
+        yield partial(with_bucket, program, bucket.index, num_elements=bucket.num_elements + 64)
+
+
+@keeps
+def exchange_independent_operators(program: Program) -> Iterator[Edit]:
+    """Two operators of the captured graph that follow each other, neither of which needs the other, change places."""
+    for graph in program.shard_graphs if program.stage is Stage.CAPTURED else ():
+        for one, other in pairwise(graph.nodes):
+            if ops.is_compute(one) and ops.is_compute(other) and one not in other.all_input_nodes:
+                yield partial(other.append, one)
+
+
+@keeps
+def remark_something(program: Program) -> Iterator[Edit]:
+    """A pass has something to say."""
+    yield partial(program.evolve, remarks=(*program.remarks, "nothing was done"))

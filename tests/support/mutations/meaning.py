@@ -1,0 +1,121 @@
+"""What a program computes, as numbers to compare: a second opinion on what the verifier calls dataflow.
+
+Unlike the verifier it looks into regions at every stage, knows that some operators keep a value, and knows what is written
+into slots.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program, Stage
+from mutations.places import kind_of, timelines
+
+aten = torch.ops.aten
+_SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
+Results = dict[tuple[int, str, str], list[Any]]
+
+
+def meaning(program: Program) -> Results:
+    """A number for the loss, each gradient and each buffer's new value of each replica: equal for equal expressions."""
+    results: Results = {}
+    for replica, kind, name, value in _results(program):
+        results.setdefault((replica, kind, name), []).append(value)
+    return {key: sorted(values) for key, values in results.items()}
+
+
+def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
+    if program.stage < Stage.REPLICATED:
+        for replica, shard in enumerate(program.shard_of_replica):
+            graph = program.shard_graphs[shard]
+            values = _Values(program).of(graph.nodes)
+            output: Any = graph.output_node().args[0]
+            yield replica, "loss", "", values[output["loss"]]
+            for kind in ("gradients", "writes"):
+                yield from ((replica, kind, name, values[node]) for name, node in output[kind].items())
+        return
+    for replica, line in enumerate(timelines(program)):
+        values = _Values(program).of([node for node in line if node.target not in ops.COLLECTIVES])
+        output = line[0].graph.output_node().args[0]
+        yield replica, "loss", "", values.get(output if isinstance(output, fx.Node) else output["losses"][replica], 0)
+        for kind in ("gradients", "writes") if isinstance(output, dict) else ():
+            for name, nodes in output.get(kind, {}).items():
+                yield replica, kind, name, values.get(nodes[replica], 0)
+        for node in line:
+            if node.target is ops.write:
+                yield replica, "writes", str(node.kwargs["variable"]), values[node.all_input_nodes[0]]
+            elif node.target is ops.pack:
+                slots = program.buckets[ops.bucket_of(node)].slots
+                for slot, gradient in zip(slots, node.args, strict=True):
+                    yield replica, "gradients", slot.variable, values[gradient]  # type: ignore[index]
+
+
+class _Values:
+    """Numbers the values of nodes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.turned: dict[int, int] = {}  # of a transpose, what was transposed
+
+    def of(self, nodes: Sequence[fx.Node], given: dict[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
+        values: dict[fx.Node, Any] = dict(given or {})
+        for node in nodes:
+            if node.op != "output" and node not in values:
+                values[node] = self._value(node, values)
+        return values
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        if node.op == "placeholder" or node.target is ops.argument:
+            return hash(("argument", str(node.kwargs.get("name", node.target)), str(kind_of(node.meta.get("val")))))
+        if ops.is_region_call(node):
+            return self._region(node, values)
+        source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target is operator.getitem and isinstance(source, tuple):
+            return source[node.args[1]]  # type: ignore[index]
+        if node.target in _SAME or (node.target is aten.view.default and _is_like(node, node.args[0])):
+            return source
+        if node.target is aten.t.default and source in self.turned:
+            return self.turned[source]
+        if node.target is ops.product:
+            return hash((aten.mm.default, self._key(node.args, values), self._key({}, values)))
+        if node.target is ops.index_add:
+            given = (*node.args, node.meta["val"].shape[0], node.kwargs.get("padding_idx", -1), False)
+            return hash((aten.embedding_dense_backward.default, self._key(given, values), self._key({}, values)))
+        target = aten.mm.default if node.target is matmul.mm_into else node.target
+        args = node.args[1:] if node.target is matmul.mm_into else node.args
+        value = hash((target, self._key(args, values), self._key(node.kwargs, values)))
+        if node.target is aten.t.default:
+            self.turned[value] = source  # type: ignore[assignment]
+        if ops.is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+            value = values[node.args[1]] if node.target is aten.copy_.default else value  # type: ignore[index]
+            values[node.args[0]] = value  # type: ignore[index]
+        return value
+
+    def _key(self, argument: Any, values: dict[fx.Node, Any]) -> Any:
+        if isinstance(argument, fx.Node):
+            return "value", values.get(argument)
+        if isinstance(argument, list | tuple):
+            return tuple(self._key(item, values) for item in argument)
+        if isinstance(argument, dict):
+            return tuple((key, self._key(item, values)) for key, item in argument.items())
+        return type(argument).__name__, repr(argument)
+
+    def _region(self, call: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
+        body = self.program.regions[ops.region_of(call)].graph_module.graph
+        placeholders = [node for node in body.nodes if node.op == "placeholder"]
+        given = {p: values.get(value, 0) for p, value in zip(placeholders, call.args, strict=True)}  # type: ignore[call-overload]
+        inside = self.of(list(body.nodes), given)
+        results: Any = body.output_node().args[0]
+        return tuple(inside[result] for result in results)
+
+
+def _is_like(node: fx.Node, source: Any) -> bool:
+    """Whether a value has the type of another: a view that has changes nothing."""
+    return isinstance(source, fx.Node) and str(kind_of(node.meta.get("val"))) == str(kind_of(source.meta.get("val")))

@@ -1,0 +1,186 @@
+"""Valid programs to change: all tiny models and handmade ones, on several devices, after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tiny_models import MODELS, TinyModel
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
+from torch import fx, nn
+
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.ir import ops
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import Pass, select_passes
+
+_SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A valid program, and the one that the pass was given that made it.
+
+    Attributes:
+        name: of the model and its devices.
+        made_by: the pass.
+        before: what it was given.
+        program: what it gave.
+    """
+
+    name: str
+    made_by: Pass
+    before: Program
+    program: Program
+
+    def __str__(self) -> str:
+        return f"{self.name} after {self.made_by.name}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A captured program and the bucket sizes to compile it with.
+
+    Attributes:
+        name: of the model and its devices.
+        captured: the program.
+        caps: options of the pipeline.
+        is_shared: whether to compile it with shared parameters as well.
+    """
+
+    name: str
+    captured: Program
+    caps: dict[str, float]
+    is_shared: bool = True
+
+    def subjects(self) -> Iterator[Subject]:
+        """The program after every pass, with shared parameters and, where that differs, with a copy for each device."""
+        for name, pipeline in self._pipelines():
+            program, is_new = self.captured, not name
+            for compiler_pass in pipeline:
+                before, program = program, compiler_pass.run(program)
+                if is_new:
+                    yield Subject(self.name + name, compiler_pass, before, program)
+                is_new = is_new or compiler_pass.name == _SHARED_UNTIL
+
+    def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
+        pipeline = default_pipeline(min_factored_elements=0, **self.caps)  # type: ignore[arg-type]
+        unshared = select_passes(pipeline, ["share-parameters"])
+        if not self.is_shared:
+            yield "", unshared
+            return
+        yield "", pipeline
+        if self.captured.num_replicas > 1:
+            yield ", parameters not shared", unshared
+
+
+def model_sources(name: str) -> Iterator[Source]:
+    """A tiny model on two and three devices, with shards of one size and of two; captured once for all of them."""
+    captured = _captured(MODELS[name])
+    large, small = captured.shard_graphs
+    num_bytes = sum(v.dtype.itemsize * torch.Size(v.shape).numel() for v in captured.variables.values() if v.update)
+    caps = {"bucket_cap_mb": num_bytes / 4 / 2**20, "first_bucket_mb": num_bytes / 16 / 2**20}
+    for num_devices in (2, 3):
+        devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
+        even = captured.evolve(devices=devices, shard_graphs=(large,), shard_of_replica=(0,) * num_devices)
+        yield Source(f"{name} on {num_devices}", even, caps)
+        shards = (*[0] * (num_devices - 1), 1)
+        uneven = captured.evolve(devices=devices, shard_graphs=(large, small), shard_of_replica=shards)
+        yield Source(f"{name} on {num_devices}, uneven", uneven, caps)
+
+
+def _captured(tiny: TinyModel) -> Program:
+    """Five examples on two devices."""
+    model = tiny.make(torch.float32)
+    call = flatten_call([], (), tiny.batch(5, torch.float32, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training_call = TrainingCall(model, tiny.loss_fn, call.structure)
+    devices = parse_devices(["cpu:0", "cpu:1"])
+    state = ModelState(model, tiny.loss_fn)
+    return capture_program(training_call, call, split_call(call, 2), devices, state, optimizer, {}).program
+
+
+class Products(nn.Module):
+    """Matrix products whose gradients need variables that the optimizer may have got already: later regions read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(torch.mm(weight.t(), x.t()).t())
+        return self.head(x)
+
+
+class Tables(nn.Module):
+    """Gradients of tables, one of which has a padding row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(9, 4), nn.Embedding(9, 4, padding_idx=3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = (x > 0).long()
+        return self.head(self.one(places[:, 0]) + self.two(places[:, 1]))
+
+
+def _reads_others(num_devices: int, weights: list[Weight]) -> Program:
+    """Each gradient reads the variable whose gradient is made before it, the last one a buffer that is written."""
+    program = handmade(num_devices, weights, buffer=True)
+    for graph in program.shard_graphs:
+        reads = {str(node.kwargs["variable"]): node for node in ops.calls(graph, ops.read)}
+        gradients = list(outputs(graph)["gradients"].items())
+        for (name, gradient), (before, _) in zip(gradients[1:], gradients, strict=False):
+            is_last = name == gradients[-1][0]
+            gradient.replace_input_with(reads[name], reads["stat" if is_last else before])
+            _after(reads["stat"], reads.values())
+    return program
+
+
+def _after(node: fx.Node, others: object) -> None:
+    """Moves a read to the others, so that gradients may use it."""
+    first = next(iter(others))  # type: ignore[call-overload]
+    if node is not first:
+        first.prepend(node)
+
+
+def handmade_sources() -> Iterator[Source]:
+    """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
+    pairs = [Weight(name, (200,)) for name in "abcdef"]
+    caps = {"first_bucket_mb": 1700 / 2**20, "bucket_cap_mb": 1700 / 2**20}  # two gradients a bucket
+    own = [Weight(name, (300,), rule=MUON) for name in "abc"]
+    mixed = [Weight("a", (300,), rule=MUON), Weight("b", (300,)), Weight("c", (300,), rule=MUON), Weight("d", (300,))]
+    dtypes = [
+        Weight(f"{name}{i}", (100,), dtype) for i, dtype in enumerate((torch.float32, torch.float64)) for name in "ab"
+    ]
+    small = [Weight(name, (2,)) for name in "abcd"]
+    for n in (2, 3):
+        yield Source(f"pairs on {n}", handmade(n, pairs, buffer=True), caps)
+        yield Source(f"one bucket on {n}, uneven", handmade(n, pairs, uneven=True), {})
+        yield Source(f"own optimizer on {n}", handmade(n, own), SMALL_BUCKETS)
+        yield Source(f"own optimizer and AdamW on {n}", handmade(n, mixed, buffer=True), SMALL_BUCKETS)
+        yield Source(f"two dtypes on {n}", handmade(n, dtypes), {})
+        yield Source(f"reads others on {n}", _reads_others(n, small), SMALL_BUCKETS)
+        early = [*small[:3], Weight("d", (2,), rule=MUON)]  # steps by itself before the others' last region
+        yield Source(f"reads others, own optimizer on {n}", _reads_others(n, early), SMALL_BUCKETS, is_shared=False)
+        torch.manual_seed(0)
+        yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
+        yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
+    yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
+    yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
+
+
+def all_sources() -> Iterator[Source]:
+    """Handmade programs, then models."""
+    yield from handmade_sources()
+    for name in MODELS:
+        yield from model_sources(name)

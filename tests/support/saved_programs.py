@@ -1,0 +1,173 @@
+"""Programs to save, and what must be equal when they are loaded again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import MODELS, TinyModel, make_mlp, mlp_batch
+from tiny_programs import MUON, TWO_WEIGHTS, Weight, every_stage, handmade
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.ir import ops
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.source_lines import last_users_line
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in other ways than dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x + torch.rand_like(x)) + torch.randn(6) + torch.bernoulli(torch.sigmoid(x)))
+
+
+MODELS_TO_SAVE = {
+    **MODELS,
+    "dropout": TinyModel(lambda dtype: make_mlp(dtype, dropout=0.5), mlp_batch, nn.functional.cross_entropy),
+    "noisy": TinyModel(lambda dtype: Noisy(), mlp_batch, nn.functional.cross_entropy),
+}
+_LARGE = {"gpt2", "gpt2-own-loss", "bert", "vit"}
+
+
+@functools.cache
+def captured(name: str) -> Program:
+    """A model, captured for three devices and five examples, so in two shapes of a shard; a large one in one shape."""
+    tiny, num_devices, num_examples = MODELS_TO_SAVE[name], *((2, 2) if name in _LARGE else (3, 5))
+    torch.manual_seed(0)
+    model = tiny.make(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    call = flatten_call([], (), tiny.batch(num_examples, torch.float32, 0))
+    devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
+    training_call = TrainingCall(model, tiny.loss_fn, call.structure)
+    state, shards = ModelState(model, tiny.loss_fn), split_call(call, num_devices)
+    return capture_program(training_call, call, shards, devices, state, optimizer, {}).program
+
+
+def on_devices(program: Program, num_devices: int) -> Program:
+    """The program for fewer devices, which have equal shards."""
+    return program.evolve(
+        devices=program.devices[:num_devices],
+        shard_graphs=program.shard_graphs[:1],
+        shard_of_replica=(0,) * num_devices,
+    )
+
+
+def stages_of(name: str) -> dict[str, Program]:
+    """A captured model at every stage."""
+    return {"capture": captured(name), **every_stage(captured(name))}
+
+
+HANDMADE: dict[str, Callable[[], Program]] = {
+    "one device": lambda: handmade(1),
+    "buffer": lambda: handmade(2, buffer=True),
+    "uneven": lambda: handmade(3, buffer=True, uneven=True),
+    "own optimizer": lambda: handmade(2, [Weight("a", rule=MUON), Weight("b.c", (3, 5)), Weight("e", (0,), rule=MUON)]),
+    "two dtypes": lambda: handmade(3, [*TWO_WEIGHTS, Weight("half", (7,), torch.bfloat16)]),
+    "names": lambda: handmade(2, [Weight("größe.☃"), Weight('"quoted\\"\n')]),
+}
+
+
+def with_graph(graph: fx.Graph) -> Program:
+    """A program that is nothing but a mirrored graph."""
+    return Program(Stage.UPDATED, parse_devices(1), {}, (), graph=graph)
+
+
+def one_call(target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, **meta: Any) -> Program:
+    """A program of one argument, one call and its result."""
+    graph = fx.Graph()
+    graph.placeholder("x")
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta.update(meta)
+    graph.output(node)
+    return with_graph(graph)
+
+
+def called(program: Program) -> fx.Node:
+    """The call of `one_call`."""
+    return list(program.mirrored_graph.nodes)[1]
+
+
+def reload(program: Program, directory: Path, name: str = "program.json") -> Program:
+    """The program, saved and loaded."""
+    program.save(directory / name)
+    return Program.load(directory / name)
+
+
+def described(value: Any) -> Any:
+    """A value in plain terms, for comparison: types of containers count, and all of a tensor's type."""
+    if isinstance(value, fx.Node):
+        return ("node", value.name)
+    if isinstance(value, torch.Tensor):
+        assert isinstance(value, FakeTensor)
+        place = value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
+        return ("tensor", *place, value.is_conj(), value.is_neg())
+    if isinstance(value, ops.Pending):
+        return ("pending", described(value.value))
+    if isinstance(value, list | tuple):
+        return (type(value), *map(described, value))
+    if isinstance(value, dict):
+        return (type(value), *((key, described(item)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return (slice, described(value.start), described(value.stop), described(value.step))
+    return (type(value), repr(value))
+
+
+@functools.cache
+def _line_of(stack_trace: str) -> str:
+    return last_users_line(stack_trace)
+
+
+def nodes_of(graph: fx.Graph) -> list[Any]:
+    """A graph's nodes in plain terms; of their meta, what the passes and `source_line` look at."""
+    nodes = []
+    for node in graph.nodes:
+        call = (node.op, node.name, node.target, described(node.args), described(node.kwargs))
+        value = ("val" in node.meta, described(node.meta.get("val")))
+        trace = node.meta.get("stack_trace")
+        modules = list((node.meta.get("nn_module_stack") or {}).values())
+        module = [(path, getattr(kind, "__name__", kind)) for path, kind in modules[-1:]]
+        nodes.append((*call, *value, _line_of(trace) if trace else None, module))
+    return nodes
+
+
+def graphs_of(program: Program) -> list[fx.Graph]:
+    """Every graph of a program."""
+    return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
+
+
+_GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")
+
+
+def assert_same(found: Program, expected: Program) -> None:
+    """Every field of two programs is equal, every graph node by node, and so is their text."""
+    for field in dataclasses.fields(Program):
+        if field.name not in _GRAPHS:
+            assert getattr(found, field.name) == getattr(expected, field.name)
+    assert list(found.variables) == list(expected.variables)
+    assert [nodes_of(graph) for graph in graphs_of(found)] == [nodes_of(graph) for graph in graphs_of(expected)]
+    assert _modules_of(found) == _modules_of(expected)
+    assert found.to_text(regions=True) == expected.to_text(regions=True)
+
+
+def _modules_of(program: Program) -> list[tuple[str, ...]]:
+    """Names and classes of a program's modules, in order."""
+    regions = [
+        (name, region.name, region.phase, type(region.graph_module).__name__)
+        for name, region in program.regions.items()
+    ]
+    return [*regions, *((name, type(module).__name__) for name, module in program.device_graphs.items())]

@@ -1,0 +1,184 @@
+"""Builds tiny programs: by hand, one ATen operator at a time, and by capturing a two-layer net."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import TrainingCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.ir import ops
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.program import Aggregation, Argument, Program, Role, Stage, Synchronization, UpdateRule, Variable
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import Pass, run_passes
+
+ADAMW = UpdateRule("AdamW group 0", 0)
+MUON = UpdateRule("Muon group 0", 0, elementwise=False)
+PASS_NAMES = (
+    "plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update",
+    "schedule-overlap", "lower-collectives", "lower-devices",
+)  # fmt: skip
+"""The passes that a program needs; the default pipeline has others, which make it faster, among them."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a handmade program."""
+
+    name: str
+    shape: tuple[int, ...] = (4,)
+    dtype: torch.dtype = torch.float32
+    rule: UpdateRule = ADAMW
+
+
+TWO_WEIGHTS = (Weight("fc1.weight", (4, 2)), Weight("fc2.weight", (3,)))
+
+
+class _GraphBuilder:
+    """Adds nodes with fake values to a graph."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.graph = fx.Graph()
+        self.fake_mode = fake_mode
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with self.fake_mode:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = self.empty(shape, dtype)
+        return node
+
+    def read(self, variable: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.call_function(ops.read, (), {"variable": variable})
+        node.meta["val"] = self.empty(shape, dtype)
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        with self.fake_mode:
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+
+def handmade_graph(weights: Sequence[Weight], rows: int, *, buffer: bool, fake_mode: FakeTensorMode) -> fx.Graph:
+    """A captured graph whose loss adds up ``x`` and the weights; gradients come in the reverse order of the weights."""
+    aten = torch.ops.aten
+    build = _GraphBuilder(fake_mode)
+    x = build.placeholder("x", (rows, 4))
+    tangent = build.placeholder("loss_weight", ())
+    reads = {weight.name: build.read(weight.name, weight.shape, weight.dtype) for weight in weights}
+    loss = build.call(aten.sum.default, x)
+    for weight in weights:
+        loss = build.call(aten.add.Tensor, loss, build.call(aten.sum.default, reads[weight.name]))
+    writes = {}
+    if buffer:
+        writes["stat"] = build.call(aten.mul.Tensor, build.read("stat", (2,), torch.float32), 0.5)
+    gradients = {w.name: build.call(aten.mul.Tensor, reads[w.name], tangent) for w in reversed(weights)}
+    build.graph.output({"loss": loss, "gradients": gradients, "writes": writes})
+    return build.graph
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def handmade(
+    num_devices: int = 2, weights: Sequence[Weight] = TWO_WEIGHTS, *, buffer: bool = False, uneven: bool = False
+) -> Program:
+    """A CAPTURED program, made without the tracer. ``uneven``: the last replica's shard has fewer rows."""
+    fake_mode = FakeTensorMode()
+    variables = {
+        w.name: Variable(w.name, w.shape, strides_of(w.shape), w.dtype, Role.PARAMETER, update=w.rule) for w in weights
+    }
+    if buffer:
+        variables["stat"] = Variable(
+            "stat", (2,), (1,), torch.float32, Role.BUFFER, Synchronization.PER_REPLICA, Aggregation.MEAN
+        )
+    rows = (2, 1) if uneven else (2,)
+    return Program(
+        stage=Stage.CAPTURED,
+        devices=parse_devices([f"cpu:{i}" for i in range(num_devices)]),
+        variables=variables,
+        arguments=(Argument("x", "batch", 0), Argument("loss_weight", "loss_weight")),
+        shard_graphs=tuple(handmade_graph(weights, n, buffer=buffer, fake_mode=fake_mode) for n in rows),
+        shard_of_replica=tuple(int(uneven and i == num_devices - 1) for i in range(num_devices)),
+    )
+
+
+def core_pipeline(**options: Any) -> list[Pass]:
+    """The passes that a program needs, in the order of the default pipeline, with its options."""
+    return [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name in PASS_NAMES]
+
+
+def run_up_to(pass_name: str, program: Program, **options: Any) -> Program:
+    """The program after this pass of the core pipeline, with all passes before it. ``options``: the pipeline's."""
+    return run_passes(program, core_pipeline(**options)[: PASS_NAMES.index(pass_name) + 1])
+
+
+def run_before(pass_name: str, program: Program, **options: Any) -> Program:
+    """The program as this pass of the core pipeline is given it."""
+    return run_passes(program, core_pipeline(**options)[: PASS_NAMES.index(pass_name)])
+
+
+def every_stage(program: Program, **options: Any) -> dict[str, Program]:
+    """The program after each pass of the default pipeline, by name of the pass."""
+    found = {}
+    for compiler_pass in default_pipeline(**options):
+        program = found[compiler_pass.name] = compiler_pass.run(program)
+    return found
+
+
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+"""Options of the pipeline that give every gradient a bucket of its own."""
+
+
+def targets(graph: fx.Graph, *wanted: Any) -> list[fx.Node]:
+    """The nodes of a graph that call one of these."""
+    return list(ops.calls(graph, *wanted))
+
+
+def outputs(graph: fx.Graph) -> dict[str, Any]:
+    """The dict that a graph gives."""
+    found = graph.output_node().args[0]
+    assert isinstance(found, dict)
+    return found
+
+
+class TwoLayers(nn.Module):
+    """A two-layer net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 6)
+        self.fc2 = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def captured_two_layers(num_devices: int = 2, rows: int = 8) -> Program:
+    """A CAPTURED program of `TwoLayers` with cross-entropy and SGD, as `mirrorc.compile` captures it."""
+    torch.manual_seed(0)
+    return captured_model(TwoLayers(), num_devices, rows)
+
+
+def captured_model(model: nn.Module, num_devices: int = 2, rows: int = 8, columns: int = 4) -> Program:
+    """The same of any classifier of so many features."""
+    loss_fn = nn.functional.cross_entropy
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
+    shards = split_call(call, num_devices)
+    devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
+    training_call = TrainingCall(model, loss_fn, call.structure)
+    return capture_program(training_call, call, shards, devices, ModelState(model, loss_fn), optimizer, {}).program

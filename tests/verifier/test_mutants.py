@@ -1,0 +1,98 @@
+"""The verifier refuses what breaks a program and accepts what does not; `mutants.py` tries far more of it."""
+
+from collections.abc import Iterator
+
+import pytest
+from mutants import Examiner, Report, Tally, examine_some, sampled, table
+from mutations import KINDS
+from mutations.programs import handmade_sources, model_sources
+from tiny_models import MODELS
+
+from mirrorc.verifier import verifier
+
+pytestmark = pytest.mark.xdist_group("mutants")  # one process makes the report
+
+HANDMADE_QUOTA, MODEL_QUOTA = 5, 1  # mutants of a kind, of handmade programs in all and of each model
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """What became of some mutants of all programs, of two sources of each model: on 2 and 3 devices, one of them uneven."""
+    found = Report()
+    subjects = [subject for source in handmade_sources() for subject in source.subjects()]
+    examine_some(subjects, KINDS.values(), HANDMADE_QUOTA, found)
+    for i, name in enumerate(MODELS):
+        sources = list(model_sources(name))
+        chosen = [sources[i % 2], sources[3 - i % 2]]
+        examine_some([s for source in chosen for s in source.subjects()], KINDS.values(), MODEL_QUOTA, found)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.is_harmless])
+def test_what_breaks_a_program_is_refused(report: Report, name: str) -> None:
+    tally = report.tallies[name]
+    assert tally.mutants and not tally.wrong and not tally.crashed, _said(name, tally)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_harmless])
+def test_what_keeps_the_meaning_is_accepted(report: Report, name: str) -> None:
+    tally = report.tallies[name]
+    assert tally.mutants and not tally.wrong and not tally.crashed, _said(name, tally)
+
+
+def _said(name: str, tally: Tally) -> str:
+    found = "".join(f"\n  {line}" for line in (*tally.wrong, *tally.crashed))
+    return f"{name} ({KINDS[name].description}): {tally.mutants} mutants{found}"
+
+
+def test_there_are_many_kinds_and_programs(report: Report) -> None:
+    breaking = [name for name, kind in KINDS.items() if not kind.is_harmless and report.tallies[name].mutants]
+    harmless = [name for name, kind in KINDS.items() if kind.is_harmless and report.tallies[name].mutants]
+    assert len(breaking) >= 12 and len(harmless) >= 12
+    assert report.valid >= 150
+    assert f"{report.valid} valid programs accepted" in table(report)
+
+
+def _texts(subject: object) -> Iterator[str]:
+    program = subject.program  # type: ignore[attr-defined]
+    for graph in (*program.graphs(), *(region.graph_module.graph for region in program.regions.values())):
+        yield "\n".join(
+            f"{node.name} {node.target} {node.args} {node.kwargs} {node.meta.get('val')}" for node in graph.nodes
+        )
+    yield str(program.buckets)
+
+
+def test_mutants_are_copies() -> None:
+    subjects = list(next(handmade_sources()).subjects())
+    before = [list(_texts(subject)) for subject in subjects]
+    examine_some(subjects, KINDS.values(), 3, Report())
+    assert [list(_texts(subject)) for subject in subjects] == before
+
+
+def test_a_verifier_that_accepts_all_misses_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = list(next(handmade_sources()).subjects())[-1]
+    examiner = Examiner(subject)
+    monkeypatch.setattr(verifier, "verify", lambda *args, **kwargs: None)
+    tally = Tally()
+    examiner.examine(KINDS["drop a wait"], 0, tally)
+    assert (tally.mutants, len(tally.wrong), tally.crashed) == (1, 1, [])
+    assert tally.wrong[0].endswith("after lower-devices, place 0: accepted")
+
+
+def test_a_rule_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise IndexError("list index out of range")
+
+    subject = list(next(handmade_sources()).subjects())[-1]
+    examiner = Examiner(subject)
+    monkeypatch.setattr(verifier, "verify", fail)
+    tally = Tally()
+    examiner.examine(KINDS["drop a wait"], 0, tally)
+    assert (tally.mutants, tally.wrong, len(tally.crashed)) == (1, [], 1)
+
+
+def test_places_are_sampled_evenly_and_others_each_turn() -> None:
+    assert list(sampled(3, 5, turn=1)) == [0, 1, 2] and list(sampled(4, 0, turn=1)) == [0, 1, 2, 3]
+    chosen = [list(sampled(100, 4, turn)) for turn in range(5)]
+    assert all(len(places) == 4 and 0 <= min(places) <= max(places) < 100 for places in chosen)
+    assert len({tuple(places) for places in chosen}) == 5
