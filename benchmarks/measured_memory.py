@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import mirrorc
-from mirrorc.ir.program import Role
+from mirrorc.ir.variables import Role
 
 _JOB = "a device's step"
 _PRESENT = 1 << 63  # of an entry of /proc/self/pagemap

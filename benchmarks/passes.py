@@ -21,10 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.program import Argument, Program, Role, Stage, UpdateRule, Variable
+from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.variables import Role, UpdateRule, Variable
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.pass_manager import Instrument, Pass, run_passes
-from mirrorc.verifier.verifier import Checked, verify
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.verifier.checked_graphs import Checked
+from mirrorc.verifier.verifier import verify
 
 WIDTH, ROWS = 64, 8
 NODES_PER_LAYER = 10

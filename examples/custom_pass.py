@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
 
@@ -44,8 +45,8 @@ class Bfloat16OnTheWire:
 
     def run(self, program: Program) -> Program:
         program = program.evolve(graph=copied(program.mirrored_graph))
-        for launch in list(ops.calls(program.mirrored_graph, *ops.REDUCTIONS)):
-            if program.buckets[ops.bucket_of(launch)].dtype == torch.float32:
+        for launch in list(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
+            if program.buckets[bucket_of(launch)].dtype == torch.float32:
                 packed = launch.all_input_nodes
                 launch.args = tuple(insert(program, launch, cast, (p,), {"dtype": torch.bfloat16}) for p in packed)
                 set_type(program, launch)

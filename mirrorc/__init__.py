@@ -4,7 +4,7 @@ from mirrorc.api import Step, compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
 from mirrorc.ir.program import Program
-from mirrorc.pipeline.pass_manager import Placed, after, before
+from mirrorc.pipeline.placement import Placed, after, before
 
 __all__ = [
     "CaptureError",

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.analysis.region_gradients import share_one_memory
 from mirrorc.capture.arguments import Call, Shards, flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.capture.specialize import argument_kinds, capture_program, shard_types
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.links import best_link, check_link
+from mirrorc.ir.links import best_link, check_link, share_one_memory
 from mirrorc.ir.program import Program, Stage
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import (
@@ -40,8 +39,10 @@ from mirrorc.options import (
     example_call,
 )
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters, default_pipeline
-from mirrorc.pipeline.pass_manager import Pass, Placed, check_pass_names, run_passes, select_passes
-from mirrorc.pipeline.pass_manager import add_passes as put_in
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import Placed, check_pass_names, select_passes
+from mirrorc.pipeline.placement import add_passes as put_in
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.regions import BACKENDS, RegionCompiler, decompositions_for, likes_channels_last
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import Memory
@@ -54,7 +55,8 @@ from mirrorc.runtime.profiling.explanation import Explanation, explain_steps
 from mirrorc.runtime.profiling.recorder import RecordedStep, Recorder, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.variables import MirroredVariable, VariableStore
+from mirrorc.runtime.state.mirrored_variable import MirroredVariable
+from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.torch_internals import has_cpp_compiler, is_dense, mark_optimizer_stepped, torch_modes
 

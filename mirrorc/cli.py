@@ -18,7 +18,9 @@ from mirrorc.instruments import instruments_for
 from mirrorc.ir.program import Program
 from mirrorc.options import checked_directory
 from mirrorc.passes import PASSES
-from mirrorc.pipeline.pass_manager import Pass, check_pass_names, run_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import check_pass_names
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import import_module, parse_passes
 from mirrorc.printing.colors import print_coloured
 from mirrorc.verifier.verifier import verify

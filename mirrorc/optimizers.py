@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import UpdateRule, Variable
+from mirrorc.ir.variables import UpdateRule, Variable
 from mirrorc.torch_internals import has_step_hooks
 
 ELEMENTWISE = (

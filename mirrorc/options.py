@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.ir.program import Device
-from mirrorc.pipeline.pass_manager import Pass
+from mirrorc.ir.devices import Device
+from mirrorc.pipeline.protocol import Pass
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
-from mirrorc.pipeline.pass_manager import Pass
+from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "PASSES",

@@ -16,14 +16,13 @@ from mirrorc.analysis.region_gradients import (
     gradient_names,
     gradient_places,
     matrix_product,
-    remove_unused,
-    share_one_memory,
     table_gradient,
 )
-from mirrorc.capture.arguments import identifier
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.graph_edits import call, copied, remove_unused
+from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.links import share_one_memory
 from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
@@ -91,7 +90,7 @@ class FactorGradients:
         if program.num_replicas == 1 or not share_one_memory(program):
             return program
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
-        bucket_of = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
+        buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         names = {
             node: name
@@ -120,7 +119,7 @@ class FactorGradients:
             if chosen:
                 split = _split(bodies[name], _given(bodies[name], calls[name]), chosen)
                 for number, node in enumerate(calls[name]):
-                    _rewire(node, number, split, names, bucket_of)
+                    _rewire(node, number, split, names, buckets)
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # it only put together what others had given it
                     del regions[name]

@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
-from mirrorc.ir.program import Bucket, Program, Stage
+from mirrorc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import LINKS, best_link, check_link
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 
 
@@ -44,7 +45,7 @@ class LowerCollectives:
     def run(self, program: Program) -> Program:
         link, remark = self._choose(program)
         graph = copied(program.mirrored_graph)
-        collectives = list(ops.calls(graph, *ops.COLLECTIVES))
+        collectives = list(calls_to(graph, *ops.COLLECTIVES))
         for node in collectives:
             if node.target is ops.broadcast:
                 _lower_broadcast(program, node, "copy" if link == "nccl" else link)
@@ -62,9 +63,9 @@ class LowerCollectives:
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
     """Turns a broadcast into a send for each other replica, and a receipt there; the root need not wait."""
-    bucket, root = ops.bucket_of(broadcast), broadcast.kwargs["root"]
+    bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
-        replica = ops.replica_of(wait)
+        replica = replica_of(wait)
         if replica == root:
             wait.graph.erase_node(wait)  # nobody uses it: the root has the values
             continue

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
@@ -37,7 +38,7 @@ class LowerDevices:
         for node in program.mirrored_graph.nodes:
             if node.op == "output":
                 continue
-            replica = ops.replica_of(node)
+            replica = replica_of(node)
             for r in range(program.num_replicas) if replica is None else (replica,):
                 values[r][node] = _lower(graphs[r], node, values[r], r)
         output: Any = program.mirrored_graph.output_node().args[0]
@@ -62,7 +63,7 @@ def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], repli
         named = {"gradients": kwargs["gradients"]}
         lowered = add_node(graph, "call_module", str(kwargs["region"]), args, named, name)
     elif node.target in ops.COLLECTIVES:
-        own = tuple(values[n] for n in node.all_input_nodes if ops.replica_of(n) == replica)
+        own = tuple(values[n] for n in node.all_input_nodes if replica_of(n) == replica)
         lowered = add_node(graph, "call_function", node.target, own, kwargs, name)
     else:
         args = fx.node.map_arg(node.args, values.__getitem__)

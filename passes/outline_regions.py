@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.arguments import identifier
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
+from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 

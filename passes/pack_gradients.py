@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
-from mirrorc.ir.program import Bucket, Program, Stage
+from mirrorc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from mirrorc.analysis.region_gradients import (
-    calls_by_region,
-    gradient_names,
-    gradient_places,
-    matrix_product,
-    remove_unused,
-)
-from mirrorc.capture.arguments import identifier
+from mirrorc.analysis.region_gradients import calls_by_region, gradient_names, gradient_places, matrix_product
 from mirrorc.custom_ops import matmul
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.graph_edits import call, copied
-from mirrorc.ir.program import Program, Region, Slot, Stage
+from mirrorc.ir.buckets import Slot
+from mirrorc.ir.graph_edits import call, copied, remove_unused
+from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.nodes import region_of
+from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import lazy_graph_module
 
@@ -133,7 +129,7 @@ def _pass_slots(
     slots: Mapping[str, tuple[int, Slot]],
 ) -> None:
     of_index = {part.args[1]: names[part] for part in node.users if part in names}
-    body = program.regions[ops.region_of(node)].graph_module.graph
+    body = program.regions[region_of(node)].graph_module.graph
     placeholders = [argument for argument in body.nodes if argument.op == "placeholder"][len(node.args) :]
     arguments = []
     for index, placeholder in zip(indices, placeholders, strict=True):

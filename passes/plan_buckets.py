@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mirrorc.ir.program import Bucket, Program, Slot, Stage, UpdateRule, Variable
+from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import UpdateRule, Variable
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 

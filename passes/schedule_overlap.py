@@ -8,6 +8,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, origin_of
 from mirrorc.ir.program import Program, Stage
 
 
@@ -32,12 +33,12 @@ class ScheduleOverlap:
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)
-        for node in list(ops.calls(graph, *ops.COLLECTIVES)):
+        for node in list(calls_to(graph, *ops.COLLECTIVES)):
             max(node.all_input_nodes).append(node)  # nodes compare by their places in the graph
         for node in reversed(list(graph.nodes)):
-            if ops.is_compute(node) and ops.origin(node).target is ops.wait and node.users:
+            if is_compute(node) and origin_of(node).target is ops.wait and node.users:
                 min(node.users).prepend(node)  # as late as the wait for what it takes
-        for node in list(ops.calls(graph, *ops.COLLECTIVES)):
+        for node in list(calls_to(graph, *ops.COLLECTIVES)):
             _move_waits(node)
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=(*program.remarks, *_remarks(graph)))
 
@@ -60,7 +61,5 @@ def _remarks(graph: fx.Graph) -> list[str]:
         if node.target is ops.call_region:
             regions_after += 1
         elif node.target is ops.all_reduce and not regions_after:
-            remarks.append(
-                f"the reduction of bucket {ops.bucket_of(node)} stays exposed: backward ends where it begins"
-            )
+            remarks.append(f"the reduction of bucket {bucket_of(node)} stays exposed: backward ends where it begins")
     return remarks[::-1]

@@ -7,12 +7,15 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.region_gradients import share_one_memory
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copied
-from mirrorc.ir.program import Bucket, Placement, Program, Stage
+from mirrorc.ir.links import share_one_memory
+from mirrorc.ir.nodes import calls_to, is_compute, replica_of
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.ir.variables import Placement
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,19 @@ class ShareParameters:
             return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
         graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)
-        reductions = {node.kwargs["bucket"]: node for node in ops.calls(graph, ops.all_reduce)}
+        reductions = {node.kwargs["bucket"]: node for node in calls_to(graph, ops.all_reduce)}
         shared = program.evolve(graph=graph, buckets=buckets)
         for bucket in reversed(buckets):
             if bucket.rule.elementwise:
                 _scatter(shared, bucket, reductions[bucket.index])
-        for node in list(ops.calls(graph, ops.broadcast)):
+        for node in list(calls_to(graph, ops.broadcast)):
             _erase(node)
         whole = [f"bucket {bucket.index}" for bucket in buckets if not bucket.rule.elementwise]
         if whole:
             kinds = " and ".join(sorted({bucket.rule.label for bucket in buckets if not bucket.rule.elementwise}))
             remark = f"{', '.join(whole)}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
             shared = shared.evolve(remarks=(*shared.remarks, remark))
-        for node in list(ops.calls(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
+        for node in list(calls_to(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
         return shared.evolve(stage=Stage.SCHEDULED)
 
@@ -79,7 +82,7 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
     scatter.meta["val"] = ops.Pending(all_reduce.meta["val"].value)
     end = graph.output_node()
     for wait in list(all_reduce.users):
-        replica: Any = ops.replica_of(wait)
+        replica: Any = replica_of(wait)
         start, stop = bucket.share(replica, program.num_replicas)
         wait.args = (scatter,)
         set_type(program, wait)
@@ -100,7 +103,7 @@ def _users_of(wait: fx.Node) -> list[fx.Node]:
     while waiting:
         users = waiting.pop().users
         found.update(dict.fromkeys(users))
-        waiting.extend(user for user in users if ops.is_compute(user))
+        waiting.extend(user for user in users if is_compute(user))
     return sorted(found)
 
 

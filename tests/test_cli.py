@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import mirrorc
 from mirrorc.cli import app
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.specs import format_passes
 
@@ -167,7 +168,7 @@ def test_verify_goes_on_after_what_it_cannot_load(captured: Path, tmp_path: Path
 @pytest.fixture
 def malformed(tmp_path: Path) -> Path:
     program = captured_two_layers()
-    read = next(ops.calls(program.shard_graphs[0], ops.read))
+    read = next(calls_to(program.shard_graphs[0], ops.read))
     read.kwargs = {}
     program.save(tmp_path / "malformed.json")
     return tmp_path / "malformed.json"

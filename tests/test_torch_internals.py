@@ -365,7 +365,7 @@ class Counting(torch.nn.Module):
 
 
 class Around(torch.nn.Module):
-    """As `mirrorc.capture.dynamo.TrainingCall` holds a model."""
+    """As `mirrorc.capture.training_call.TrainingCall` holds a model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

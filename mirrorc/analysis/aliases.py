@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether an operator of torch may give the memory of its first argument."""
-    if not ops.is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
+    if not is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     schema = node.target._schema  # type: ignore[union-attr]
     aliases = any(result.alias_info is not None for result in schema.returns)
@@ -34,9 +35,9 @@ def viewed_variable(program: Program, value: fx.Node) -> str | None:
     if value.target is ops.read:
         return str(value.kwargs["variable"])
     call = value.args[0] if value.target is operator.getitem else None
-    if not isinstance(call, fx.Node) or not ops.is_region_call(call):
+    if not isinstance(call, fx.Node) or not is_region_call(call):
         return None
-    body = program.regions[ops.region_of(call)].graph_module.graph
+    body = program.regions[region_of(call)].graph_module.graph
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     results: Any = body.output_node().args[0]
     inside = viewed(results[value.args[1]])

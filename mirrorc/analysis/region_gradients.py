@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Program
+from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -29,7 +29,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
     """The calls of each region."""
     calls: dict[str, list[fx.Node]] = {}
     for graph in graphs:
-        for node in ops.calls(graph, ops.call_region):
+        for node in calls_to(graph, ops.call_region):
             calls.setdefault(str(node.kwargs["region"]), []).append(node)
     return calls
 
@@ -65,19 +65,3 @@ def table_gradient(gradient: fx.Node) -> fx.Node | None:
     """The operator that makes a gradient of a table out of the rows that were looked up, if nothing else uses it."""
     is_one = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
     return gradient if is_one and not gradient.args[4] and gradient.meta["val"].is_contiguous() else None
-
-
-def remove_unused(graph: fx.Graph) -> None:
-    """Removes what neither is used nor writes."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _writes(node):
-            graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def share_one_memory(program: Program) -> bool:
-    """Whether all devices reach each other's tensors: logical CPUs do."""
-    return all(device.torch_device.type == "cpu" for device in program.devices)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import keyword as keywords
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -270,11 +268,3 @@ def _in_all(sizes: tuple[int, ...]) -> str:
 
 def _per_replica(sizes: tuple[int, ...]) -> str:
     return " + ".join(str(size) for size in sizes)
-
-
-def identifier(path: str) -> str:
-    """A Python identifier for an argument's path: ``batch.x[0]`` becomes ``batch_x_0``."""
-    name = re.sub(r"\W+", "_", path).strip("_") or "input"
-    if keywords.iskeyword(name):
-        return f"{name}_"
-    return f"_{name}" if name[0].isdigit() else name

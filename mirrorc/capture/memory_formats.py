@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import is_compute
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class _Layout:
         for node in list(self.graph.nodes):
             if node.target in _READ_STRIDES:
                 raise _DependsOnStrides(node.name)
-            if ops.is_compute(node) and node.target.namespace not in _OF_TORCH:
+            if is_compute(node) and node.target.namespace not in _OF_TORCH:
                 for given in self.changed.intersection(node.all_input_nodes):
                     node.replace_input_with(given, self._restored(node, given))
             if _is_convolution(node):
@@ -84,7 +84,7 @@ class _Layout:
             elif node.target is aten.convolution_backward.default:
                 own = (self.laid.get(given, given) for given in node.args[1:3])
                 node.args = (node.args[0], *own, *node.args[3:])
-            if ops.is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
+            if is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
                 self._find_type(node)
         self.graph.lint()
 

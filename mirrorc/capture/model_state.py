@@ -19,7 +19,7 @@ class ModelState:
     Attributes:
         tensors: parameters and buffers, by name of their variable: the first name of each in the model, with the prefix
             ``loss_fn.`` for those of a loss module.
-        names: from the names under `mirrorc.capture.dynamo.TrainingCall`, all those of tied weights too, to variables.
+        names: from the names under `mirrorc.capture.training_call.TrainingCall`, all those of tied weights too, to variables.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:

@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.arguments import Call, Shards, identifier
-from mirrorc.capture.dynamo import CapturedGraph, TrainingCall, capture
+from mirrorc.capture.arguments import Call, Shards
+from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.dynamo import capture
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
-from mirrorc.ir.program import Aggregation, Argument, Device, Program, Role, Stage, Synchronization, Variable
+from mirrorc.ir.devices import Device
+from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import update_rules
 from mirrorc.torch_internals import is_dense
 
@@ -113,7 +119,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 def _variables(
     captured: Sequence[CapturedGraph], state: ModelState, optimizer: torch.optim.Optimizer
 ) -> dict[str, Variable]:
-    read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in ops.calls(c.graph, ops.read))
+    read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
     rules = update_rules(optimizer, state.parameters, list(gradients))
     constants = {name: value for c in captured for name, value in c.constants.items()}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mirrorc.capture.arguments import identifier
 from mirrorc.ir import ops
+from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.source_lines import module_of
 
 

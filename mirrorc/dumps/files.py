@@ -1,79 +1,16 @@
-"""Writes what every pass did: to files for whoever debugs a pass, and to torch's structured trace."""
+"""Gives sinks a text, a diff and an index of what every pass did."""
 
 from __future__ import annotations
 
-import itertools
 import re
-import sys
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from mirrorc.dumps.folders import DumpFolder
 from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.sinks import Sink
 from mirrorc.ir.program import Program
-from mirrorc.pipeline.pass_manager import Instrument, Pass
-from mirrorc.printing.colors import print_coloured
-from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
+from mirrorc.pipeline.protocol import Instrument, Pass
 
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
-
-
-class Sink:
-    """Where dumps go; a later file of one name replaces the earlier."""
-
-    def write(self, name: str, text: str) -> None:
-        """Takes a text."""
-        raise NotImplementedError
-
-    def save(self, name: str, program: Program) -> bool:
-        """Takes a program itself; False if it takes texts alone."""
-        return False
-
-
-class FolderSink(Sink):
-    """Files in a folder.
-
-    Args:
-        directory: of the folder.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.folder = DumpFolder(directory)
-
-    def write(self, name: str, text: str) -> None:
-        """Writes a text."""
-        self.folder.file(name).write_text(text, encoding="utf-8")
-
-    def save(self, name: str, program: Program) -> bool:
-        """Saves a program."""
-        program.save(self.folder.file(name))
-        return True
-
-
-class TraceSink(Sink):
-    """Artifacts of torch's structured trace."""
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.prefix = f"mirrorc_program-{next(self._numbers)}"
-
-    def write(self, name: str, text: str) -> None:
-        """Adds a text to the trace."""
-        trace_artifact(f"{self.prefix}_{name}", text)
-
-
-def dump_sinks(directory: Path | None) -> list[Sink]:
-    """Where the next program of this process is to be dumped.
-
-    Args:
-        directory: gets a folder for the program, see `DumpFolder`; None for no files.
-
-    Returns:
-        A sink for the folder, and one for torch's structured trace where that is on (the variable TORCH_TRACE).
-    """
-    sinks: list[Sink] = [FolderSink(directory)] if directory is not None else []
-    return [*sinks, TraceSink()] if is_structured_trace_on() else sinks
 
 
 class DumpFiles(Instrument):
@@ -161,19 +98,3 @@ class DumpFiles(Instrument):
 def _cell(text: str) -> str:
     """A text as it is written in a cell of a table."""
     return "<br>".join(text.replace("|", "\\|").replace("<", "\\<").splitlines())
-
-
-class PrintAfter(Instrument):
-    """Prints the program after some passes, on standard error, in colours if that is a terminal.
-
-    Args:
-        names: of the passes; None for all.
-    """
-
-    def __init__(self, names: Collection[str] | None) -> None:
-        self.names = names
-
-    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Prints the program that a pass gave."""
-        if self.names is None or compiler_pass.name in self.names:
-            print_coloured(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from mirrorc.ir import ops
+from mirrorc.ir.nodes import target_name
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.program_text import on_one_line, program_to_text, region_to_text
 
@@ -125,5 +125,5 @@ def _count_operations(program: Program | None) -> Counter[str]:
     for graph in [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]:
         targets = Counter((node.op, node.target) for node in graph.nodes if node.op not in ("placeholder", "output"))
         for (op, target), number in targets.items():
-            counts["call_region" if op == "call_module" else ops.target_name(target)] += number
+            counts["call_region" if op == "call_module" else target_name(target)] += number
     return counts

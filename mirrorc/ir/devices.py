@@ -1,13 +1,12 @@
-"""Names of logical devices, from what the user wrote to `Device`."""
+"""Logical devices, and their names as users write them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-
-from mirrorc.ir.program import Device
 
 _NAME = re.compile(r"(?P<type>cpu|cuda)(:(?P<index>\d+))?(/(?P<part>\d+))?")
 _REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second logical device on GPU 0"
@@ -65,3 +64,21 @@ def _parse_device(name: str | torch.device) -> Device:
         raise ValueError(f"device {str(name)!r} is absent: torch sees {found} on this machine; {_REMEDY}")
     part = f"/{int(match['part'])}" if match["part"] and int(match["part"]) else ""
     return Device(f"cuda:{index}{part}", torch.device("cuda", index))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A logical device.
+
+    ``cpu:0`` and ``cpu:1`` share one processor and one memory; ``cuda:0/1`` is the second logical device on GPU 0.
+
+    Attributes:
+        name: the name as users write it, unique within a program.
+        torch_device: the torch device that holds its tensors.
+    """
+
+    name: str
+    torch_device: torch.device
+
+    def __str__(self) -> str:
+        return self.name

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from mirrorc.capture.arguments import identifier
 from mirrorc.ir import ops
+from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.nodes import is_operator
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import add_node
@@ -83,7 +85,7 @@ def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     stem = _STEMS.get(target, "").format(**kwargs)
     if target is ops.wait and getattr(args[0], "target", None) in (ops.broadcast, ops.recv):
         stem = f"b{kwargs['bucket']}_parameters"
-    if ops.is_operator(target):
+    if is_operator(target):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
         stem = f"{operand}_{target._schema.name.split('::')[-1].strip('_')}"
     replica = f"_r{kwargs['replica']}" if kwargs.get("replica") is not None else ""
@@ -109,3 +111,14 @@ def insert(
         node = call(before.graph, target, args, kwargs)
     set_type(program, node)
     return node
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Removes what neither is used nor writes."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

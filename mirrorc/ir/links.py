@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
 
 LINKS = ("shared-memory", "nccl", "copy")
 
@@ -36,3 +37,11 @@ def check_link(link: str | None, devices: Sequence[Device]) -> None:
         raise ValueError(f"all_reduce={link!r} cannot join {names}; use 'copy', or None for the best")
     if link == "nccl" and len(set(held_by)) < len(held_by):
         raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")
+
+
+def share_one_memory(program: Program) -> bool:
+    """Whether all devices reach each other's tensors: logical CPUs do."""
+    return all(device.torch_device.type == "cpu" for device in program.devices)
+
+
+ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.devices import Device
+from mirrorc.ir.variables import Variable
 
 
 class Stage(enum.IntEnum):
@@ -25,157 +27,6 @@ class Stage(enum.IntEnum):
     UPDATED = 5
     SCHEDULED = 6
     LOWERED = 7
-
-
-@dataclass(frozen=True)
-class Device:
-    """A logical device.
-
-    ``cpu:0`` and ``cpu:1`` share one processor and one memory; ``cuda:0/1`` is the second logical device on GPU 0.
-
-    Attributes:
-        name: the name as users write it, unique within a program.
-        torch_device: the torch device that holds its tensors.
-    """
-
-    name: str
-    torch_device: torch.device
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Role(enum.Enum):
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-
-
-class Synchronization(enum.Enum):
-    MIRRORED = "mirrored"  # the same value on every replica, after every step
-    PER_REPLICA = "per-replica"  # each replica writes its own
-
-
-class Aggregation(enum.Enum):
-    """How a per-replica variable is read as one value."""
-
-    NONE = "none"
-    MEAN = "mean"
-    FIRST = "first"  # replica 0's
-
-
-class Placement(enum.Enum):
-    """Where the parameters of a bucket are."""
-
-    MIRRORED = "mirrored"  # a copy on every replica
-    SHARED = "shared"  # one copy in the memory that all devices share
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """Which update a parameter gets. Gradients may share a bucket only where their rules are equal.
-
-    Attributes:
-        label: for people, such as ``AdamW group 0``.
-        group: index of the optimizer's parameter group.
-        state_class: parameters whose optimizer state has the same entries, and equal scalar ones such as ``step``, have
-            the same number; a flat update needs that.
-        elementwise: whether the update may run on a whole bucket at once.
-    """
-
-    label: str
-    group: int
-    state_class: int = 0
-    elementwise: bool = True
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A parameter or buffer of the captured model. Tied weights are one variable, under their first name.
-
-    Attributes:
-        name: its name in the user's model.
-        shape: its shape, the same on every replica.
-        strides: how it lies in memory, dense; a parameter in channels-last format stays so.
-        dtype: its dtype.
-        role: parameter or buffer.
-        synchronization: mirrored, or per-replica for buffers that the forward writes.
-        aggregation: how a per-replica variable is read as one.
-        update: the rule by which the optimizer changes it; None if nothing updates it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    role: Role
-    synchronization: Synchronization = Synchronization.MIRRORED
-    aggregation: Aggregation = Aggregation.NONE
-    update: UpdateRule | None = None
-
-
-_SHARE_ELEMENTS = 64  # shares begin at multiples of it, so that no two devices write to one cache line
-
-
-def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
-    units = -(-num_elements // _SHARE_ELEMENTS)
-    start, stop = (min(num_elements, units * i // num_shares * _SHARE_ELEMENTS) for i in (index, index + 1))
-    return start, stop
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A gradient's place in a bucket.
-
-    Attributes:
-        variable: name of the parameter whose gradient lies here.
-        shape: its shape.
-        strides: its strides, those of the parameter.
-        offset: first element, counted in elements from the start of the bucket.
-        num_elements: how many elements.
-    """
-
-    variable: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    num_elements: int
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are reduced and applied together, in the order in which backward makes them.
-
-    Attributes:
-        index: its number; collectives carry it as their tag.
-        dtype: the one dtype of all its gradients.
-        slots: its gradients' places; slots are disjoint and begin at aligned offsets.
-        num_elements: its length, padding included.
-        rule: how its parameters are updated.
-        placement: whether each replica has its own copy of its parameters, or all share one and update a share each.
-    """
-
-    index: int
-    dtype: torch.dtype
-    slots: tuple[Slot, ...]
-    num_elements: int
-    rule: UpdateRule
-    placement: Placement = Placement.MIRRORED
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
-    @functools.cached_property
-    def slot_of(self) -> Mapping[str, Slot]:
-        """The slots, by name of the variable."""
-        return {slot.variable: slot for slot in self.slots}
-
-    def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica updates: the first, and one past the last. None of a small shared bucket, maybe."""
-        if self.placement is Placement.MIRRORED:
-            return 0, self.num_elements
-        return share_bounds(self.num_elements, num_replicas, replica)
 
 
 @dataclass(frozen=True)

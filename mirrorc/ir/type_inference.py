@@ -10,7 +10,10 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Placement, Program
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, region_of, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Placement
 from mirrorc.torch_internals import quiet_fake_tensors
 
 ValueType = Any
@@ -64,9 +67,9 @@ def set_type(program: Program, node: fx.Node) -> None:
     Raises:
         TypeError: the operation cannot take these arguments.
     """
-    if ops.is_compute(node):
+    if is_compute(node):
         node.meta["val"] = _run_fake(node)
-    elif ops.is_region_call(node):
+    elif is_region_call(node):
         node.meta["val"] = tuple(result.meta["val"] for result in _region_results(program, node))
     elif node.target is operator.getitem:
         _part(program, node)
@@ -102,7 +105,7 @@ def is_noted_rightly(program: Program, node: fx.Node) -> bool:
         values = source.meta.get("val") if isinstance(source, fx.Node) else None
         if isinstance(values, tuple) and isinstance(index, int) and 0 <= index < len(values) and values[index] is noted:
             return True
-    elif ops.is_region_call(node):
+    elif is_region_call(node):
         results = _region_results(program, node)
         own = [result.meta.get("val") for result in results]
         if isinstance(noted, tuple) and len(noted) == len(own) and all(map(operator.is_, noted, own)):
@@ -116,13 +119,13 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
     Raises:
         TypeError: the operation cannot take these arguments; says why.
     """
-    if ops.is_compute(node):
+    if is_compute(node):
         return _operator_type(node)
-    if ops.is_region_call(node):
+    if is_region_call(node):
         return ("tuple", tuple(_noted(result) for result in _region_results(program, node)))
     rule = _RULES.get(node.target) if node.op == "call_function" else None
     if rule is None:
-        raise TypeError(f"{ops.name_of(node)} is no operation of mirrorc, nor an operator of torch")
+        raise TypeError(f"{name_of(node)} is no operation of mirrorc, nor an operator of torch")
     return rule(program, node)
 
 
@@ -186,7 +189,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 def _region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
     """The results of the region that a node calls, if it takes what it is given."""
-    name = ops.region_of(node)
+    name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")
     body = program.regions[name].graph_module.graph
@@ -253,7 +256,7 @@ def _part(program: Program, node: fx.Node) -> ValueType:
 
 
 def _bucket(program: Program, node: fx.Node) -> Bucket:
-    index = ops.bucket_of(node)
+    index = bucket_of(node)
     if not 0 <= index < len(program.buckets):
         raise TypeError(f"there is no bucket {index}")
     return program.buckets[index]
@@ -303,7 +306,7 @@ def _update(program: Program, node: fx.Node) -> None:
 
 
 def _replica(program: Program, node: fx.Node) -> int:
-    replica = ops.replica_of(node)
+    replica = replica_of(node)
     if replica is not None:
         return replica
     return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is node.graph)

@@ -15,7 +15,7 @@ import torch
 
 from mirrorc.errors import MirrorcError
 from mirrorc.ir.program import Program
-from mirrorc.pipeline.pass_manager import Instrument, Pass
+from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.pipeline.specs import format_passes
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.pipeline.pass_manager import Pass
+from mirrorc.pipeline.protocol import Pass
 
 _NAME = re.compile(r"\s*(?P<name>[\w.:-]+)\s*")
 _SEPARATOR = re.compile(r"\s*(?:,|$)")

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, is_compute, origin_of, replica_of
 from mirrorc.ir.program import Program
 
 _DTYPES = {
@@ -76,7 +77,7 @@ class PrintedValues:
             target: Any = launch.target if isinstance(launch, fx.Node) else None
             given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(target, "parameters")
             return "reduced", f"b{bucket}_{given}"
-        if ops.is_compute(node):
+        if is_compute(node):
             return "computed", ""  # named by `_name_computed`
         return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
 
@@ -87,7 +88,7 @@ class PrintedValues:
             if self.kinds[node] == ("computed", ""):
                 operation = node.target._schema.name.split("::")[-1].strip("_")
                 base = "_".join([*(self.name(operand) for operand in node.all_input_nodes[:1]), operation])
-                key = (ops.replica_of(node), base)
+                key = (replica_of(node), base)
                 counts[key] += 1
                 self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
 
@@ -98,7 +99,7 @@ class PrintedValues:
 
     def own_name(self, node: fx.Node) -> str:
         """A value's name, the same on all replicas, where kinds are not counted."""
-        replica = ops.replica_of(node)
+        replica = replica_of(node)
         return self.name(node).removesuffix(f"_r{replica}" if replica is not None else "")
 
     def typed(self, node: fx.Node) -> str:
@@ -114,7 +115,7 @@ class PrintedValues:
 
     def _whole(self, node: fx.Node) -> torch.Tensor | None:
         """The bucket of which a value is a share, after a reduce_scatter."""
-        origin = ops.origin(node)
+        origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
 
@@ -140,8 +141,8 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in graph.nodes:
         if node.target is ops.pack:
-            for name, gradient in zip(slots.get(ops.bucket_of(node), []), node.all_input_nodes, strict=False):
-                yield "gradient", name, ops.origin(gradient)
+            for name, gradient in zip(slots.get(bucket_of(node), []), node.all_input_nodes, strict=False):
+                yield "gradient", name, origin_of(gradient)
         elif node.target is ops.write:
             for source in node.all_input_nodes:
                 yield "write", str(node.kwargs["variable"]), source

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.seed_random_ops import seeded, unseeded
 from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir import ops
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions

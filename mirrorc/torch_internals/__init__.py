@@ -6,6 +6,7 @@ from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocatio
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.graphs import add_node, lazy_graph_module, quiet_fake_tensors
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
+from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.state import (
     has_gradient_hooks,
     has_step_hooks,
@@ -18,7 +19,6 @@ from mirrorc.torch_internals.state import (
     trace_artifact,
 )
 from mirrorc.torch_internals.tracing import (
-    JointGraph,
     export_joint_graph,
     is_users_file,
     trace_full_graph,

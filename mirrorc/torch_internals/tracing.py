@@ -9,48 +9,13 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-
-@dataclass
-class JointGraph:
-    """Forward and backward as AOTAutograd gives them, its descriptors turned into plain names.
-
-    Attributes:
-        graph_module: the functional graph.
-        leaf_of: placeholder to index of the tensor argument.
-        variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
-        tangent: the placeholder for the gradient of the loss.
-        loss: the node of the loss.
-        gradients: parameter name to the node of its gradient, None if it has none.
-        buffer_writes: buffer name to the node of its new value.
-        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
-        fake_mode: the mode of the graph's fake tensors.
-    """
-
-    graph_module: fx.GraphModule
-    fake_mode: Any
-    tangent: fx.Node
-    loss: fx.Node
-    leaf_of: dict[fx.Node, int] = field(default_factory=dict)
-    variable_of: dict[fx.Node, str] = field(default_factory=dict)
-    gradients: dict[str, fx.Node | None] = field(default_factory=dict)
-    buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
-    written_inputs: list[tuple[str, str]] = field(default_factory=list)
-
-    def fake_seed(self) -> torch.Tensor:
-        """A fake tensor like a replica's seed."""
-        with self.fake_mode:
-            return torch.empty((), dtype=torch.int64)
-
-    def constant(self, node: fx.Node) -> torch.Tensor:
-        """The tensor that a get_attr node names."""
-        return _attribute(self.graph_module, str(node.target))
+from mirrorc.torch_internals.joint_graph import JointGraph
 
 
 def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -147,13 +112,6 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> No
         joint.written_inputs.append(("parameter", mutated.target))
     else:
         joint.written_inputs.append(("argument", str(mutated.idx)))
-
-
-def _attribute(module: nn.Module, path: str) -> torch.Tensor:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

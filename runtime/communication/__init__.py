@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mirrorc.ir.program import Device
-from mirrorc.runtime.communication.base import Aborted, Communicator
+from mirrorc.ir.devices import Device
+from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.copies import CopyCommunicator
 from mirrorc.runtime.communication.nccl import NcclCommunicator
+from mirrorc.runtime.communication.rendezvous import Aborted
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 
 __all__ = [

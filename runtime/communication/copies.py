@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import share_bounds
-from mirrorc.runtime.communication.base import Communicator, record_event, wait_event
+from mirrorc.ir.buckets import share_bounds
+from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.devices.events import record_event, wait_event
 
 
 class CopyCommunicator(Communicator):
@@ -27,23 +28,23 @@ class CopyCommunicator(Communicator):
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        num_elements = self._meetings[("reduce_scatter", bucket)].tensors[replica].numel()
+        num_elements = self._rendezvous[("reduce_scatter", bucket)].tensors[replica].numel()
         share = slice(*share_bounds(num_elements, len(self.devices), replica))
         return self._sum("reduce_scatter", bucket, replica, share)
 
     def _offer(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> None:
-        meeting = self._meetings[(kind, bucket)]
-        meeting.tensors[replica] = tensor
-        meeting.events[replica] = record_event(tensor.device)
-        meeting.announce(replica)
+        rendezvous = self._rendezvous[(kind, bucket)]
+        rendezvous.tensors[replica] = tensor
+        rendezvous.events[replica] = record_event(tensor.device)
+        rendezvous.announce(replica)
 
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
-        meeting = self._meetings[(kind, bucket)]
-        meeting.await_replicas(replica, range(len(self.devices)))
+        rendezvous = self._rendezvous[(kind, bucket)]
+        rendezvous.await_replicas(replica, range(len(self.devices)))
         own = self.devices[replica].torch_device
-        for event in meeting.events:
+        for event in rendezvous.events:
             wait_event(event)
-        first, *rest = meeting.tensors
+        first, *rest = rendezvous.tensors
         total = first[part].to(own, copy=True, non_blocking=True)
         for tensor in rest:
             total.add_(tensor[part].to(own, non_blocking=True))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from mirrorc.ir.program import Device
-from mirrorc.runtime.communication.base import Communicator, record_event, wait_event
+from mirrorc.ir.devices import Device
+from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.devices.events import record_event, wait_event
 
 
 class NcclCommunicator(Communicator):
@@ -33,21 +34,21 @@ class NcclCommunicator(Communicator):
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
-        meeting.tensors[replica] = tensor
-        meeting.events[replica] = record_event(tensor.device)
+        rendezvous = self._rendezvous[("all_reduce", bucket)]
+        rendezvous.tensors[replica] = tensor
+        rendezvous.events[replica] = record_event(tensor.device)
         with self._lock:
             self._offers[bucket] += 1
             is_last = self._offers[bucket] == len(self.devices)
             if is_last:
                 self._offers[bucket] = 0
-                for stream, event in zip(self._streams, meeting.events, strict=True):
+                for stream, event in zip(self._streams, rendezvous.events, strict=True):
                     stream.wait_event(event)
-                nccl.all_reduce(meeting.tensors, outputs=meeting.tensors, streams=self._streams)
+                nccl.all_reduce(rendezvous.tensors, outputs=rendezvous.tensors, streams=self._streams)
                 for r, stream in enumerate(self._streams):
-                    meeting.events[r] = stream.record_event()
+                    rendezvous.events[r] = stream.record_event()
         if is_last:
-            meeting.announce(replica)
+            rendezvous.announce(replica)
         return is_last
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
@@ -64,8 +65,8 @@ class NcclCommunicator(Communicator):
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
+        rendezvous = self._rendezvous[("all_reduce", bucket)]
         if not pending:
-            meeting.await_anyone(replica)  # the one who came last and launched
-        wait_event(meeting.events[replica])
-        return meeting.tensors[replica]
+            rendezvous.await_anyone(replica)  # the one who came last and launched
+        wait_event(rendezvous.events[replica])
+        return rendezvous.tensors[replica]

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import share_bounds
-from mirrorc.runtime.communication.base import Communicator, Meeting
+from mirrorc.ir.buckets import share_bounds
+from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.communication.rendezvous import Rendezvous
 from mirrorc.runtime.state.gradient_shares import FactoredBucket, make_share
 
 
@@ -18,48 +19,48 @@ class SharedMemoryCommunicator(Communicator):
     """
 
     def prepare(self, tags: Any) -> None:
-        """As in the base class; each all_reduce gets a second meeting, for when the shares are summed."""
+        """As in the base class; each all_reduce gets a second rendezvous, for when the shares are summed."""
         super().prepare(tags)
         for kind, bucket in tags:
             if kind == "all_reduce":
-                self._meetings[("summed", bucket)] = self._make_meeting(("all_reduce", bucket))
+                self._rendezvous[("summed", bucket)] = self._make_rendezvous(("all_reduce", bucket))
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """See `Communicator`."""
-        self._offer(self._meetings[("all_reduce", bucket)], replica, tensor)
+        self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
         """See `Communicator`; or a bucket of which some gradients are two factors, as on all replicas."""
-        self._offer(self._meetings[("reduce_scatter", bucket)], replica, tensor)
+        self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        meeting = self._meetings[("all_reduce", bucket)]
-        self._sum_share(meeting, replica)
-        summed = self._meetings[("summed", bucket)]
+        rendezvous = self._rendezvous[("all_reduce", bucket)]
+        self._sum_share(rendezvous, replica)
+        summed = self._rendezvous[("summed", bucket)]
         summed.announce(replica)
         summed.await_replicas(replica, range(len(self.devices)))
-        return meeting.tensors[0]
+        return rendezvous.tensors[0]
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        return self._sum_share(self._meetings[("reduce_scatter", bucket)], replica)
+        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica)
 
     def release(self) -> None:
         """See `Communicator`."""
-        for meeting in self._meetings.values():
-            meeting.tensors = [None] * len(self.devices)
+        for rendezvous in self._rendezvous.values():
+            rendezvous.tensors = [None] * len(self.devices)
 
-    def _offer(self, meeting: Meeting, replica: int, tensor: torch.Tensor | FactoredBucket) -> None:
-        meeting.tensors[replica] = tensor
-        meeting.announce(replica)
+    def _offer(self, rendezvous: Rendezvous, replica: int, tensor: torch.Tensor | FactoredBucket) -> None:
+        rendezvous.tensors[replica] = tensor
+        rendezvous.announce(replica)
 
-    def _sum_share(self, meeting: Meeting, replica: int) -> torch.Tensor:
-        meeting.await_replicas(replica, range(len(self.devices)))
-        is_factored = isinstance(meeting.tensors[0], FactoredBucket)
+    def _sum_share(self, rendezvous: Rendezvous, replica: int) -> torch.Tensor:
+        rendezvous.await_replicas(replica, range(len(self.devices)))
+        is_factored = isinstance(rendezvous.tensors[0], FactoredBucket)
         if is_factored:
-            make_share(meeting.tensors, replica)
-        first, *rest = [meeting.tensors[0].tensor] if is_factored else meeting.tensors
+            make_share(rendezvous.tensors, replica)
+        first, *rest = [rendezvous.tensors[0].tensor] if is_factored else rendezvous.tensors
         start, stop = share_bounds(first.numel(), len(self.devices), replica)
         total = first[start:stop]
         for tensor in rest:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mirrorc.errors import ExecutionError
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.process_memory import keep_what_is_freed
 
 Job = Callable[[], Any]

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, is_compute, made_whole, stays_factored
 from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.codegen.regions import RegionFunction
@@ -69,7 +70,7 @@ class Binder:
         """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
         if node.op == "call_module":
             return self.regions[replica][str(node.target)]
-        if node.target is operator.getitem or ops.is_compute(node):
+        if node.target is operator.getitem or is_compute(node):
             return node.target
         return _BINDERS[node.target](self, replica, node)
 
@@ -80,25 +81,25 @@ class Binder:
         return Constant(self._memory.store.values(name)[replica])
 
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
-        flat = self._memory.store.buckets[ops.bucket_of(node)]
+        flat = self._memory.store.buckets[bucket_of(node)]
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        flat = self._memory.store.buckets[ops.bucket_of(node)]
+        flat = self._memory.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         factored = factored_slots(node)
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
         pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
         self.pieces += pieces
-        stays_factored = bool(factored) and is_left_to_shares(node)
+        is_left = bool(factored) and is_left_to_shares(node)
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
             for i in plain:
                 if gradients[i] is not slots[i]:  # else backward wrote it there
                     slots[i].copy_(gradients[i])
-            if stays_factored:
+            if is_left:
                 return FactoredBucket(whole, [gradients[i] for i in left], pieces)
             if factored:
                 make_whole(whole, flat.bucket, factored, [gradients[i] for i in left])
@@ -107,15 +108,15 @@ class Binder:
         return pack
 
     def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        stays_factored, make = ops.stays_factored(node), _maker(node)
+        is_left, make = stays_factored(node), _maker(node)
 
         def factored(one: torch.Tensor, other: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
-            return (one, other) if stays_factored else make(one, other)
+            return (one, other) if is_left else make(one, other)
 
         return factored
 
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
         launch: Any = {
             ops.all_reduce: communicator.launch_all_reduce,
             ops.reduce_scatter: communicator.launch_reduce_scatter,
@@ -127,7 +128,7 @@ class Binder:
         return reduction
 
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], ops.bucket_of(node)
+        communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
         parameters = self._memory.store.buckets[bucket].parameters[replica]
 
         def send(*_: Any, destination: int, **__: Any) -> None:
@@ -144,7 +145,7 @@ class Binder:
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], ops.bucket_of(node)
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
@@ -158,7 +159,7 @@ class Binder:
         return wait
 
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        apply = self._memory.optimizers.updater(ops.bucket_of(node), replica)
+        apply = self._memory.optimizers.updater(bucket_of(node), replica)
 
         def update(gradient: torch.Tensor, **_: Any) -> None:
             self.has_updated = True
@@ -174,7 +175,7 @@ class Binder:
         return step_optimizer
 
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        parameters = self._memory.store.buckets[ops.bucket_of(node)].parameters[replica]
+        parameters = self._memory.store.buckets[bucket_of(node)].parameters[replica]
 
         def store(value: torch.Tensor, **_: Any) -> None:
             parameters.copy_(value)
@@ -192,7 +193,7 @@ class Binder:
 
 def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:
     """The function of two factors that makes a gradient whole."""
-    target, (_, _, *others) = ops.made_whole(gradient)
+    target, (_, _, *others) = made_whole(gradient)
     return lambda one, other: target(one, other, *others)
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.seed_random_ops import mix
+from mirrorc.custom_ops.random import mix
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of
 from mirrorc.ir.program import Program
 from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicator_for
-from mirrorc.runtime.communication.base import record_event, wait_device, wait_event
+from mirrorc.runtime.devices.events import record_event, wait_device, wait_event
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import Binder, Memory
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
@@ -68,8 +69,8 @@ class Executor:
     def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
         tags: dict[str, list[tuple[str, int]]] = {}
         for module in self.program.device_graphs.values():
-            for node in ops.calls(module.graph, *ops.REDUCTIONS, ops.send):
-                found, tag = tags.setdefault(str(node.kwargs["link"]), []), (ops.name_of(node), ops.bucket_of(node))
+            for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send):
+                found, tag = tags.setdefault(str(node.kwargs["link"]), []), (name_of(node), bucket_of(node))
                 if tag not in found:
                     found.append(tag)
         made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from mirrorc.errors import ExecutionError, MirrorcError
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device
 from mirrorc.ir.source_lines import source_line
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted

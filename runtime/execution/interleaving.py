@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Aborted
 
@@ -26,12 +27,12 @@ def can_take_turns(program: Program) -> bool:
     """
     if len(program.devices) == 1 or any(device.torch_device.type != "cpu" for device in program.devices):
         return False
-    waits = [list(ops.calls(module.graph, ops.wait)) for module in program.device_graphs.values()]
+    waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for own in waits for wait in own]
     is_meeting = all(
         launch.target is ops.reduce_scatter and launch.kwargs["link"] == "shared-memory" for launch in launches
     )
-    return is_meeting and len({tuple(map(ops.bucket_of, own)) for own in waits}) == 1
+    return is_meeting and len({tuple(map(bucket_of, own)) for own in waits}) == 1
 
 
 def take_turns(replicas: Sequence[Turns]) -> list[tuple[bool, Any]]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.analysis.aliases import is_view
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of, stays_factored
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
@@ -135,15 +136,15 @@ class _Walk:
         for node in self.graph.nodes:
             if node.op == "output":
                 break
-            if ops.is_region_call(node):
+            if is_region_call(node):
                 self._call_region(node, dying[node])
                 continue
-            if node.target is operator.getitem and ops.is_region_call(node.args[0]):
+            if node.target is operator.getitem and is_region_call(node.args[0]):
                 continue  # unpacked with the call
             blocks, temporary = self._call(node)
             self.values[node] = blocks
             self.ledger.hold(blocks)
-            self._note_with((node, None), temporary, ops.name_of(node))
+            self._note_with((node, None), temporary, name_of(node))
             for source in dying[node]:
                 self.ledger.drop(self.values[source])
             if not node.users and node.op != "placeholder":
@@ -158,7 +159,7 @@ class _Walk:
         self.ledger.drop(passing)
 
     def _call_region(self, node: fx.Node, dying: Sequence[fx.Node]) -> None:
-        found = self.dry_runs[ops.region_of(node)]
+        found = self.dry_runs[region_of(node)]
         arguments: list[Any] = list(node.args)
         blocks: dict[Held, tuple[Block, ...]] = {i: self.values[argument] for i, argument in enumerate(arguments)}
         parts = sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
@@ -190,7 +191,7 @@ class _Walk:
             source: Any = node.args[0]
             parts = self.values[source]
             return (parts[node.args[1]],) if len(parts) == len(source.meta["val"]) else parts, 0  # type: ignore[index]
-        if ops.is_compute(node):
+        if is_compute(node):
             return (self._of(node.args[:1]) if is_view(node) else self._new(node)), 0
         handler = _HANDLERS.get(node.target)
         return handler(self, node) if handler is not None else ((), 0)
@@ -208,7 +209,7 @@ class _Walk:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
 
     def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (self._of(node.args) if ops.stays_factored(node) else self._new(node)), 0
+        return (self._of(node.args) if stays_factored(node) else self._new(node)), 0
 
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(factored_of(node)), 0  # all else lies in the bucket
@@ -240,10 +241,10 @@ class _Walk:
 
     def _copied_factors(self, pack: fx.Node) -> int:
         """Bytes of the factors that are copied to make a share."""
-        index = ops.bucket_of(pack)
+        index = bucket_of(pack)
         bucket = self.program.buckets[index]
         packs = [
-            next(node for node in ops.calls(module.graph, ops.pack) if ops.bucket_of(node) == index)
+            next(node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == index)
             for module in self.program.device_graphs.values()
         ]
         if not factored_of(pack):
@@ -256,7 +257,7 @@ class _Walk:
         return copied_elements(pieces, factors) * bucket.dtype.itemsize
 
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        bucket = self.program.buckets[ops.bucket_of(node)]
+        bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.share(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args))  # as the parameter's gradient
         return (), round(self.temporary_bytes[bucket.index] * (stop - start))
@@ -264,7 +265,7 @@ class _Walk:
 
 def factored_of(pack: fx.Node) -> list[fx.Node]:
     """The gradients of a packed bucket that are left as factors to those who make shares of it."""
-    gradients = [gradient for gradient in pack.args if ops.stays_factored(gradient)]
+    gradients = [gradient for gradient in pack.args if stays_factored(gradient)]
     return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares(pack) else []
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.links import ADDED_IN_WAIT
+from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices, median
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
 _WORTHWHILE = 0.02  # of a step: nothing is advised below it
-ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait
 _TELLING_BYTES = 2**16  # buckets whose sizes differ by less do not tell what a byte costs: then it is
 _NOMINAL_MS_PER_BYTE = 1e-6  # a slow memory's, and no more than they cost
 _MERGED_BYTES = 25 * 2**20
@@ -146,7 +147,7 @@ def _own_ms(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> flo
     """What a bucket costs a device besides waiting: packing, launching, updating."""
 
     def is_own(node: fx.Node) -> bool:
-        return node.target is not ops.wait and "bucket" in node.kwargs and ops.bucket_of(node) == bucket
+        return node.target is not ops.wait and "bucket" in node.kwargs and bucket_of(node) == bucket
 
     return mean_over_devices(steps, num_devices, is_own)
 

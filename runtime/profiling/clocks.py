@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device
 
 NUM_KEPT_STEPS = 32  # the last ones, failed ones among them
 

@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Program
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.links import ADDED_IN_WAIT
+from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
+from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
-from mirrorc.runtime.profiling.advice import ADDED_IN_WAIT, advise
+from mirrorc.runtime.profiling.advice import advise
+from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, sources_of
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes, mean_over_devices, median
-from mirrorc.runtime.profiling.recorder import (
-    Call,
-    Collective,
-    Launch,
-    RecordedStep,
-    call_name,
-    collectives_of,
-    sources_of,
-)
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 _UPDATES = (ops.update, ops.step_optimizer, ops.store, ops.write)
 _NEGLIGIBLE = 0.01  # of a step: what a bucket waited behind is not named below it
@@ -147,7 +143,7 @@ def explain_steps(program: Program, steps: Sequence[RecordedStep], in_turns: boo
     return Explanation(
         num_steps=len(steps),
         step_ms=step_ms,
-        compute_ms=mean_over_devices(steps, program.num_replicas, ops.is_region_call),
+        compute_ms=mean_over_devices(steps, program.num_replicas, is_region_call),
         exposed_ms=sum(bucket.exposed_ms for bucket in buckets),
         update_ms=mean_over_devices(steps, program.num_replicas, lambda node: node.target in _UPDATES),
         hidden_ms=sum(bucket.hidden_ms for bucket in buckets),
@@ -161,12 +157,12 @@ def _device_times(program: Program, steps: Sequence[RecordedStep], replica: int)
     def ms_in(counts: Callable[[fx.Node], bool]) -> float:
         return median(sum(c.duration_ns for c in step.calls[replica] if counts(c.node)) / 1e6 for step in steps)
 
-    names = dict.fromkeys(call_name(c.node) for c in steps[0].calls[replica] if ops.is_region_call(c.node))
+    names = dict.fromkeys(call_name(c.node) for c in steps[0].calls[replica] if is_region_call(c.node))
     ends = [max([step.started_ns[replica], *(c.end_ns for c in step.calls[replica])]) for step in steps]
     return DeviceTimes(
         device=program.devices[replica].name,
         started_ms=median((step.started_ns[replica] - step.begun_ns) / 1e6 for step in steps),
-        compute_ms=ms_in(ops.is_region_call),
+        compute_ms=ms_in(is_region_call),
         exposed_ms=ms_in(lambda node: node.target is ops.wait),
         update_ms=ms_in(lambda node: node.target in _UPDATES),
         finished_ms=median((end - step.begun_ns) / 1e6 for end, step in zip(ends, steps, strict=True)),
@@ -222,7 +218,7 @@ def _medians(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTimes:
     """A bucket without a collective: the only device has it already."""
     packs = [call.node for own in steps[0].calls for call in own if call.node.target is ops.pack]
-    packs = [pack for pack in packs if ops.bucket_of(pack) == bucket.index]
+    packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]
     ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
     times = _medians([value] * 4 + [0.0] * 3 for value in ready)

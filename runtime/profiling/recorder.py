@@ -5,17 +5,15 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from mirrorc.errors import ExecutionError
-from mirrorc.ir import ops
 from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, nanoseconds
 
 
@@ -143,80 +141,3 @@ def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[Recor
             "no step was recorded: none has run yet with the program that was compiled last; call the step with a batch first"
         )
     return steps
-
-
-def call_name(node: fx.Node) -> str:
-    """A call's name for people: its region's, or its operation and what that is about, such as ``wait b0``."""
-    if ops.is_region_call(node):
-        return ops.region_of(node)
-    about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
-    return f"{ops.name_of(node)} {about}".rstrip()
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A device's part in a collective.
-
-    Attributes:
-        replica: the device's number.
-        node: what launches it.
-        wait: what waits for it; None on a device that only gives.
-        sources: the calls that make what is launched.
-        awaited: the launches that it cannot finish before, its own or others', each with its device's number.
-    """
-
-    replica: int
-    node: fx.Node
-    wait: fx.Node | None
-    sources: tuple[fx.Node, ...]
-    awaited: tuple[tuple[int, fx.Node], ...]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a program, on all devices that take part.
-
-    Attributes:
-        kind: the name of its operation; a ``send`` and its ``recv`` are one ``send``.
-        bucket: what it moves.
-        link: what carries it.
-        launches: in order of replicas.
-    """
-
-    kind: str
-    bucket: int
-    link: str
-    launches: tuple[Launch, ...]
-
-
-def collectives_of(step: RecordedStep) -> list[Collective]:
-    """The collectives that the devices of a step took part in, in the order in which they launched them."""
-    groups: dict[tuple[str, int, str], list[tuple[int, fx.Node]]] = {}
-    for replica, own in enumerate(step.calls):
-        for node in (call.node for call in own):
-            if node.target in ops.COLLECTIVES or "link" in node.kwargs:
-                name = ops.name_of(node)
-                kind = "send" if name == "recv" else name
-                groups.setdefault((kind, ops.bucket_of(node), str(node.kwargs.get("link"))), []).append((replica, node))
-    return [
-        Collective(*key, tuple(_launch(replica, node, members) for replica, node in members))
-        for key, members in groups.items()
-    ]
-
-
-def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
-    giver = node.kwargs.get("root", node.kwargs.get("source"))
-    awaited = [
-        (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)
-    ]
-    wait = next((user for user in node.users if user.target is ops.wait), None)
-    return Launch(replica, node, wait, tuple(sources_of(node)), tuple(awaited) or ((replica, node),))
-
-
-def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make what a node is given, through packing, casts and the like."""
-    for source in node.all_input_nodes:
-        if source.target in (operator.getitem, ops.product, ops.pack) or ops.is_compute(source):
-            yield from sources_of(source)
-        elif source.op == "call_module" or source.target in (ops.step_optimizer, ops.wait):
-            yield source

@@ -14,9 +14,11 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, region_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
-from mirrorc.runtime.profiling.recorder import Collective, RecordedStep, call_name, collectives_of
+from mirrorc.runtime.profiling.collectives import Collective, collectives_of
+from mirrorc.runtime.profiling.recorder import RecordedStep
 
 _PROCESS = 1
 _STEPS = 1  # the track of the steps; those of devices and links follow
@@ -117,14 +119,14 @@ def _device_spans(step: RecordedStep, replica: int, details: Any) -> Iterator[Sp
 
 def _details(program: Program, node: fx.Node) -> dict[str, Any]:
     """The category and the arguments of a call."""
-    if ops.is_region_call(node):
-        region = program.regions.get(ops.region_of(node))
+    if is_region_call(node):
+        region = program.regions.get(region_of(node))
         category = region.phase if region is not None else "region"
     else:
         category = _CATEGORIES.get(node.target, "launch" if "link" in node.kwargs else "other")
     arguments: dict[str, Any] = {}
     if "bucket" in node.kwargs:
-        bucket = ops.bucket_of(node)
+        bucket = bucket_of(node)
         arguments |= {"bucket": bucket, "bytes": program.buckets[bucket].num_bytes}
     if line := source_line(node):
         arguments["source"] = line

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import Bucket, Placement
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.variables import Placement
 from mirrorc.optimizers import SCALAR_STATE, state_signature
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory

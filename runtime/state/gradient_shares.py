@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Slot
+from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.nodes import stays_factored
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 """[m, k] and [k, n], whose product is a gradient [m, n]; or rows [..., n] of a table [m, n] and their places [...]."""
@@ -35,7 +36,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
     return [
         FactoredSlot(place, gradient.target is ops.index_add, gradient.kwargs.get("padding_idx", -1))  # type: ignore[union-attr, arg-type]
         for place, gradient in enumerate(pack.args)
-        if ops.stays_factored(gradient)
+        if stays_factored(gradient)
     ]
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.ir.program import Aggregation, Bucket, Device, Placement, Program, Role, Synchronization, Variable
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Aggregation, Placement, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 
 
@@ -217,49 +220,3 @@ def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor is not tensors[0]:
             tensor.copy_(tensors[0])
-
-
-class MirroredVariable:
-    """A variable as users look at it: its value on every device.
-
-    Attributes:
-        name: its name in the model.
-        synchronization: whether it is mirrored or per-replica.
-        aggregation: how a per-replica variable is read as one.
-    """
-
-    def __init__(self, variable: Variable, devices: Sequence[Device], store: VariableStore) -> None:
-        self.name = variable.name
-        self.role: Role = variable.role
-        self.synchronization = variable.synchronization
-        self.aggregation = variable.aggregation
-        self._devices = devices
-        self._store = store
-
-    @property
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """The value on every device, in order; views, not copies."""
-        return tuple(self._store.values(self.name))
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The one value: that of a mirrored variable, or a per-replica one's aggregate."""
-        return self._store.tensors[self.name].detach()
-
-    def get(self, device: str) -> torch.Tensor:
-        """The value on one device.
-
-        Raises:
-            ValueError: no such device in this program.
-        """
-        names = [d.name for d in self._devices]
-        if str(device) not in names:
-            raise ValueError(f"variable {self.name!r} is not on {device!r}: it is on {', '.join(names)}")
-        return self.values[names.index(str(device))]
-
-    def __repr__(self) -> str:
-        shape = "x".join(str(size) for size in self.values[0].shape)
-        names = ", ".join(d.name for d in self._devices)
-        return (
-            f"MirroredVariable({self.name!r}, {self.values[0].dtype}[{shape}], {self.synchronization.value} on {names})"
-        )

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import Device, share_bounds
+from mirrorc.ir.buckets import share_bounds
+from mirrorc.ir.devices import Device
+from mirrorc.ir.links import ADDED_IN_WAIT
 from mirrorc.optimizers import SCALAR_STATE
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.profiling.advice import ADDED_IN_WAIT
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 
 Layout = tuple[int, ...]  # elements of each bucket

@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mirrorc
-from mirrorc.capture.arguments import (
-    Constant,
-    PerReplica,
-    flatten_call,
-    identifier,
-    rebuild_call,
-    replicated,
-    split_call,
-)
+from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuild_call, replicated, split_call
+from mirrorc.ir.identifiers import identifier
 
 
 class Pair(NamedTuple):

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc import api
 from mirrorc.capture.arguments import flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.codegen.regions import likes_channels_last
 from mirrorc.torch_internals import has_cpp_compiler

@@ -16,9 +16,10 @@ from torch import nn
 from mirrorc import Program
 from mirrorc.comparison.diff import diff_programs, diff_texts
 from mirrorc.dumps.pass_report import PassReport
-from mirrorc.ir.program import UpdateRule
+from mirrorc.ir.variables import UpdateRule
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.pass_manager import run_passes, select_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import select_passes
 from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
 

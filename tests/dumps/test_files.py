@@ -14,14 +14,17 @@ from typer.testing import CliRunner
 
 import mirrorc
 from mirrorc.cli import app
-from mirrorc.dumps.files import DumpFiles, PrintAfter, Sink, dump_sinks
+from mirrorc.dumps.files import DumpFiles
 from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.print_after import PrintAfter
+from mirrorc.dumps.sinks import Sink, dump_sinks
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PlanBuckets, default_pipeline
-from mirrorc.pipeline.pass_manager import Instrument, Pass, run_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.verifier.verifier import Verify
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -359,7 +362,11 @@ step_with(dump="{dump}").close()
 def test_torchs_structured_trace_gets_the_same_artifacts(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", TRACED.format(dump=tmp_path / "dump")],
-        env={**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{SUPPORT}"},
+        env={
+            **os.environ,
+            "TORCH_TRACE": str(tmp_path / "trace"),
+            "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{SUPPORT}",
+        },
         check=True,
         timeout=120,
     )

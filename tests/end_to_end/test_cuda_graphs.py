@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError, api
-from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.options import check_cuda_graphs
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 

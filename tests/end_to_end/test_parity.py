@@ -27,7 +27,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.pass_manager import select_passes
+from mirrorc.pipeline.placement import select_passes
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE_TOLERANCE = 1e-10

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import calls_to, is_region_call
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import default_pipeline
 
@@ -47,7 +48,7 @@ class ClipBuckets:
 
     def run(self, program: Program) -> Program:
         program = program.evolve(graph=copied(program.mirrored_graph))
-        for update in list(ops.calls(program.mirrored_graph, ops.update)):
+        for update in list(calls_to(program.mirrored_graph, ops.update)):
             (gradient,) = update.all_input_nodes
             clamped = insert(program, update, torch.ops.aten.clamp.default, (gradient, -self.limit, self.limit))
             update.args = (clamped,)
@@ -65,7 +66,7 @@ class ScaleGradients:
 
     def run(self, program: Program) -> Program:
         program = program.evolve(graph=copied(program.mirrored_graph))
-        for pack in list(ops.calls(program.mirrored_graph, ops.pack)):
+        for pack in list(calls_to(program.mirrored_graph, ops.pack)):
             scaled: tuple[fx.Node, ...] = tuple(
                 insert(program, pack, torch.ops.aten.mul.Tensor, (gradient, 2.0)) for gradient in pack.all_input_nodes
             )
@@ -106,7 +107,7 @@ def test_bfloat16_on_the_wire(num_devices: int, place: str, disabled: tuple[str,
     difference = largest_difference(plain, found)
     assert difference < 2e-2 and (difference > 0) == (num_devices > 1)
     for module in program.device_graphs.values():
-        for launch in ops.calls(module.graph, *ops.REDUCTIONS):
+        for launch in calls_to(module.graph, *ops.REDUCTIONS):
             assert launch.meta["val"].value.dtype == torch.bfloat16
     assert ("bf16" in str(program)) == (num_devices > 1)
 
@@ -137,8 +138,8 @@ def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
     _, program = trained(2, add_passes=[mirrorc.after("insert-update", ClipBuckets(1.0))], **options)
     graph = program.device_graphs["cpu:0"].graph
     nodes = list(graph.nodes)
-    last_region = max(i for i, node in enumerate(nodes) if ops.is_region_call(node))
-    assert len(program.buckets) > 1 and all(nodes.index(wait) > last_region for wait in ops.calls(graph, ops.wait))
+    last_region = max(i for i, node in enumerate(nodes) if is_region_call(node))
+    assert len(program.buckets) > 1 and all(nodes.index(wait) > last_region for wait in calls_to(graph, ops.wait))
 
 
 def test_a_change_of_what_is_computed_must_be_declared() -> None:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from tiny_programs import handmade, run_up_to
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Placement, Stage, share_bounds
+from mirrorc.ir.buckets import share_bounds
+from mirrorc.ir.program import Stage
+from mirrorc.ir.variables import Placement
 
 
 @given(num_elements=st.integers(0, 10_000), num_shares=st.integers(1, 17))

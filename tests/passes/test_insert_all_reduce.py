@@ -3,6 +3,7 @@ from tiny_programs import SMALL_BUCKETS, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Stage
 
 
@@ -13,7 +14,7 @@ def test_one_all_reduce_for_each_bucket_joins_all_replicas(num_devices: int) -> 
     assert program.stage is Stage.REDUCED
     assert [node.kwargs for node in reduces] == [{"bucket": 0, "op": "sum"}, {"bucket": 1, "op": "sum"}]
     for node in reduces:
-        assert [ops.replica_of(n) for n in node.args] == list(range(num_devices))
+        assert [replica_of(n) for n in node.args] == list(range(num_devices))
         assert all(n.target is ops.pack and n.kwargs["bucket"] == node.kwargs["bucket"] for n in node.args)
         assert isinstance(node.meta["val"], ops.Pending)
         assert [user.kwargs["replica"] for user in node.users] == list(range(num_devices))

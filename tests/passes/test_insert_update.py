@@ -3,6 +3,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, outputs, run_up
 from torch.testing import FileCheck
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Stage
 
 MIXED = [Weight("a", rule=MUON), Weight("b"), Weight("c", (2, 2), rule=MUON)]
@@ -19,7 +20,7 @@ def test_each_replica_updates_each_bucket_once_from_its_sum(num_devices: int) ->
     for node in updates:
         assert node.args[0].target is (ops.wait if num_devices > 1 else ops.pack)
         assert node.args[0].kwargs["bucket"] == node.kwargs["bucket"]
-        assert ops.replica_of(node.args[0]) == node.kwargs["replica"]
+        assert replica_of(node.args[0]) == node.kwargs["replica"]
 
 
 def test_updates_come_after_every_read_and_region() -> None:
@@ -33,7 +34,7 @@ def test_an_optimizer_that_is_not_elementwise_runs_once_and_its_parameters_are_b
     (step,) = targets(program.mirrored_graph, ops.step_optimizer)
     whole = tuple(bucket.index for bucket in program.buckets if not bucket.rule.elementwise)
     assert step.kwargs == {"buckets": whole, "replica": 0}
-    assert [ops.replica_of(n) for n in step.args] == [0] * len(whole)
+    assert [replica_of(n) for n in step.args] == [0] * len(whole)
     broadcasts = targets(program.mirrored_graph, ops.broadcast)
     assert [n.kwargs["bucket"] for n in broadcasts] == list(whole) and all(n.args == (step,) for n in broadcasts)
     stores = targets(program.mirrored_graph, ops.store)

@@ -3,7 +3,8 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Device, Program
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
 from mirrorc.passes import LowerCollectives
 
 MIXED = [Weight("a", rule=MUON), Weight("b")]

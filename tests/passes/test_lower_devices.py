@@ -3,6 +3,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_before, run
 from torch.testing import FileCheck
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Stage
 from mirrorc.passes import LowerDevices
 
@@ -21,7 +22,7 @@ def test_every_device_gets_the_nodes_of_its_replica_and_its_part_of_collectives(
         expected = [
             names.get(n.target, n.target)
             for n in before.mirrored_graph.nodes
-            if n.op != "output" and ops.replica_of(n) in (replica, None)
+            if n.op != "output" and replica_of(n) in (replica, None)
         ]
         found = [n.target if n.op == "call_function" else n.op for n in module.graph.nodes if n.op != "output"]
         assert found == expected
@@ -69,7 +70,7 @@ def test_a_devices_graph_gives_the_loss() -> None:
 def test_a_lowered_value_has_its_name_without_the_replica() -> None:
     before = run_before("lower-devices", handmade(2), **SMALL_BUCKETS).mirrored_graph
     for replica, module in enumerate(run_up_to("lower-devices", handmade(2), **SMALL_BUCKETS).device_graphs.values()):
-        mirrored = [n.name for n in before.nodes if n.op != "output" and ops.replica_of(n) in (replica, None)]
+        mirrored = [n.name for n in before.nodes if n.op != "output" and replica_of(n) in (replica, None)]
         assert {f"x_r{replica}", f"fwd_0_r{replica}", f"b0_r{replica}", "b0_pending", f"b1_sum_r{replica}"} <= set(
             mirrored
         )

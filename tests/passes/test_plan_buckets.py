@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, Weight, handmade, outputs
 from torch import fx
 
-from mirrorc.ir.program import Program, Stage, UpdateRule
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import UpdateRule
 from mirrorc.passes import PlanBuckets
 
 KIB = 1 / 1024  # in MiB

@@ -2,6 +2,7 @@ import pytest
 from tiny_programs import SMALL_BUCKETS, handmade, outputs, run_before, run_up_to, targets
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Stage
 from mirrorc.passes import Replicate
 
@@ -12,7 +13,7 @@ def test_every_node_is_there_once_for_each_replica(num_devices: int) -> None:
     program = Replicate().run(before)
     single = [n.target for n in before.shard_graphs[0].nodes if n.op == "call_function"]
     for replica in range(num_devices):
-        own = [n for n in program.mirrored_graph.nodes if n.op != "output" and ops.replica_of(n) == replica]
+        own = [n for n in program.mirrored_graph.nodes if n.op != "output" and replica_of(n) == replica]
         assert [n.target for n in own if n.target is not ops.argument] == single
         assert [n.kwargs["name"] for n in own if n.target is ops.argument] == ["x", "loss_weight"]
     assert program.stage is Stage.REPLICATED and program.shard_graphs == ()
@@ -22,7 +23,7 @@ def test_no_edge_joins_two_replicas() -> None:
     graph = run_up_to("replicate", handmade(3), **SMALL_BUCKETS).mirrored_graph
     for node in graph.nodes:
         if node.op != "output":
-            assert {ops.replica_of(source) for source in node.all_input_nodes} <= {ops.replica_of(node)}
+            assert {replica_of(source) for source in node.all_input_nodes} <= {replica_of(node)}
 
 
 def test_replicas_take_turns() -> None:
@@ -43,5 +44,5 @@ def test_each_replica_runs_the_graph_of_its_shard_shape() -> None:
 def test_outputs_list_every_replica_in_order() -> None:
     found = outputs(run_up_to("replicate", handmade(3, buffer=True)).mirrored_graph)
     for nodes in (found["losses"], *found["gradients"].values(), *found["writes"].values()):
-        assert [ops.replica_of(node) for node in nodes] == [0, 1, 2]
+        assert [replica_of(node) for node in nodes] == [0, 1, 2]
     assert list(found["gradients"]) == ["fc2.weight", "fc1.weight"] and list(found["writes"]) == ["stat"]

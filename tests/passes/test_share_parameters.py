@@ -4,7 +4,9 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targ
 
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.program import Device, Placement, Program, Stage
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Placement
 from mirrorc.passes import ShareParameters
 from mirrorc.verifier.verifier import verify
 

@@ -7,7 +7,9 @@ from tiny_programs import PASS_NAMES, core_pipeline, handmade
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
-from mirrorc.pipeline.pass_manager import Instrument, Pass, run_passes, select_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.protocol import Instrument, Pass
 
 
 @dataclasses.dataclass(frozen=True)

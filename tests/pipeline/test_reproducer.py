@@ -16,10 +16,13 @@ from tiny_programs import SMALL_BUCKETS, captured_two_layers, handmade
 from mirrorc.errors import MirrorcError, PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PASSES, default_pipeline
 from mirrorc.pipeline import reproducer
-from mirrorc.pipeline.pass_manager import Pass, add_passes, after, run_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import add_passes, after
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.reproducer import Reproducer
 from mirrorc.pipeline.specs import parse_passes
 from mirrorc.verifier.verifier import Verify
@@ -38,7 +41,7 @@ class Breaks:
         if self.raises:
             raise KeyError("lost")
         graph = copied(program.mirrored_graph)
-        graph.erase_node(next(ops.calls(graph, ops.update)))
+        graph.erase_node(next(calls_to(graph, ops.update)))
         return program.evolve(graph=graph)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
-from mirrorc.pipeline.pass_manager import Pass
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import format_passes, parse_passes
 
 

@@ -8,9 +8,11 @@ from tiny_programs import SMALL_BUCKETS, TwoLayers, Weight, captured_two_layers,
 
 import mirrorc
 from mirrorc import Program
-from mirrorc.ir.program import Placement, Stage
+from mirrorc.ir.program import Stage
+from mirrorc.ir.variables import Placement
+from mirrorc.printing.graph_text import graph_lines
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedValue, split_list
-from mirrorc.printing.program_text import graph_lines, program_to_text
+from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
 
 FORMS = [

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -57,7 +57,7 @@ UNSAVABLE: dict[str, tuple[Callable[[], Program], str]] = {
         "node 'run' of the mirrored graph: it calls <function run.*; register it as an operator .torch.library",
     ),
     "builtin": (lambda: one_call(operator.add), "it calls <built-in function add>"),
-    "function of ours": (lambda: one_call(ops.replica_of), "it calls <function replica_of"),
+    "function of ours": (lambda: one_call(replica_of), "it calls <function replica_of"),
     "packet": (lambda: one_call(aten.add), "it calls <OpOverloadPacket"),
     "method": (lambda: of_op("call_method"), "programs have no call_method"),
     "attribute": (lambda: of_op("get_attr"), "programs have no get_attr"),

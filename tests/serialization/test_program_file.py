@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mirrorc
 from mirrorc.ir import ops
-from mirrorc.ir.program import Device, Program
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify

@@ -23,7 +23,10 @@ from tiny_programs import (
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Placement, Program, Synchronization, UpdateRule, Variable
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.passes import PlaceGradients, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
@@ -282,10 +285,10 @@ def change_each(target: object, **kwargs: object) -> Callable[[Program], None]:
 def forget_to_receive(graph: fx.Graph) -> None:
     """Replica 1 stores the reduced gradients of bucket 0 as its parameters."""
     for received in targets(graph, ops.recv):
-        if ops.bucket_of(received) == 0 and ops.replica_of(received) in (None, 1):
+        if bucket_of(received) == 0 and replica_of(received) in (None, 1):
             (wait,) = received.users
             total = first(graph, ops.wait)
-            assert ops.bucket_of(total) == 0
+            assert bucket_of(total) == 0
             wait.replace_all_uses_with(total)
             erase(graph, wait, received)
 
@@ -298,7 +301,7 @@ def send_gradients(program: Program) -> None:
 
 def send_another_bucket(program: Program) -> None:
     send = first(program.graphs()[0], ops.send)
-    with_kwargs(send, bucket=1 - ops.bucket_of(send))
+    with_kwargs(send, bucket=1 - bucket_of(send))
 
 
 def receive_before_taking_part(program: Program) -> None:
@@ -306,7 +309,7 @@ def receive_before_taking_part(program: Program) -> None:
     graph = program.graphs()[1]
     received = first(graph, ops.recv)
     (wait,) = received.users
-    launch = next(n for n in targets(graph, ops.all_reduce) if ops.bucket_of(n) == ops.bucket_of(received))
+    launch = next(n for n in targets(graph, ops.all_reduce) if bucket_of(n) == bucket_of(received))
     launch.prepend(received)
     launch.prepend(wait)
 
@@ -341,7 +344,7 @@ def feed_the_other_replica(graph: fx.Graph) -> None:
 
 
 def wait_for_the_other_replica(graph: fx.Graph) -> None:
-    one, other = (n for n in targets(graph, ops.update) if ops.bucket_of(n) == 0)
+    one, other = (n for n in targets(graph, ops.update) if bucket_of(n) == 0)
     one.args, other.args = other.args, one.args
 
 
@@ -352,7 +355,7 @@ def read_another_variable(graph: fx.Graph) -> None:
 
 def exchange_what_a_region_is_given(graph: fx.Graph) -> None:
     """The region of bucket 0 makes two gradients of one shape, each from a variable of that shape."""
-    call = next(node for node in graph.nodes if ops.is_region_call(node) and "b" in node.kwargs["gradients"])
+    call = next(node for node in graph.nodes if is_region_call(node) and "b" in node.kwargs["gradients"])
     one, tangent, other = call.args
     assert (one.target, other.target) == (ops.read, ops.read)
     set_args(call, (other, tangent, one))
@@ -417,7 +420,7 @@ def write_an_argument(program: Program) -> Program:
         for i, given in enumerate(call.args)
         if isinstance(given, fx.Node) and given.target is ops.read
     )
-    body = program.regions[ops.region_of(call)].graph_module.graph
+    body = program.regions[region_of(call)].graph_module.graph
     placeholder = [node for node in body.nodes if node.op == "placeholder"][place]
     with body.inserting_before(body.output_node()):
         node = body.call_function(torch.ops.aten.zero_.default, (placeholder,))

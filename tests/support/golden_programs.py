@@ -26,9 +26,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from mirrorc.capture.arguments import flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program

@@ -15,9 +15,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mirrorc.capture.arguments import flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program, Stage

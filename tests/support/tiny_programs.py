@@ -11,14 +11,17 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.capture.arguments import flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.program import Aggregation, Argument, Program, Role, Stage, Synchronization, UpdateRule, Variable
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.pass_manager import Pass, run_passes
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Pass
 
 ADAMW = UpdateRule("AdamW group 0", 0)
 MUON = UpdateRule("Muon group 0", 0, elementwise=False)
@@ -145,7 +148,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
 
 def targets(graph: fx.Graph, *wanted: Any) -> list[fx.Node]:
     """The nodes of a graph that call one of these."""
-    return list(ops.calls(graph, *wanted))
+    return list(calls_to(graph, *wanted))
 
 
 def outputs(graph: fx.Graph) -> dict[str, Any]:

@@ -34,8 +34,9 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import value_type
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.checked_graphs import Checked
 from mirrorc.verifier.rules import every_bucket_is_updated_once
-from mirrorc.verifier.verifier import Checked, Verify, verify
+from mirrorc.verifier.verifier import Verify, verify
 
 
 def test_the_message_names_the_rule_and_says_what_it_demands() -> None:

@@ -18,6 +18,7 @@ from tiny_programs import (
 
 from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.rules import no_device_waits_for_ever
@@ -122,7 +123,7 @@ def test_getitems_belong_to_the_replica_of_their_source() -> None:
     graph = run_up_to("replicate", two_buckets()).mirrored_graph
     for node in graph.nodes:
         if node.target is operator.getitem:
-            assert ops.replica_of(node) == node.args[0].kwargs["replica"]
+            assert replica_of(node) == node.args[0].kwargs["replica"]
 
 
 def test_devices_that_wait_for_each_other_are_found() -> None:
@@ -130,8 +131,8 @@ def test_devices_that_wait_for_each_other_are_found() -> None:
     program = run_up_to("lower-devices", two_buckets(), **CAPS)
     assert list(no_device_waits_for_ever(program)) == []
     for graph, bucket in zip(program.graphs(), (0, 1), strict=True):
-        launches = {ops.bucket_of(node): node for node in targets(graph, ops.all_reduce)}
-        waits = {ops.bucket_of(node): node for node in targets(graph, ops.wait)}
+        launches = {bucket_of(node): node for node in targets(graph, ops.all_reduce)}
+        waits = {bucket_of(node): node for node in targets(graph, ops.wait)}
         one, other = launches[bucket], launches[1 - bucket]
         graph.output_node().prepend(one)
         one.append(waits[bucket])

@@ -9,6 +9,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.links import check_link
+from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, replica_at, say, scopes, written_buckets
 
@@ -16,17 +17,17 @@ from mirrorc.verifier.rules.programs import Violation, last_of_bucket, replica_a
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
     """Each replica that takes part waits for a pending value exactly once, under its own tag; nothing else uses it."""
     for where, graph, replicas in scopes(program):
-        for node in ops.calls(graph, *ops.LAUNCHES):
-            waits = Counter(ops.replica_of(user) for user in node.users if user.target is ops.wait)
-            for replica in [ops.replica_of(node)] if node.target is ops.recv else replicas:
+        for node in calls_to(graph, *ops.LAUNCHES):
+            waits = Counter(replica_of(user) for user in node.users if user.target is ops.wait)
+            for replica in [replica_of(node)] if node.target is ops.recv else replicas:
                 if waits[replica] != 1:
                     yield Violation(f"{say(node)} is waited for {waits[replica]} times on {where(replica)}", node)
             for user in node.users:
                 if user.target is not ops.wait:
                     yield Violation(f"{say(node)} is in flight but used by {user.name}; wait for it first", user)
-                elif ops.bucket_of(user) != ops.bucket_of(node):
-                    yield Violation(f"{say(node)} is waited for as bucket {ops.bucket_of(user)}", user)
-        for node in ops.calls(graph, ops.wait):
+                elif bucket_of(user) != bucket_of(node):
+                    yield Violation(f"{say(node)} is waited for as bucket {bucket_of(user)}", user)
+        for node in calls_to(graph, ops.wait):
             if not isinstance(node.args[0], fx.Node) or node.args[0].target not in ops.LAUNCHES:
                 yield Violation(f"{node.name} waits for {node.args[0]}, which is not in flight", node)
 
@@ -34,15 +35,15 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
     """Nothing uses a bucket but the reduction that it is packed for, nor what operators of torch make of it on the way there."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, *ops.REDUCTIONS):
+        for node in calls_to(graph, *ops.REDUCTIONS):
             for given in node.all_input_nodes:
-                packed = ops.origin(given)
-                if packed.target is not ops.pack or packed.kwargs.get("bucket") != ops.bucket_of(node):
+                packed = origin_of(given)
+                if packed.target is not ops.pack or packed.kwargs.get("bucket") != bucket_of(node):
                     yield Violation(f"{say(node)} is given {given.name}, which is another bucket", node)
                 for value in _way(packed, given):
                     others = [user for user in value.users if user is not node and not _leads_to(user, given)]
                     for user in others:
-                        yield Violation(f"bucket {ops.bucket_of(node)} is in flight but used by {user.name}", user)
+                        yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
 
 
 def _way(packed: fx.Node, given: fx.Node) -> Iterator[fx.Node]:
@@ -57,7 +58,7 @@ def _way(packed: fx.Node, given: fx.Node) -> Iterator[fx.Node]:
 
 
 def _leads_to(node: fx.Node, given: fx.Node) -> bool:
-    return any(value is node for value in _way(ops.origin(given), given))
+    return any(value is node for value in _way(origin_of(given), given))
 
 
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
@@ -67,18 +68,18 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
             closed: dict[int, str] = {}  # bucket: since when nobody may write it
             sent: dict[int, str] = {}
             for node in graph.nodes:
-                if ops.replica_of(node) != replica or node.op == "placeholder":
+                if replica_of(node) != replica or node.op == "placeholder":
                     continue
                 if node.target is ops.pack:
-                    closed[ops.bucket_of(node)] = node.name
+                    closed[bucket_of(node)] = node.name
                 elif node.target is ops.send:
-                    sent[ops.bucket_of(node)] = node.name
-                elif ops.is_region_call(node):
+                    sent[bucket_of(node)] = node.name
+                elif is_region_call(node):
                     for slot in (n for n in node.all_input_nodes if n.target is ops.slot):
-                        if ops.bucket_of(slot) in closed:
+                        if bucket_of(slot) in closed:
                             yield Violation(
-                                f"{node.name} on {where(replica)} writes into bucket {ops.bucket_of(slot)}, which "
-                                f"{closed[ops.bucket_of(slot)]} has closed",
+                                f"{node.name} on {where(replica)} writes into bucket {bucket_of(slot)}, which "
+                                f"{closed[bucket_of(slot)]} has closed",
                                 node,
                             )
                 else:
@@ -92,17 +93,17 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
     """Reductions add up, and what is broadcast or sent are values that the giving replica's optimizer made."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, *ops.REDUCTIONS):
+        for node in calls_to(graph, *ops.REDUCTIONS):
             if node.kwargs["op"] != "sum":
                 yield Violation(
                     f"{say(node)} has op={node.kwargs['op']}, but gradients are weighted to be summed", node
                 )
-        for node in ops.calls(graph, ops.broadcast, ops.send):
+        for node in calls_to(graph, ops.broadcast, ops.send):
             root = node.kwargs["root"] if node.target is ops.broadcast else replica_at(program, node)
             for source in node.all_input_nodes:
                 if source.target is not ops.step_optimizer or replica_at(program, source) != root:
                     yield Violation(f"{say(node)} from replica {root}, which did not make the values", node)
-                elif ops.bucket_of(node) not in written_buckets(source):
+                elif bucket_of(node) not in written_buckets(source):
                     yield Violation(f"{say(node)} follows {source.name}, which does not update that bucket", node)
 
 
@@ -110,13 +111,13 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
     """A collective of the mirrored graph joins every replica once, and each bucket is reduced once."""
     if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
         return
-    reduced = Counter(ops.bucket_of(node) for node in ops.calls(program.graph, *ops.REDUCTIONS))
+    reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     for bucket in program.buckets:
         if reduced[bucket.index] != 1:
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"bucket {bucket.index} is reduced {reduced[bucket.index]} times", place)
-    for node in ops.calls(program.graph, *ops.REDUCTIONS):  # of a broadcast, the root alone gives
-        found = [ops.replica_of(n) for n in node.all_input_nodes]
+    for node in calls_to(program.graph, *ops.REDUCTIONS):  # of a broadcast, the root alone gives
+        found = [replica_of(n) for n in node.all_input_nodes]
         if found != list(range(program.num_replicas)):
             yield Violation(f"{say(node)} joins replicas {found}, not each of {program.num_replicas} once", node)
 
@@ -124,7 +125,7 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
     """Every collective of a lowered program names a link; broadcasts are sends and receipts."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, *ops.COLLECTIVES, ops.send, ops.recv):
+        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             if not node.kwargs.get("link") or node.target is ops.broadcast:
                 yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
 
@@ -132,7 +133,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
     """A link that a collective names exists, and can join the program's devices."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, *ops.COLLECTIVES, ops.send, ops.recv):
+        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
             try:
                 check_link(None if link is None else str(link), program.devices)

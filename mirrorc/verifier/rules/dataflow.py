@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, made_whole, region_of, replica_of, target_name
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import is_same_type, value_type
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
@@ -120,7 +121,7 @@ def _say_operation(key: Any) -> str:
         return f"{'the variable' if key[0] == 'read' else key[0]} {key[1]}"
     if key[0] == "part":
         return f"part {key[2]} of another value"
-    return str(key[1]) if key[0] == "region" else "" if isinstance(key[0], str) else ops.target_name(key[0])
+    return str(key[1]) if key[0] == "region" else "" if isinstance(key[0], str) else target_name(key[0])
 
 
 class _Expressions:
@@ -157,10 +158,10 @@ class _Expressions:
             numbered = self._number_graph(graph)
             own = replica if replicas == [None] else None
             for kind, name, node, value in _results(self.program, graph):
-                of = own if own is not None else ops.replica_of(node)
+                of = own if own is not None else replica_of(node)
                 found.setdefault((of or 0, kind, name), []).append((numbered[value], node))
             for kind, bucket, node, value in _ways(graph):
-                of = own if own is not None else ops.replica_of(value)
+                of = own if own is not None else replica_of(value)
                 found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((self._way(value), node))
             output: Any = graph.output_node().args[0]
             for r, loss in enumerate([output] if isinstance(output, fx.Node) else output["losses"]):
@@ -180,7 +181,7 @@ class _Expressions:
     def _way(self, value: fx.Node) -> int:
         """What operators of torch make of a packed or a summed bucket, all other values left out."""
         steps = []
-        while ops.is_compute(value) and value.args and isinstance(value.args[0], fx.Node):
+        while is_compute(value) and value.args and isinstance(value.args[0], fx.Node):
             others = (fx.node.map_arg(part, lambda n: "value") for part in (value.args[1:], value.kwargs))
             if value.target not in _COPIES:
                 steps.append((str(value.target), *(_hashable(part) for part in others)))
@@ -210,7 +211,7 @@ class _Expressions:
                 numbered[node] = self._number("argument", str(node.kwargs.get("name", node.target)), kind)
             elif node.target is ops.read:
                 numbered[node] = self._number("read", node.kwargs["variable"])
-            elif ops.is_region_call(node):
+            elif is_region_call(node):
                 numbered[node] = self._call(node, numbered)
             elif node.target is operator.getitem:
                 source, index = numbered[node.args[0]], node.args[1]
@@ -218,11 +219,11 @@ class _Expressions:
                     source[index] if isinstance(source, tuple) else self._number("part", ("value", source), index)
                 )
             elif node.target in ops.FACTORED:
-                target, args = ops.made_whole(node)
+                target, args = made_whole(node)
                 numbered[node] = self._number(target, _hashable(args, numbered), ())
             elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
-            elif ops.is_compute(node) and node.target._schema.is_mutable:
+            elif is_compute(node) and node.target._schema.is_mutable:
                 self._write(node, numbered)
             else:
                 numbered[node] = self._number_operator(node, numbered)
@@ -260,9 +261,9 @@ class _Expressions:
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
         given = [self._number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
         if self.inlined:
-            return self._inline(self.program.regions[ops.region_of(node)], given)
+            return self._inline(self.program.regions[region_of(node)], given)
         without_slots = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
-        return self._number("region", ops.region_of(node), *without_slots)
+        return self._number("region", region_of(node), *without_slots)
 
     def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
         body = region.graph_module.graph
@@ -276,7 +277,7 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
     """What reductions and updates are given: kind, bucket, the node that takes it, the value."""
     for node in graph.nodes:
         if node.target in ops.REDUCTIONS:
-            yield from ((_WAYS[0], ops.bucket_of(node), node, value) for value in node.all_input_nodes)
+            yield from ((_WAYS[0], bucket_of(node), node, value) for value in node.all_input_nodes)
         elif node.target in (ops.update, ops.step_optimizer, ops.store):
             for bucket, value in zip(written_buckets(node), node.all_input_nodes, strict=False):
                 yield _WAYS[1], bucket, node, value
@@ -297,7 +298,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     """The gradients that are packed and the values that are written: kind, variable, the node that does it, the value."""
     for node in graph.nodes:
         if node.target is ops.pack:
-            for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
+            for slot, gradient in zip(program.buckets[bucket_of(node)].slots, node.all_input_nodes, strict=False):
                 yield "gradient of", slot.variable, node, gradient
         elif node.target is ops.write:
             yield "value for", str(node.kwargs["variable"]), node, node.all_input_nodes[0]

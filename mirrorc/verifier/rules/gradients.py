@@ -13,6 +13,17 @@ from torch import fx
 
 from mirrorc.analysis.aliases import viewed_variable
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import (
+    bucket_of,
+    calls_to,
+    is_compute,
+    is_region_call,
+    name_of,
+    origin_of,
+    region_of,
+    replica_of,
+    stays_factored,
+)
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation, scopes
 
@@ -56,15 +67,15 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
     """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
     for where, graph, replicas in scopes(program):
-        found = Counter((ops.bucket_of(node), ops.replica_of(node)) for node in ops.calls(graph, ops.pack))
+        found = Counter((bucket_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
         for bucket in program.buckets:
             for replica in replicas:
                 if found[(bucket.index, replica)] != 1:
                     yield Violation(
                         f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
                     )
-        for node in ops.calls(graph, ops.pack):
-            bucket = program.buckets[ops.bucket_of(node)]
+        for node in calls_to(graph, ops.pack):
+            bucket = program.buckets[bucket_of(node)]
             if len(node.args) != len(bucket.slots):
                 yield Violation(
                     f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients", node
@@ -83,40 +94,40 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
     """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, ops.pack):
+        for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
                 for user in gradient.users:
                     if user is not node:
                         yield Violation(
-                            f"{gradient.name}, a gradient of bucket {ops.bucket_of(node)}, is used by {user.name} as well",
+                            f"{gradient.name}, a gradient of bucket {bucket_of(node)}, is used by {user.name} as well",
                             user,
                         )
             if len(set(node.args)) != len(node.args):
-                yield Violation(f"bucket {ops.bucket_of(node)} packs one gradient into two slots", node)
+                yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
 
 
 def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed as that of its own variable and replica."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, ops.pack):
-            for slot, gradient in zip(program.buckets[ops.bucket_of(node)].slots, node.all_input_nodes, strict=False):
-                source = ops.origin(gradient)
+        for node in calls_to(graph, ops.pack):
+            for slot, gradient in zip(program.buckets[bucket_of(node)].slots, node.all_input_nodes, strict=False):
+                source = origin_of(gradient)
                 if source.target in ops.FACTORED:
-                    if (source.kwargs["variable"], ops.bucket_of(source)) != (slot.variable, ops.bucket_of(node)):
+                    if (source.kwargs["variable"], bucket_of(source)) != (slot.variable, bucket_of(node)):
                         yield Violation(
-                            f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {ops.bucket_of(source)}, "
-                            f"but is packed as that of {slot.variable} in bucket {ops.bucket_of(node)}",
+                            f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {bucket_of(source)}, "
+                            f"but is packed as that of {slot.variable} in bucket {bucket_of(node)}",
                             source,
                         )
                     continue
                 call = source.args[0] if source.target is operator.getitem else None
-                if not isinstance(call, fx.Node) or not ops.is_region_call(call):
-                    yield Violation(f"bucket {ops.bucket_of(node)} packs {gradient.name}, which no region gives", node)
+                if not isinstance(call, fx.Node) or not is_region_call(call):
+                    yield Violation(f"bucket {bucket_of(node)} packs {gradient.name}, which no region gives", node)
                 elif call.kwargs["gradients"].get(slot.variable) != source.args[1]:  # type: ignore[union-attr]
                     yield Violation(
                         f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed", gradient
                     )
-                elif ops.replica_of(call) != ops.replica_of(node):
+                elif replica_of(call) != replica_of(node):
                     yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
@@ -124,10 +135,10 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
     """All replicas pack the same gradients of a bucket as two factors: what is not, of some, nobody could add up."""
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
-        for node in ops.calls(graph, ops.pack):
-            index, device = ops.bucket_of(node), where(ops.replica_of(node))
+        for node in calls_to(graph, ops.pack):
+            index, device = bucket_of(node), where(replica_of(node))
             slots = zip(program.buckets[index].slots, node.args, strict=False)
-            found = {slot.variable for slot, gradient in slots if ops.stays_factored(gradient)}
+            found = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
             others, first = expected.setdefault(index, (found, device))
             if found != others:
                 names = ", ".join(sorted(found ^ others))
@@ -139,7 +150,7 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before it is made."""
     for graph in program.graphs():
-        for node in ops.calls(graph, *ops.FACTORED):
+        for node in calls_to(graph, *ops.FACTORED):
             for factor in node.all_input_nodes:
                 variable = viewed_variable(program, factor)
                 if variable is not None:
@@ -152,7 +163,7 @@ def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]
     """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
     for graph in program.graphs():
         for call in graph.nodes:
-            if ops.is_region_call(call):
+            if is_region_call(call):
                 yield from _wrong_slots(program, call)
 
 
@@ -160,10 +171,10 @@ def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
     """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
     for region in program.regions.values():
         for node in region.graph_module.graph.nodes:
-            is_operator = ops.is_compute(node) or node.target is operator.getitem
-            if node.op not in ("placeholder", "output") and not is_operator:
+            is_allowed = is_compute(node) or node.target is operator.getitem
+            if node.op not in ("placeholder", "output") and not is_allowed:
                 yield Violation(
-                    f"{node.name} in {region.name} calls {ops.name_of(node)}, which is no operator of torch", node
+                    f"{node.name} in {region.name} calls {name_of(node)}, which is no operator of torch", node
                 )
 
 
@@ -171,14 +182,14 @@ def regions_write_only_slots(program: Program) -> Iterator[Violation]:
     """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
     for graph in program.graphs():
         for node in graph.nodes:
-            if ops.is_region_call(node):
+            if is_region_call(node):
                 yield from _foreign_writes(program, node)
-            elif ops.is_compute(node) and node.target._schema.is_mutable:
+            elif is_compute(node) and node.target._schema.is_mutable:
                 yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
 
 
 def _foreign_writes(program: Program, call: fx.Node) -> Iterator[Violation]:
-    body = program.regions[ops.region_of(call)].graph_module.graph
+    body = program.regions[region_of(call)].graph_module.graph
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     slots = {
         placeholder
@@ -186,12 +197,12 @@ def _foreign_writes(program: Program, call: fx.Node) -> Iterator[Violation]:
         if isinstance(given, fx.Node) and given.target is ops.slot
     }
     for node in body.nodes:
-        if ops.is_compute(node) and node.target._schema.is_mutable and node.args[0] not in slots:
-            yield Violation(f"{node.name} in {ops.region_of(call)} writes {node.args[0]}, which is no slot", node)
+        if is_compute(node) and node.target._schema.is_mutable and node.args[0] not in slots:
+            yield Violation(f"{node.name} in {region_of(call)} writes {node.args[0]}, which is no slot", node)
 
 
 def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
-    body = program.regions[ops.region_of(call)].graph_module.graph
+    body = program.regions[region_of(call)].graph_module.graph
     results: Any = body.output_node().args[0]
     written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
@@ -202,5 +213,5 @@ def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
             if place is None or written[place] is not placeholder:
                 name = given.kwargs["variable"]
                 yield Violation(f"the slot of {name} is given for another output of {call.name}", call)
-            elif ops.replica_of(given) != ops.replica_of(call):
+            elif replica_of(given) != replica_of(call):
                 yield Violation(f"{given.name} is a slot of another replica than {call.name}", call)

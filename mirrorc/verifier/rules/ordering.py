@@ -11,6 +11,7 @@ import networkx as nx
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import say_type, value_type
 from mirrorc.verifier.rules.programs import Violation, replica_at, say, scopes, tag
@@ -21,7 +22,7 @@ Step = tuple[str, fx.Node]  # a device, and a node of its program
 def collectives_have_one_order(program: Program) -> Iterator[Violation]:
     """Every device launches the same collectives, of one tag, type and link, in one order, and waits for them in one order."""
     orders = {
-        name: [node for node in ops.calls(module.graph, *ops.COLLECTIVES, ops.wait) if _is_collective(node)]
+        name: [node for node in calls_to(module.graph, *ops.COLLECTIVES, ops.wait) if _is_collective(node)]
         for name, module in program.device_graphs.items()
     }
     first_name, first = next(iter(orders.items()))
@@ -68,10 +69,10 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
     received: Counter[Any] = Counter()
     nodes: dict[Any, fx.Node] = {}
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, ops.send, ops.recv):
+        for node in calls_to(graph, ops.send, ops.recv):
             own, is_send = replica_at(program, node), node.target is ops.send
             ends = (own, node.kwargs["destination"]) if is_send else (node.kwargs["source"], own)
-            key = (ops.bucket_of(node), *ends, node.kwargs.get("link"))
+            key = (bucket_of(node), *ends, node.kwargs.get("link"))
             (sent if is_send else received)[key] += 1
             nodes[key] = node
             if ends[0] == ends[1]:
@@ -91,7 +92,7 @@ def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
     givers: dict[Any, list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []
     for replica, (device, module) in enumerate(program.device_graphs.items()):
-        nodes = list(ops.calls(module.graph, *ops.COLLECTIVES, ops.send, ops.wait))
+        nodes = list(calls_to(module.graph, *ops.COLLECTIVES, ops.send, ops.wait))
         order.add_nodes_from((device, node.name) for node in nodes)
         order.add_edges_from(((device, a.name), (device, b.name)) for a, b in pairwise(nodes))
         for node in nodes:
@@ -99,7 +100,7 @@ def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
             if node.target is ops.wait:
                 waits.extend((key, place) for key in _awaited(node, replica))
             elif node.target is ops.send:
-                givers.setdefault(("send", ops.bucket_of(node), replica, node.kwargs["destination"]), []).append(place)
+                givers.setdefault(("send", bucket_of(node), replica, node.kwargs["destination"]), []).append(place)
             else:
                 givers.setdefault(tag(node), []).append(place)
     order.add_edges_from((giver, wait) for key, wait in waits for giver in givers.get(key, []))
@@ -113,5 +114,5 @@ def _awaited(wait: fx.Node, replica: int) -> list[Any]:
     if not isinstance(launch, fx.Node):
         return []
     if launch.target is ops.recv:
-        return [("send", ops.bucket_of(launch), launch.kwargs["source"], replica)]
+        return [("send", bucket_of(launch), launch.kwargs["source"], replica)]
     return [tag(launch)] if launch.target in ops.COLLECTIVES else []

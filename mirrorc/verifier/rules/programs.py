@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, name_of, replica_of
 from mirrorc.ir.program import Program
 
 
@@ -37,21 +38,21 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
 
 def say(node: fx.Node) -> str:
     """A collective, for a message."""
-    return f"{ops.name_of(node)} of bucket {ops.bucket_of(node)}"
+    return f"{name_of(node)} of bucket {bucket_of(node)}"
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
     """Where a replica deals with a bucket last, to show what is missing there."""
     found = None
     for node in graph.nodes:
-        if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or ops.replica_of(node) == replica):
+        if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or replica_of(node) == replica):
             found = node
     return found
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
     """What a collective is known by: its kind and its bucket."""
-    return ops.name_of(node), ops.bucket_of(node)
+    return name_of(node), bucket_of(node)
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
@@ -61,12 +62,12 @@ def place_of(program: Program, graph: fx.Graph) -> int:
 
 def replica_at(program: Program, node: fx.Node) -> int:
     """The replica whose node this is, in the mirrored or in a lowered graph."""
-    replica = ops.replica_of(node)
+    replica = replica_of(node)
     return place_of(program, node.graph) if replica is None else replica
 
 
 def written_buckets(node: fx.Node) -> list[int]:
     """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
     if node.target in (ops.update, ops.store):
-        return [ops.bucket_of(node)]
+        return [bucket_of(node)]
     return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_region_call, name_of, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation
 
@@ -56,10 +57,10 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
     for index in buckets:
         if not isinstance(index, int) or not 0 <= index < len(program.buckets):
             yield Violation(f"{node.name} is about bucket {index}, which there is not", node)
-    if ops.is_region_call(node):
-        region = program.regions.get(ops.region_of(node))
+    if is_region_call(node):
+        region = program.regions.get(region_of(node))
         if region is None:
-            yield Violation(f"{node.name} calls {ops.region_of(node)}, which is no region of the program", node)
+            yield Violation(f"{node.name} calls {region_of(node)}, which is no region of the program", node)
             return
         results: Any = region.graph_module.graph.output_node().args[0]
         gradients: Any = node.kwargs.get("gradients", {})
@@ -77,9 +78,7 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
         for node in graph.nodes:
             missing = [name for name in ops.required_keywords(node.target) if name not in node.kwargs]
             if missing:
-                yield Violation(
-                    f"{node.name} has no keyword {', '.join(missing)}, which {ops.name_of(node)} needs", node
-                )
+                yield Violation(f"{node.name} has no keyword {', '.join(missing)}, which {name_of(node)} needs", node)
                 continue
             expected = _NUM_ARGUMENTS.get(node.target)
             if node.target is ops.step_optimizer:
@@ -99,7 +98,7 @@ def arguments_are_in_order(program: Program) -> Iterator[Violation]:
             if node.op == "placeholder":
                 found.setdefault(None, []).append(str(node.target))
             elif node.target is ops.argument:
-                found.setdefault(ops.replica_of(node), []).append(str(node.kwargs["name"]))
+                found.setdefault(replica_of(node), []).append(str(node.kwargs["name"]))
         for replica, own in found.items():
             is_same = own == names if replica is None else sorted(own) == sorted(names)
             if not is_same:

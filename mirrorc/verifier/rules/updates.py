@@ -11,7 +11,10 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Placement, Program
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, region_of, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Placement
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
@@ -29,7 +32,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
         for node in graph.nodes:
-            done.update((index, ops.replica_of(node)) for index in written_buckets(node))
+            done.update((index, replica_of(node)) for index in written_buckets(node))
         for bucket in program.buckets:
             for replica in replicas:
                 expected = _expected_updates(program, bucket, replica, graph)
@@ -39,7 +42,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
                         f"not {expected}",
                         last_of_bucket(graph, bucket.index, replica),
                     )
-        for node in ops.calls(graph, ops.update, ops.step_optimizer, ops.store):
+        for node in calls_to(graph, ops.update, ops.step_optimizer, ops.store):
             if node.target is ops.step_optimizer and replica_at(program, node) != 0:
                 yield Violation(
                     f"{node.name} is on replica {replica_at(program, node)}, but the optimizer is replica 0's", node
@@ -52,7 +55,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 def _is_for(program: Program, node: fx.Node, bucket: int, source: fx.Node) -> bool:
     """Whether a value is what an update (a store) of a bucket needs: its sum (its parameters, from another replica)."""
-    source = ops.origin(source)
+    source = origin_of(source)
     if source.kwargs.get("bucket") != bucket:
         return False
     if program.num_replicas == 1:
@@ -76,8 +79,8 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
     for _, graph, _ in scopes(program):
-        for node in ops.calls(graph, *ops.REDUCTIONS):
-            bucket = program.buckets[ops.bucket_of(node)]
+        for node in calls_to(graph, *ops.REDUCTIONS):
+            bucket = program.buckets[bucket_of(node)]
             by_shares = bucket.placement is Placement.SHARED and bucket.rule.elementwise
             if (node.target is ops.reduce_scatter) != by_shares:
                 yield Violation(f"{say(node)} does not fit its parameters, which are {bucket.placement.value}", node)
@@ -89,13 +92,13 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
         for replica in replicas:
             written: set[str] = set()
             for node in graph.nodes:
-                if ops.replica_of(node) != replica:
+                if replica_of(node) != replica:
                     continue
                 if node.target is ops.write:
                     written.add(str(node.kwargs["variable"]))
                 for index in written_buckets(node):
                     written.update(slot.variable for slot in program.buckets[index].slots)
-                if written and (ops.is_region_call(node) or ops.is_compute(node)):
+                if written and (is_region_call(node) or is_compute(node)):
                     early = sorted(written & {_variable_of(program, source) for source in node.all_input_nodes})
                     if early:
                         yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
@@ -112,9 +115,9 @@ def _variable_of(program: Program, node: fx.Node) -> str:
     while node.target is operator.getitem:
         call = node.args[0]
         assert isinstance(call, fx.Node)
-        if not ops.is_region_call(call):
+        if not is_region_call(call):
             return ""
-        body = program.regions[ops.region_of(call)].graph_module.graph
+        body = program.regions[region_of(call)].graph_module.graph
         value: Any = body.output_node().args[0][node.args[1]]  # type: ignore[index]
         while _is_view(value.target):
             value = value.args[0]
@@ -132,7 +135,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     if not shared:
         return
     orders = [
-        (where(replica), [n for n in graph.nodes if n.target in ops.COLLECTIVES or ops.replica_of(n) == replica])
+        (where(replica), [n for n in graph.nodes if n.target in ops.COLLECTIVES or replica_of(n) == replica])
         for where, graph, replicas in scopes(program)
         for replica in replicas
     ]
@@ -150,5 +153,5 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
-    last = max((i for i, n in enumerate(nodes) if ops.is_region_call(n)), default=-1)
+    last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_known, name_of, origin_of, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly, say_type, value_type
 from mirrorc.verifier.rules.programs import Violation, scopes
@@ -49,13 +50,13 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
     if program.graph is None:
         return
     for node in program.graph.nodes:
-        replica = ops.replica_of(node)
+        replica = replica_of(node)
         if node.op == "output" or node.target in ops.COLLECTIVES:
             continue
         if replica is None or not 0 <= replica < program.num_replicas:
             yield Violation(f"{node.name} belongs to no replica", node)
         for source in node.all_input_nodes:
-            other = ops.replica_of(source)
+            other = replica_of(source)
             if other != replica and source.target not in ops.COLLECTIVES:
                 yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
 
@@ -69,11 +70,11 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     for key in ("gradients", "writes"):
         rows += [(name, None, values) for name, values in output.get(key, {}).items()]
     for what, bucket, values in rows:
-        if [ops.replica_of(value) for value in values] != list(range(program.num_replicas)):
+        if [replica_of(value) for value in values] != list(range(program.num_replicas)):
             yield Violation(
                 f"the results for {what} are not those of replicas 0 to {program.num_replicas - 1} in order"
             )
-        if bucket is not None and any(ops.origin(value).kwargs.get("bucket") != bucket for value in values):
+        if bucket is not None and any(origin_of(value).kwargs.get("bucket") != bucket for value in values):
             yield Violation(f"the results for {what} are of another bucket")
 
 
@@ -81,5 +82,5 @@ def every_operation_is_known(program: Program) -> Iterator[Violation]:
     """Outside of regions there are operations of mirrorc and operators of torch: what the runtime can run."""
     for _, graph, _ in scopes(program):
         for node in graph.nodes:
-            if node.op == "get_attr" or (node.op == "call_function" and not ops.is_known(node)):
-                yield Violation(f"{ops.name_of(node)} is no operation of mirrorc, nor an operator of torch", node)
+            if node.op == "get_attr" or (node.op == "call_function" and not is_known(node)):
+                yield Violation(f"{name_of(node)} is no operation of mirrorc, nor an operator of torch", node)

@@ -15,7 +15,7 @@ from mirrorc.runtime.communication import (
     SharedMemoryCommunicator,
     communicator_for,
 )
-from mirrorc.runtime.communication.base import wait_device
+from mirrorc.runtime.devices.events import wait_device
 
 LINKS = ("shared-memory", "copy")
 KINDS = ("all_reduce", "reduce_scatter", "send")

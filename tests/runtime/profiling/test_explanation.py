@@ -13,11 +13,12 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import call_name, is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.profiling.explanation import BucketTimes, Explanation, explain_steps
-from mirrorc.runtime.profiling.recorder import Call, RecordedStep, call_name
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 MS = 10**6  # nanoseconds
 Durations = Mapping[str, float]  # milliseconds of calls by name; others take none; of a wait, after the last launch
@@ -139,7 +140,7 @@ def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
 
 def test_a_larger_shard_is_named_as_the_reason() -> None:
     program = program_of(3, uneven=True)
-    names = [call_name(node) for node in called(program.device_graphs["cpu:2"].graph) if ops.is_region_call(node)]
+    names = [call_name(node) for node in called(program.device_graphs["cpu:2"].graph) if is_region_call(node)]
     assert "fwd_1" in names, "the last replica's forward is of another shape"
     found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_1": 9.0})
     assert found.advice.startswith(

@@ -18,11 +18,13 @@ from torch import fx, nn
 import mirrorc
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
-from mirrorc.ir.program import Device
+from mirrorc.ir.devices import Device
+from mirrorc.ir.nodes import call_name
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.execution.interleaving import NUM_TRIAL_STEPS
 from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
-from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, call_name, collectives_of, recorded_steps
+from mirrorc.runtime.profiling.collectives import collectives_of
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps
 
 
 def counter() -> Callable[[], float]:

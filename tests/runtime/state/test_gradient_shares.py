@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrorc.ir.program import Bucket, Placement, Slot, UpdateRule
+from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.runtime.state.gradient_shares import (
     FactoredBucket,
     FactoredSlot,

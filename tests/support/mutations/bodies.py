@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mutations.places import bodies, insert_like, is_value, next_like, pairs_alike, placed_nodes, type_of, with_argument
 from mutations.table import Edit, breaks
@@ -38,11 +39,11 @@ def _is_float(node: fx.Node) -> bool:
 
 def _operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators that give a floating-point tensor of their own."""
-    return [node for node in graph.nodes if ops.is_compute(node) and _is_float(node) and not _writes(node)]
+    return [node for node in graph.nodes if is_compute(node) and _is_float(node) and not _writes(node)]
 
 
 def _writes(node: fx.Node) -> bool:
-    return ops.is_compute(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
+    return is_compute(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
 @breaks(in_regions=True)

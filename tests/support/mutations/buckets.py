@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.program import Bucket, Program, Slot, Stage
+from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.program import Program, Stage
 from mutations.places import (
     pairs_alike,
     with_bucket,

@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Stage
 from mutations.places import (
     call_graphs,
@@ -66,14 +67,14 @@ def wait_for_something_else(program: Program) -> Iterator[Edit]:
     for wait in placed_nodes(program, ops.wait):
         launch = wait.args[0]
         assert isinstance(launch, fx.Node)
-        for other in ops.calls(wait.graph, *ops.LAUNCHES):
+        for other in calls_to(wait.graph, *ops.LAUNCHES):
             if other is not launch and other < wait and type_of(other) == type_of(launch):
                 yield partial(with_argument, wait, 0, other)
 
 
 def _exchangeable(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Reductions that follow each other, of which nobody waits for the first before the second is launched."""
-    launches = list(ops.calls(graph, *ops.REDUCTIONS))
+    launches = list(calls_to(graph, *ops.REDUCTIONS))
     return [(one, other) for one, other in pairwise(launches) if all(other < user for user in one.users)]
 
 
@@ -105,7 +106,7 @@ def launch_in_another_order_on_all_but_one(program: Program) -> Iterator[Edit]:
 def wait_in_another_order_on_one_device(program: Program) -> Iterator[Edit]:
     """One device waits for two all_reduces, which all devices finish together, in another order than the others."""
     for module in program.device_graphs.values() if program.num_replicas > 1 else ():
-        waits = [w for w in ops.calls(module.graph, ops.wait) if w.args[0].target is ops.all_reduce]  # type: ignore[union-attr]
+        waits = [w for w in calls_to(module.graph, ops.wait) if w.args[0].target is ops.all_reduce]  # type: ignore[union-attr]
         for one, other in pairwise(waits):
             if other.args[0] < one:
                 yield partial(one.prepend, other)
@@ -116,7 +117,7 @@ def change_a_tag(program: Program) -> Iterator[Edit]:
     """An operation is tagged with another bucket."""
     count = len(program.buckets)
     for node in placed_nodes(program, *_TAGGED):
-        other = (ops.bucket_of(node) + 1) % count if count > 1 else count
+        other = (bucket_of(node) + 1) % count if count > 1 else count
         yield partial(with_keywords, node, bucket=other)
 
 
@@ -132,7 +133,7 @@ def change_what_a_reduction_does(program: Program) -> Iterator[Edit]:
 def change_a_link_on_one_device(program: Program) -> Iterator[Edit]:
     """A collective goes over another link on one device than on the others."""
     for module in program.device_graphs.values() if program.num_replicas > 1 else ():
-        for node in ops.calls(module.graph, *_LINKED):
+        for node in calls_to(module.graph, *_LINKED):
             other = next(link for link in _LINKS if link != node.kwargs["link"])
             yield partial(with_keywords, node, link=other)
 
@@ -141,7 +142,7 @@ def change_a_link_on_one_device(program: Program) -> Iterator[Edit]:
 def forget_a_link(program: Program) -> Iterator[Edit]:
     """A lowered collective names no link."""
     for module in program.device_graphs.values():
-        for node in ops.calls(module.graph, *_LINKED):
+        for node in calls_to(module.graph, *_LINKED):
             yield partial(with_keywords, node, link=None)
 
 
@@ -151,11 +152,11 @@ def name_a_link_that_cannot_be(program: Program) -> Iterator[Edit]:
 
     def edit(targets: tuple[object, ...], bucket: int, link: str) -> None:
         for node in placed_nodes(program, *targets):
-            if ops.bucket_of(node) == bucket:
+            if bucket_of(node) == bucket:
                 with_keywords(node, link=link)
 
     linked = [node for node in placed_nodes(program, *_LINKED) if node.kwargs.get("link")]
-    for target, bucket in dict.fromkeys((node.target, ops.bucket_of(node)) for node in linked):
+    for target, bucket in dict.fromkeys((node.target, bucket_of(node)) for node in linked):
         together = (ops.send, ops.recv) if target in (ops.send, ops.recv) else (target,)
         yield from (partial(edit, together, bucket, link) for link in ("smoke-signals", "nccl"))
 
@@ -182,13 +183,13 @@ def reduce_twice(program: Program) -> Iterator[Edit]:
 
     def edit(place: int) -> None:
         for graph in call_graphs(program):
-            launch = list(ops.calls(graph, *ops.REDUCTIONS))[place]
+            launch = list(calls_to(graph, *ops.REDUCTIONS))[place]
             with graph.inserting_before(graph.output_node()):
                 again = graph.node_copy(launch)
                 for wait in launch.users:
                     graph.node_copy(wait, lambda node, again=again: again)  # type: ignore[misc]
 
-    for place in range(len(list(ops.calls(program.graphs()[0], *ops.REDUCTIONS)))):
+    for place in range(len(list(calls_to(program.graphs()[0], *ops.REDUCTIONS)))):
         yield partial(edit, place)
 
 
@@ -203,7 +204,7 @@ def reduce_another_bucket(program: Program) -> Iterator[Edit]:
             other.prepend(one)
 
     def pairs(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-        found = pairs_alike(ops.calls(graph, *ops.REDUCTIONS), type_of)
+        found = pairs_alike(calls_to(graph, *ops.REDUCTIONS), type_of)
         return [(one, other) for one, other in found if all(other < user for user in one.users)]
 
     for place in range(len(pairs(program.graphs()[0])) if program.stage >= Stage.REDUCED else 0):

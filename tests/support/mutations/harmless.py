@@ -11,7 +11,10 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Placement, Program, Slot, Stage
+from mirrorc.ir.buckets import Slot
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Placement
 from mutations.places import (
     IN_FLIGHT,
     insert_like,
@@ -51,7 +54,7 @@ def read_early(program: Program) -> Iterator[Edit]:
     """A read, or a slot, is the first of all operations."""
     for graph in program.graphs():
         first = next(node for node in graph.nodes if node.op not in ("placeholder",))
-        for node in ops.calls(graph, *_READS):
+        for node in calls_to(graph, *_READS):
             if node is not first:
                 yield partial(first.prepend, node)
 
@@ -141,7 +144,7 @@ def update_early(program: Program) -> Iterator[Edit]:
         found, names = [], {slot.variable for slot in bucket.slots}
         may_read = bucket.placement is Placement.SHARED
         for timeline, reads in lines:
-            for update in (n for n in timeline if n.target is ops.update and ops.bucket_of(n) == bucket.index):
+            for update in (n for n in timeline if n.target is ops.update and bucket_of(n) == bucket.index):
                 wait = update.all_input_nodes[0]
                 if wait.target is ops.wait:
                     launch = wait.all_input_nodes[0]
@@ -208,7 +211,7 @@ def receive_early(program: Program) -> Iterator[Edit]:
 def exchange_neighbours_of_two_replicas(program: Program) -> Iterator[Edit]:
     """Two nodes of different replicas that follow each other change places."""
     for one, other in pairwise(program.graph.nodes) if program.graph is not None else ():
-        replicas = ops.replica_of(one), ops.replica_of(other)
+        replicas = replica_of(one), replica_of(other)
         if None not in replicas and replicas[0] != replicas[1] and other.op != "output":
             yield partial(other.append, one)
 
@@ -268,7 +271,7 @@ def order_slots_otherwise(program: Program) -> Iterator[Edit]:
             offset = slots[-1].offset + -(-slots[-1].num_elements // unit) * unit if slots else 0
             slots.append(replace(slot, offset=offset))
         for pack in placed_nodes(program, ops.pack):
-            if ops.bucket_of(pack) == index:
+            if bucket_of(pack) == index:
                 pack.args = pack.args[::-1]
         return with_bucket(program, index, slots=tuple(slots))
 
@@ -289,7 +292,7 @@ def exchange_independent_operators(program: Program) -> Iterator[Edit]:
     """Two operators of the captured graph that follow each other, neither of which needs the other, change places."""
     for graph in program.shard_graphs if program.stage is Stage.CAPTURED else ():
         for one, other in pairwise(graph.nodes):
-            if ops.is_compute(one) and ops.is_compute(other) and one not in other.all_input_nodes:
+            if is_compute(one) and is_compute(other) and one not in other.all_input_nodes:
                 yield partial(other.append, one)
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
 from mutations.places import kind_of, timelines
 
@@ -52,7 +53,7 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
             if node.target is ops.write:
                 yield replica, "writes", str(node.kwargs["variable"]), values[node.all_input_nodes[0]]
             elif node.target is ops.pack:
-                slots = program.buckets[ops.bucket_of(node)].slots
+                slots = program.buckets[bucket_of(node)].slots
                 for slot, gradient in zip(slots, node.args, strict=True):
                     yield replica, "gradients", slot.variable, values[gradient]  # type: ignore[index]
 
@@ -74,7 +75,7 @@ class _Values:
     def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "placeholder" or node.target is ops.argument:
             return hash(("argument", str(node.kwargs.get("name", node.target)), str(kind_of(node.meta.get("val")))))
-        if ops.is_region_call(node):
+        if is_region_call(node):
             return self._region(node, values)
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and isinstance(source, tuple):
@@ -93,7 +94,7 @@ class _Values:
         value = hash((target, self._key(args, values), self._key(node.kwargs, values)))
         if node.target is aten.t.default:
             self.turned[value] = source  # type: ignore[assignment]
-        if ops.is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+        if is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
             value = values[node.args[1]] if node.target is aten.copy_.default else value  # type: ignore[index]
             values[node.args[0]] = value  # type: ignore[index]
         return value
@@ -108,7 +109,7 @@ class _Values:
         return type(argument).__name__, repr(argument)
 
     def _region(self, call: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
-        body = self.program.regions[ops.region_of(call)].graph_module.graph
+        body = self.program.regions[region_of(call)].graph_module.graph
         placeholders = [node for node in body.nodes if node.op == "placeholder"]
         given = {p: values.get(value, 0) for p, value in zip(placeholders, call.args, strict=True)}  # type: ignore[call-overload]
         inside = self.of(list(body.nodes), given)

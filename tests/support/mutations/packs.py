@@ -9,7 +9,9 @@ from itertools import pairwise
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Bucket, Program, Stage
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.program import Program, Stage
 from mutations.buckets import places_alike, slots_of
 from mutations.places import (
     call_graphs,
@@ -31,7 +33,7 @@ from mutations.table import Edit, breaks
 def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
     found = []
     for timeline in timelines(program):
-        found.append({ops.bucket_of(node): node for node in timeline if node.target is ops.pack})
+        found.append({bucket_of(node): node for node in timeline if node.target is ops.pack})
     return found
 
 
@@ -60,7 +62,7 @@ def make_a_gradient_of_other_factors(program: Program) -> Iterator[Edit]:
     for product in _factored(program):
         values = [node for node in product.graph.nodes if node < product and is_value(node)]
         for place, factor in enumerate(product.args):
-            own = [value for value in values if ops.replica_of(value) == ops.replica_of(product)]
+            own = [value for value in values if replica_of(value) == replica_of(product)]
             other = next_like(factor, own)  # type: ignore[arg-type]
             if other is not None:
                 yield partial(with_argument, product, place, other)
@@ -72,7 +74,7 @@ def call_factors_anothers_gradient(program: Program) -> Iterator[Edit]:
     for product in _factored(program):
         names = [slot.variable for _, _, slot in slots_of(program) if slot.variable != product.kwargs["variable"]]
         yield from (partial(with_keywords, product, variable=name) for name in names[:1])
-        yield partial(with_keywords, product, bucket=ops.bucket_of(product) + 1)
+        yield partial(with_keywords, product, bucket=bucket_of(product) + 1)
 
 
 @breaks

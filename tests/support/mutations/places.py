@@ -10,8 +10,10 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.program import Bucket, Program, Stage
+from mirrorc.ir.nodes import calls_to, is_region_call, region_of, replica_of
+from mirrorc.ir.program import Program, Stage
 
 Thing = TypeVar("Thing")
 IN_FLIGHT = (ops.send, *ops.LAUNCHES, ops.wait)
@@ -56,7 +58,7 @@ def timelines(program: Program) -> Iterator[list[fx.Node]]:
     if program.graph is not None:
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         for replica in range(program.num_replicas):
-            yield [n for n in nodes if ops.replica_of(n) == replica or n.target in ops.COLLECTIVES]
+            yield [n for n in nodes if replica_of(n) == replica or n.target in ops.COLLECTIVES]
     for module in program.device_graphs.values():
         yield [node for node in module.graph.nodes if node.op != "output"]
 
@@ -64,12 +66,12 @@ def timelines(program: Program) -> Iterator[list[fx.Node]]:
 def placed_nodes(program: Program, *targets: Any) -> Iterator[fx.Node]:
     """The nodes outside of regions that call one of these."""
     for graph in program.graphs():
-        yield from ops.calls(graph, *targets)
+        yield from calls_to(graph, *targets)
 
 
 def region_calls(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The calls of regions."""
-    return [node for node in nodes if ops.is_region_call(node)]
+    return [node for node in nodes if is_region_call(node)]
 
 
 def read_variable(program: Program, node: fx.Node) -> str:
@@ -77,9 +79,9 @@ def read_variable(program: Program, node: fx.Node) -> str:
     if node.target is ops.read:
         return str(node.kwargs["variable"])
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not ops.is_region_call(source):
+    if not isinstance(source, fx.Node) or not is_region_call(source):
         return ""
-    body = program.regions[ops.region_of(source)].graph_module.graph
+    body = program.regions[region_of(source)].graph_module.graph
     value: Any = body.output_node().args[0][node.args[1]]  # type: ignore[index]
     while value.target in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
         value = value.args[0]

@@ -11,14 +11,16 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade,
 from torch import fx, nn
 
 from mirrorc.capture.arguments import flatten_call, split_call
-from mirrorc.capture.dynamo import TrainingCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.pass_manager import Pass, select_passes
+from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.protocol import Pass
 
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
 
@@ -137,7 +139,7 @@ def _reads_others(num_devices: int, weights: list[Weight]) -> Program:
     """Each gradient reads the variable whose gradient is made before it, the last one a buffer that is written."""
     program = handmade(num_devices, weights, buffer=True)
     for graph in program.shard_graphs:
-        reads = {str(node.kwargs["variable"]): node for node in ops.calls(graph, ops.read)}
+        reads = {str(node.kwargs["variable"]): node for node in calls_to(graph, ops.read)}
         gradients = list(outputs(graph)["gradients"].items())
         for (name, gradient), (before, _) in zip(gradients[1:], gradients, strict=False):
             is_last = name == gradients[-1][0]

@@ -8,6 +8,7 @@ from functools import partial
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mutations.places import (
     next_like,
@@ -32,9 +33,9 @@ def wait_before_taking_part(program: Program) -> Iterator[Edit]:
         launch.prepend(wait)
 
     for module in program.device_graphs.values():
-        for received in ops.calls(module.graph, ops.recv):
-            for launch in ops.calls(module.graph, ops.all_reduce):
-                if ops.bucket_of(launch) == ops.bucket_of(received):
+        for received in calls_to(module.graph, ops.recv):
+            for launch in calls_to(module.graph, ops.all_reduce):
+                if bucket_of(launch) == bucket_of(received):
                     yield partial(edit, received, launch)
 
 
@@ -67,7 +68,7 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
         (wait,) = received.users
         (store,) = wait.users
         if does_store:
-            sums = ops.calls(received.graph, ops.wait)
+            sums = calls_to(received.graph, ops.wait)
             alike = (n for n in sums if n.args[0].target is ops.all_reduce and n.kwargs == wait.kwargs)  # type: ignore[union-attr]
             with_argument(store, 0, next(alike))
         else:
@@ -106,7 +107,7 @@ def send_too_early(program: Program) -> Iterator[Edit]:
 
     for timeline in timelines(program):
         for send in (node for node in timeline if node.target is ops.send):
-            sums = [n for n in timeline if n.target is ops.wait and ops.bucket_of(n) == ops.bucket_of(send)]
+            sums = [n for n in timeline if n.target is ops.wait and bucket_of(n) == bucket_of(send)]
             yield partial(edit, send, sums[0])
 
 

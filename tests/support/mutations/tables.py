@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.ir.program import Aggregation, Program, Role, Stage, Synchronization
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Aggregation, Role, Synchronization
 from mutations.places import kind_of
 from mutations.table import Edit, breaks
 

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Placement, Program, Stage, Synchronization
+from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Placement, Synchronization
 from mutations.places import (
     is_value,
     next_like,
@@ -31,7 +33,7 @@ _UPDATES = (ops.update, ops.step_optimizer, ops.store)
 
 
 def _buckets_of(node: fx.Node) -> tuple[int, ...]:
-    return node.kwargs["buckets"] if node.target is ops.step_optimizer else (ops.bucket_of(node),)  # type: ignore[return-value]
+    return node.kwargs["buckets"] if node.target is ops.step_optimizer else (bucket_of(node),)  # type: ignore[return-value]
 
 
 def _erase(node: fx.Node) -> None:
@@ -64,7 +66,7 @@ def update_from_another_sum(program: Program) -> Iterator[Edit]:
         sums = [node for node in timeline if node.target in (ops.wait, ops.pack)]
         for node in (n for n in timeline if n.target in (ops.update, ops.step_optimizer)):
             for place, given in enumerate(node.all_input_nodes):
-                other = next_like(given, [n for n in sums if n < node and ops.bucket_of(n) != ops.bucket_of(given)])
+                other = next_like(given, [n for n in sums if n < node and bucket_of(n) != bucket_of(given)])
                 if other is not None:
                     yield partial(with_argument, node, place, other)
 
@@ -73,11 +75,11 @@ def update_from_another_sum(program: Program) -> Iterator[Edit]:
 def update_from_an_unreduced_bucket(program: Program) -> Iterator[Edit]:
     """A replica's update takes its own gradients in place of their sum; before there are updates, the output names them."""
     for timeline in timelines(program):
-        packs = {ops.bucket_of(node): node for node in timeline if node.target is ops.pack}
+        packs = {bucket_of(node): node for node in timeline if node.target is ops.pack}
         for wait in (node for node in timeline if node.target is ops.wait):
             if wait.args[0].target in ops.REDUCTIONS:  # type: ignore[union-attr]
                 for user in wait.users:
-                    yield partial(user.replace_input_with, wait, packs[ops.bucket_of(wait)])
+                    yield partial(user.replace_input_with, wait, packs[bucket_of(wait)])
 
 
 @breaks
@@ -153,9 +155,9 @@ def let_another_replica_step(program: Program) -> Iterator[Edit]:
     """The optimizer that runs by itself, which holds replica 0's parameters, runs for another replica and is sent from there."""
 
     def edit(step: fx.Node) -> None:
-        own = {(ops.bucket_of(n), ops.replica_of(n)): n for n in placed_nodes(program, ops.wait, ops.store)}
+        own = {(bucket_of(n), replica_of(n)): n for n in placed_nodes(program, ops.wait, ops.store)}
         sums = [n for n in placed_nodes(program, ops.wait) if n.args[0].target is ops.all_reduce]  # type: ignore[union-attr]
-        given = {(ops.bucket_of(n), ops.replica_of(n)): n for n in sums}
+        given = {(bucket_of(n), replica_of(n)): n for n in sums}
         step.args = tuple(given[(index, 1)] for index in _buckets_of(step))
         last = max(step.all_input_nodes)
         if step < last:
@@ -163,8 +165,8 @@ def let_another_replica_step(program: Program) -> Iterator[Edit]:
         with_keywords(step, replica=1)
         for node in list(step.users):
             with_keywords(node, root=1)
-            waits = {ops.replica_of(wait): wait for wait in node.users}
-            store = own[(ops.bucket_of(node), 1)]
+            waits = {replica_of(wait): wait for wait in node.users}
+            store = own[(bucket_of(node), 1)]
             store.args = (waits[0],)
             with_keywords(store, replica=0)
 

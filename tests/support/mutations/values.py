@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
 from mutations.places import (
     bodies,
@@ -58,7 +59,7 @@ def feed_a_region_another_variable(program: Program) -> Iterator[Edit]:
         for node in line:
             for place, given in _values_given(node):
                 other = next_like(given, [read for read in reads if read < node]) if given.target is ops.read else None
-                if other is not None and (ops.is_region_call(node) or ops.is_compute(node)):
+                if other is not None and (is_region_call(node) or is_compute(node)):
                     yield partial(with_argument, node, place, other)
 
 
@@ -68,7 +69,7 @@ def feed_a_region_another_value(program: Program) -> Iterator[Edit]:
     for line in _lines(program):
         values = [node for node in line if is_value(node)]
         for node in line:
-            if ops.is_region_call(node) or ops.is_compute(node):
+            if is_region_call(node) or is_compute(node):
                 for place, given in _values_given(node):
                     other = next_like(given, [value for value in values if value < node])
                     if other is not None:
@@ -163,8 +164,8 @@ def call_another_region(program: Program) -> Iterator[Edit]:
     for graph in call_graphs(program):
         for call in region_calls(graph.nodes):
             yield partial(edit, call, "no_such_region")
-            other = alike.get(ops.region_of(call))
-            if other is not None and _text(program, other) != _text(program, ops.region_of(call)):
+            other = alike.get(region_of(call))
+            if other is not None and _text(program, other) != _text(program, region_of(call)):
                 yield partial(edit, call, other)
 
 

@@ -1,0 +1,180 @@
+"""One graph of forward, loss and backward, in the form that passes take."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.capture.errors import refuse_written_inputs
+from mirrorc.capture.seed_random_ops import seed_random_ops
+from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Argument
+from mirrorc.ir.source_lines import module_of
+from mirrorc.torch_internals import JointGraph
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """What `capture` found.
+
+    Attributes:
+        graph: the graph of one shard. Placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables; the
+            output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
+        arguments: what the placeholders are.
+        constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
+        remarks: what there is to say to a reader.
+    """
+
+    graph: fx.Graph
+    arguments: tuple[Argument, ...]
+    constants: Mapping[str, torch.Tensor]
+    remarks: tuple[str, ...] = ()
+
+
+def _restructure(
+    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
+) -> CapturedGraph:
+    """The joint graph with variables as reads, named arguments, and outputs by name."""
+    refuse_written_inputs(joint, leaf_names, variable_names, what)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    arguments: list[Argument] = []
+    reads: dict[str, fx.Node] = {}
+    constants: dict[str, torch.Tensor] = {}
+    joint_nodes = list(joint.graph_module.graph.nodes)
+    by_leaf = {joint.leaf_of[n]: n for n in joint_nodes if n in joint.leaf_of}
+    for leaf, name in enumerate(leaf_names):
+        node = graph.placeholder(name)
+        arguments.append(Argument(name, "batch", leaf))
+        if leaf in by_leaf:
+            node.meta["val"] = by_leaf[leaf].meta["val"]
+            values[by_leaf[leaf]] = node
+    for kind, source in (("loss_weight", joint.tangent), ("seed", None)):
+        node = graph.placeholder(kind)
+        arguments.append(Argument(kind, kind))
+        node.meta["val"] = source.meta["val"] if source is not None else joint.fake_seed()
+        if source is not None:
+            values[source] = node
+        seed = node
+    for node in joint_nodes:
+        if node in values or node.op == "output":
+            continue
+        if node.op == "placeholder" or node.op == "get_attr":
+            name = variable_names.get(joint.variable_of[node], joint.variable_of[node])
+            if node.op == "get_attr":
+                name = _constant_name(node, {*variable_names.values(), *constants})
+            if name not in reads:
+                reads[name] = graph.call_function(ops.read, (), {"variable": name})
+                reads[name].meta["val"] = node.meta["val"]
+            if node.op == "get_attr":
+                constants[name] = joint.constant(node)
+            values[node] = reads[name]
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node].meta = _kept_meta(node)
+    graph.output(_outputs(joint, values, variable_names, trained, what))
+    if seed_random_ops(graph, seed) == 0:
+        graph.erase_node(seed)
+        arguments.pop()
+    _remove_dead_code(graph)
+    _own_gradients(graph)
+    return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
+
+
+def _constant_name(node: fx.Node, taken: Set[str]) -> str:
+    """A name for a tensor that is neither parameter nor buffer: after the module that uses it first."""
+    module = next((module_of(user) for user in node.users if module_of(user)), "")
+    base = f"{module}.constant".removeprefix(".")
+    names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _kept_meta(node: fx.Node) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
+    }
+    if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
+        meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
+    return meta
+
+
+def _outputs(
+    joint: JointGraph,
+    values: Mapping[fx.Node, fx.Node],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    what: str,
+) -> dict[str, Any]:
+    gradients: dict[str, fx.Node] = {}
+    for name, node in joint.gradients.items():
+        variable = variable_names.get(name, name)
+        if variable not in trained or node is None:
+            continue
+        gradient = _without_idle_views(values[node])
+        assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
+        gradients[variable] = gradient
+    if not gradients:
+        raise CaptureError(
+            f"the loss of {what} does not depend on any parameter that the optimizer updates: check what the optimizer "
+            "was given"
+        )
+    writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
+    return {"loss": values[joint.loss], "gradients": gradients, "writes": writes}
+
+
+_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+
+
+def _without_idle_views(node: fx.Node) -> fx.Node:
+    """The earliest value that views lead from to this one and that is the same: autograd transposes weights' gradients twice."""
+    same, wanted = node, node.meta["val"]
+    while node.target in _VIEWS:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node, value = source, source.meta["val"]
+        if value.shape == wanted.shape and value.stride() == wanted.stride():
+            same = node
+    return same
+
+
+def _remove_dead_code(graph: fx.Graph) -> None:
+    """Removes what nothing uses. Reads and placeholders of batch arguments stay cheap; placeholders are kept."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _own_gradients(graph: fx.Graph) -> None:
+    """Gives every gradient a value that nothing else uses: buckets are summed in place.
+
+    A sum passes one gradient to several terms, a gradient may also be a step on the way to another, and that of a plain
+    term of the loss is the loss's own.
+    """
+    output: Any = graph.output_node().args[0]
+    counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
+    gradients: dict[str, fx.Node] = {}
+    for name, node in output["gradients"].items():
+        used_by_others = counts[node] > 1 or any(user.op != "output" for user in node.users)
+        if node.op == "placeholder" or node.target is ops.read or used_by_others:
+            is_early = node.op == "placeholder" or node.target is ops.read  # before backward: copy it at the end
+            with graph.inserting_before(graph.output_node()) if is_early else graph.inserting_after(node):
+                own = graph.call_function(torch.ops.aten.clone.default, (node,))
+            own.meta = dict(node.meta)
+            gradients[name] = own
+        else:
+            gradients[name] = node
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
+    graph.output_node().args = ({**output, "gradients": ordered},)
+
+
+def _read_names(graph: fx.Graph) -> set[str]:
+    return {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}

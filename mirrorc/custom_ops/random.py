@@ -1,0 +1,93 @@
+"""Random operators that are functions of a seed, so that threads and backends draw the same numbers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+
+
+_MASK_64 = (1 << 64) - 1
+
+
+_global_generator_lock = threading.Lock()
+
+
+def mix(seed: int, stream: int) -> int:
+    """A 63-bit seed for stream ``stream`` of ``seed`` (the finaliser of SplitMix64, Steele et al., 2014)."""
+    z = (seed + (stream + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (z ^ (z >> 31)) >> 1
+
+
+def _draw_mask(
+    seed: torch.Tensor, stream: int, size: list[int], keep_probability: float, device: torch.device
+) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(mix(int(seed), stream))
+    return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(keep_probability, generator=generator)
+
+
+def _fake_mask(
+    seed: torch.Tensor, stream: int, size: list[int], keep_probability: float, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bool, device=device)
+
+
+_seeded_ops: dict[Any, Any] = {}
+
+
+def seeded(op: Any) -> Any:
+    """The operator of ours that runs a random ATen operator under a seed; defined at its first use."""
+    if op not in _seeded_ops:
+        schema = op._schema
+        name = (
+            "seeded_"
+            + schema.name.removeprefix("aten::")
+            + (f"_{schema.overload_name}" if schema.overload_name else "")
+        )
+        signature = str(schema)[str(schema).index("(") :].replace("(", "(Tensor seed, int stream, ", 1)
+        signature = re.sub(r",( \*,)? Generator\? generator(=None)?", "", signature)
+
+        def run(seed: torch.Tensor, stream: int, *args: Any, **kwargs: Any) -> Any:
+            return _run_under_seed(op, mix(int(seed), stream), args, kwargs)
+
+        def fake(seed: torch.Tensor, stream: int, *args: Any, **kwargs: Any) -> Any:
+            return op(*args, **kwargs)
+
+        _LIBRARY.define(name + signature, tags=(torch.Tag.needs_fixed_stride_order,))
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
+        _seeded_ops[op] = getattr(torch.ops.mirrorc, name).default
+    return _seeded_ops[op]
+
+
+def unseeded(op: Any) -> Any:
+    """The random operator that an operator of `seeded` runs; None if it is none of those."""
+    return next((drawn for drawn, own in _seeded_ops.items() if own is op), None)
+
+
+def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that draws from its device's global generator, and leaves that generator as it was."""
+    generator = _global_generator(args, kwargs)
+    with _global_generator_lock:
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            generator.set_state(state)
+
+
+def _global_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    devices = [value.device for value in args if isinstance(value, torch.Tensor)]
+    devices += [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+    device = next((d for d in devices if d.type == "cuda"), None)
+    if device is None:
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]

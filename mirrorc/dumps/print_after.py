@@ -1,0 +1,27 @@
+"""Prints programs in the terminal while they are compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from mirrorc.dumps.pass_report import PassReport
+from mirrorc.ir.program import Program
+from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.printing.colors import print_coloured
+
+
+class PrintAfter(Instrument):
+    """Prints the program after some passes, on standard error, in colours if that is a terminal.
+
+    Args:
+        names: of the passes; None for all.
+    """
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self.names = names
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """Prints the program that a pass gave."""
+        if self.names is None or compiler_pass.name in self.names:
+            print_coloured(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

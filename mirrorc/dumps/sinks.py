@@ -1,0 +1,68 @@
+"""Where dumps go: files in a folder, artifacts of torch's structured trace."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from mirrorc.dumps.folders import DumpFolder
+from mirrorc.ir.program import Program
+from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
+
+
+class Sink:
+    """Where dumps go; a later file of one name replaces the earlier."""
+
+    def write(self, name: str, text: str) -> None:
+        """Takes a text."""
+        raise NotImplementedError
+
+    def save(self, name: str, program: Program) -> bool:
+        """Takes a program itself; False if it takes texts alone."""
+        return False
+
+
+class FolderSink(Sink):
+    """Files in a folder.
+
+    Args:
+        directory: of the folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.folder = DumpFolder(directory)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text."""
+        self.folder.file(name).write_text(text, encoding="utf-8")
+
+    def save(self, name: str, program: Program) -> bool:
+        """Saves a program."""
+        program.save(self.folder.file(name))
+        return True
+
+
+class TraceSink(Sink):
+    """Artifacts of torch's structured trace."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.prefix = f"mirrorc_program-{next(self._numbers)}"
+
+    def write(self, name: str, text: str) -> None:
+        """Adds a text to the trace."""
+        trace_artifact(f"{self.prefix}_{name}", text)
+
+
+def dump_sinks(directory: Path | None) -> list[Sink]:
+    """Where the next program of this process is to be dumped.
+
+    Args:
+        directory: gets a folder for the program, see `DumpFolder`; None for no files.
+
+    Returns:
+        A sink for the folder, and one for torch's structured trace where that is on (the variable TORCH_TRACE).
+    """
+    sinks: list[Sink] = [FolderSink(directory)] if directory is not None else []
+    return [*sinks, TraceSink()] if is_structured_trace_on() else sinks

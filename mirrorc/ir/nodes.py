@@ -1,0 +1,105 @@
+"""What a node of a graph is: which operation, of which replica, region and bucket."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir.ops import FACTORED, OPERATIONS, call_region, pack, product
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node is an operator of torch."""
+    return node.op == "call_function" and is_operator(node.target)
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a target is an operator of torch."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether a node calls an operation of the IR, takes a part of a result, or is an operator of torch."""
+    return is_compute(node) or node.target is operator.getitem or OPERATIONS.get(name_of(node)) is node.target
+
+
+def replica_of(node: fx.Node) -> int | None:
+    """The replica whose node this is; None for collectives and for graphs of a single device."""
+    while True:
+        target = node.target
+        if target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+        elif is_operator(target):
+            sources = node.all_input_nodes
+            if not sources:
+                return None
+            node = sources[0]
+        else:
+            replica = node.kwargs.get("replica")
+            return replica if isinstance(replica, int) else None
+
+
+def is_region_call(node: fx.Node) -> bool:
+    """Whether a node calls a region, lowered or not."""
+    return node.op == "call_module" or node.target is call_region
+
+
+def region_of(node: fx.Node) -> str:
+    """The name of the region that a node calls."""
+    return str(node.target if node.op == "call_module" else node.kwargs["region"])
+
+
+def bucket_of(node: fx.Node) -> int:
+    """The bucket that an operation is about; collectives' tag."""
+    index = node.kwargs["bucket"]
+    assert isinstance(index, int)
+    return index
+
+
+def origin_of(node: fx.Node) -> fx.Node:
+    """The node whose value operators of torch have made this of, each by its first argument: a cast's is what is cast."""
+    while is_compute(node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def stays_factored(gradient: Any) -> bool:
+    """Whether a gradient is two factors that nothing but `pack` looks at, so that nobody need make it whole before."""
+    return gradient.target in FACTORED and all(user.target is pack for user in gradient.users)
+
+
+def made_whole(gradient: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operator of torch that makes one of FACTORED whole, and its arguments."""
+    if gradient.target is product:
+        return torch.ops.aten.mm.default, gradient.args
+    sizes = (gradient.meta["val"].shape[0], gradient.kwargs.get("padding_idx", -1), False)
+    return torch.ops.aten.embedding_dense_backward.default, (*gradient.args, *sizes)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a node's operation."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def target_name(target: Any) -> str:
+    """What an operation is called in print: an operator of torch with its namespace and overload."""
+    return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
+
+
+def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+    """The nodes of a graph that call one of these operations, in program order."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets:
+            yield node
+
+
+def call_name(node: fx.Node) -> str:
+    """A call's name for people: its region's, or its operation and what that is about, such as ``wait b0``."""
+    if is_region_call(node):
+        return region_of(node)
+    about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
+    return f"{name_of(node)} {about}".rstrip()

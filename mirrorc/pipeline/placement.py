@@ -1,0 +1,90 @@
+"""Which passes a pipeline has: leaving some out, and putting others in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirrorc.pipeline.protocol import Pass
+
+
+def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
+    """The passes without those named.
+
+    Raises:
+        ValueError: a name that no pass has.
+        TypeError: something that is no pass.
+    """
+    for compiler_pass in passes:
+        _check_pass(compiler_pass)
+    check_pass_names("disable_passes", disabled, passes)
+    return [compiler_pass for compiler_pass in passes if compiler_pass.name not in disabled]
+
+
+def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
+    """Refuses names that no pass of a pipeline has.
+
+    Raises:
+        TypeError: one name is given instead of a sequence of names.
+        ValueError: no pass has such a name; says which there are.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"{option} is {names!r}: give a sequence of names, such as ({names!r},)")
+    known = [compiler_pass.name for compiler_pass in passes]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} names {name!r}, which is no pass of the pipeline: {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A pass that is to be added to a pipeline; made by `before` and `after`.
+
+    Attributes:
+        compiler_pass: the pass.
+        anchor: name of the pass next to which it goes.
+        is_after: whether it goes after it.
+    """
+
+    compiler_pass: Pass
+    anchor: str
+    is_after: bool
+
+
+def before(anchor: str, compiler_pass: Pass) -> Placed:
+    """Places a pass before the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
+    return Placed(compiler_pass, anchor, is_after=False)
+
+
+def after(anchor: str, compiler_pass: Pass) -> Placed:
+    """Places a pass after the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
+    return Placed(compiler_pass, anchor, is_after=True)
+
+
+def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
+    """The passes with others put in, in the order given; one may be placed next to another that was put in before.
+
+    Raises:
+        TypeError: something is not placed, or is no pass.
+        ValueError: no pass has the name of an anchor.
+    """
+    result = list(passes)
+    for placed in additions:
+        if not isinstance(placed, Placed):
+            raise TypeError(
+                f"add_passes holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
+            )
+        _check_pass(placed.compiler_pass)
+        names = [compiler_pass.name for compiler_pass in result]
+        if placed.anchor not in names:
+            raise ValueError(
+                f"add_passes places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
+                f"{', '.join(names)}"
+            )
+        result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)
+    return result
+
+
+def _check_pass(compiler_pass: object) -> None:
+    if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
+        raise TypeError(f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)")

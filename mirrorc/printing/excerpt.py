@@ -1,0 +1,43 @@
+"""The lines around one node, for messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torch import fx
+
+from mirrorc.ir.program import Program
+from mirrorc.printing.graph_text import graph_lines, rendered_line
+
+_AROUND = 5  # lines shown before and after one that an error is about
+
+
+def surroundings(program: Program, node: fx.Node | None) -> str:
+    """The lines of the program around a node, its own marked, as a paragraph of a message; empty if it is not printed."""
+    graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
+    if node is None or not any(node.graph is graph for graph in graphs):
+        return ""
+    try:
+        lines = graph_lines(program, node.graph)
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError):  # too broken to be printed
+        return ""
+    place_of = {line.node: i for i, line in enumerate(lines)}
+    near = next((other for other in _nearest(node) if other in place_of), None)
+    if near is None:
+        return ""
+    place = place_of[near]
+    shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
+    return "\n\n" + "\n".join(("  > " if i == place else "    ") + rendered_line(lines[i], True) for i in shown)
+
+
+def _nearest(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, what it uses and what uses it, and so on: for a part of a result, a read, a slot, which have no line."""
+    seen = {node: None}
+    waiting = deque([node])
+    while waiting:
+        found = waiting.popleft()
+        yield found
+        new = [other for other in (*found.all_input_nodes, *found.users) if other not in seen]
+        seen.update(dict.fromkeys(new))
+        waiting.extend(new)

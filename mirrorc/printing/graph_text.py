@@ -1,0 +1,201 @@
+"""The lines of one graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import (
+    bucket_of,
+    calls_to,
+    is_compute,
+    is_region_call,
+    name_of,
+    region_of,
+    replica_of,
+    target_name,
+)
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.source_lines import source_line
+from mirrorc.ir.variables import Placement
+from mirrorc.printing.values import PrintedValues, dtype_name, type_of
+
+_RESULT_WIDTH = 32
+
+
+_COMMENT_COLUMN = 92
+
+
+_LINE_WIDTH = 158
+
+
+_LEAST_COMMENT = 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a graph.
+
+    Attributes:
+        text: what it says.
+        node: the node that it prints.
+        note: said at its end.
+        source: the user's line that it comes from: at its end as well, or above it, where an operator is a line.
+    """
+
+    text: str
+    node: fx.Node
+    note: str = ""
+    source: str = ""
+
+
+def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
+    """The lines of one of a program's graphs: of operators, in regions and before there are regions, else of calls."""
+    is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
+    return _calls(program, graph) if is_call_graph else statements(graph)
+
+
+def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
+    rendered, last_source = [], ""
+    for line in lines:
+        if sources and is_compute(line.node) and line.source and line.source != last_source:
+            rendered.append(f"    # {line.source}")
+            last_source = line.source
+        rendered.append("    " + rendered_line(line, sources))
+    return rendered
+
+
+def rendered_line(line: Line, sources: bool) -> str:
+    source = line.source if sources and not is_compute(line.node) else ""
+    comment = line.note or source
+    width = _COMMENT_COLUMN - 4
+    if not comment:
+        return line.text
+    text = f"{line.text:<{width}}  # "
+    return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
+
+
+_PRINTED = (*ops.FACTORED, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
+
+
+_FOLDED = (ops.argument, ops.read, ops.slot, ops.write, operator.getitem)  # shown where they are used
+
+
+def _calls(program: Program, graph: fx.Graph) -> list[Line]:
+    """The lines of a graph of region calls and operations of the IR."""
+    values = PrintedValues(program, graph)
+    width = max(len(device.name) for device in program.devices)
+    writes = _write_texts(values, graph)
+    lines = []
+    for node in graph.nodes:
+        text = writes.get(node) if node.target is ops.write else _call_text(values, node)
+        if text is None:
+            continue
+        if graph is program.graph:
+            replica = replica_of(node)
+            owner = program.devices[replica].name if replica is not None and replica < program.num_replicas else "all"
+            text = f"{owner:<{width}} | {text}"
+        is_call = is_region_call(node)
+        lines.append(Line(text, node, _note(program, node), source_line(node) if is_call else ""))
+    output = graph.output_node()
+    given: Any = output.args[0]
+    lines.append(Line("return loss" if isinstance(given, fx.Node) else f"return {', '.join(given)}", output))
+    return lines
+
+
+def _write_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
+    """One line for all the writes of a replica, at the first of them."""
+    by_replica: dict[int | None, list[fx.Node]] = {}
+    for node in calls_to(graph, ops.write):
+        by_replica.setdefault(replica_of(node), []).append(node)
+    return {
+        nodes[0]: f"write({values.listing(source for node in nodes for source in node.all_input_nodes)})"
+        for nodes in by_replica.values()
+    }
+
+
+def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
+    if is_region_call(node):
+        parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
+        results = values.listing(parts, typed=True)
+        return f"{results or '_':<{_RESULT_WIDTH}} = {region_of(node)}({values.listing(node.all_input_nodes)})"
+    if is_compute(node):
+        return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
+    if node.op != "call_function" or node.target in _FOLDED:
+        return None
+    if node.target not in _PRINTED:  # nothing that a valid program has; for whoever looks for what is wrong
+        return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
+    arguments = values.listing(node.all_input_nodes)
+    if node.target in ops.FACTORED:
+        arguments = ", ".join(values.own_name(factor) for factor in node.all_input_nodes)
+    if node.target in ops.COLLECTIVES:
+        arguments = _distinct(values, node)
+    details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
+    details += [arguments] if arguments else []
+    shown = ("padding_idx", "op", "root", "source", "destination", "link")
+    details += [f"{key}={node.kwargs[key]}" for key in shown if node.kwargs.get(key) is not None]
+    text = f"{name_of(node)}({', '.join(details)})"
+    return f"{values.typed(node):<{_RESULT_WIDTH}} = {text}" if node.users else text
+
+
+def _distinct(values: PrintedValues, node: fx.Node) -> str:
+    """What a collective takes: the name that the value has on every replica."""
+    inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
+    of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
+    return ", ".join(name + of_all for name in inputs)
+
+
+def _note(program: Program, node: fx.Node) -> str:
+    if node.target is ops.update and 0 <= bucket_of(node) < len(program.buckets):
+        bucket = program.buckets[bucket_of(node)]
+        is_shared = bucket.placement is Placement.SHARED
+        return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
+    if node.target is ops.step_optimizer:
+        return "the optimizer's own step, once for all replicas"
+    return ""
+
+
+def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
+    """The lines of a graph of operators of torch; ``names`` has those of arguments that are called otherwise in print."""
+
+    def name(node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return names.get(str(node.target), str(node.target))  # as in the signature
+        return str(node.kwargs["variable"]) if node.target is ops.read else node.name
+
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(Line(f"return {_shown(node.args[0], name)}", node))
+        elif node.op == "call_function" and node.target is not ops.read:
+            target = target_name(node.target)
+            kind = type_of(node.meta.get("val"))
+            result = f"{node.name}: {kind} = " if kind else ""
+            source = source_line(node) if is_compute(node) else ""
+            lines.append(Line(f"{result}{target}({_shown_arguments(node, name)})", node, source=source))
+    return lines
+
+
+def _shown_arguments(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    return ", ".join(
+        [*(_shown(a, name) for a in node.args), *(f"{k}={_shown(v, name)}" for k, v in node.kwargs.items())]
+    )
+
+
+def _shown(argument: Any, name: Callable[[fx.Node], str]) -> str:
+    if isinstance(argument, fx.Node):
+        return name(argument)
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(_shown(item, name) for item in argument)}]"
+    if isinstance(argument, dict):
+        return f"{{{', '.join(f'{key}: {_shown(item, name)}' for key, item in argument.items())}}}"
+    if isinstance(argument, torch.dtype):
+        return dtype_name(argument)
+    return str(argument) if isinstance(argument, torch.device) else repr(argument)
