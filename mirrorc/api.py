@@ -436,7 +436,7 @@ class Step:
             ExecutionError: no step was recorded; says why.
         """
         program, steps = self._recorded()
-        return explain_steps(program, steps, self._last is not None and self._last.in_turns)
+        return explain_steps(program, steps, self._last is not None and self._last.is_interleaved)
 
     def memory(self) -> MemoryReport:
         """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory.report.MemoryReport`; print it.

@@ -23,7 +23,7 @@ from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import Binder, Memory
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure
-from mirrorc.runtime.execution.interleaving import Pace, Turns, can_take_turns, take_turns
+from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.torch_internals import is_plain_thread
@@ -60,9 +60,9 @@ class Executor:
         self._communicators = self._make_communicators(timeout_seconds)
         self._binder = Binder(program, regions, memory, constants, self._communicators)
         self._functions: list[GraphFunction] = []
-        self._turns: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
-        self.pace = Pace(can_take_turns(program))
-        self.in_turns = False  # whether the last step's replicas took turns
+        self._pausing_functions: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
+        self.trial = InterleavingTrial(can_interleave(program))
+        self.is_interleaved = False  # whether the last step was
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
@@ -84,7 +84,7 @@ class Executor:
         if self._layout == self._memory.store.layout:
             return
         self._binder.pieces.clear()
-        self._functions, self._turns = self._generate(), []
+        self._functions, self._pausing_functions = self._generate(), []
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
         self._layout = self._memory.store.layout
@@ -130,8 +130,8 @@ class Executor:
         ]
         began = time.perf_counter()
         try:
-            if self.in_turns:
-                results = pool.run_here(lambda: take_turns([self._run_in_turns(*own) for own in given]))
+            if self.is_interleaved:
+                results = pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given]))
             else:
                 results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
         except BaseException:
@@ -142,21 +142,21 @@ class Executor:
         if failures:
             self._begin_afresh()
             raise explain_failure(self.program.devices, failures, self._binder.has_updated)
-        if self.in_turns == self.pace.in_turns:
-            self.pace.note(time.perf_counter() - began)
+        if self.is_interleaved == self.trial.interleaves:
+            self.trial.record(time.perf_counter() - began)
         for communicator in self._communicators.values():
             communicator.release()
         return self._global_loss([value for _, value in results], weights)
 
     def _choose_way(self) -> None:
-        """By threads or in turns; what is known of the other way's steps, or of another program's, is forgotten."""
-        in_turns = self.pace.in_turns and is_plain_thread()
-        if in_turns and not self._turns:
-            self._turns = self._generate(lambda node: node.target is ops.wait)
-        if in_turns != self.in_turns and self.recorder is not None:
+        """Chooses threads or interleaving, and forgets what is known of the other way's steps, or of another program's."""
+        is_interleaved = self.trial.interleaves and is_plain_thread()
+        if is_interleaved and not self._pausing_functions:
+            self._pausing_functions = self._generate(lambda node: node.target is ops.wait)
+        if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
-        self.in_turns = in_turns
-        writer = (id(self), in_turns)  # each way has pieces of shares of its own
+        self.is_interleaved = is_interleaved
+        writer = (id(self), is_interleaved)  # each way has pieces of shares of its own
         if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
             forget_what_is_written(self._binder.pieces)
         self._memory.store.gradients_are_of = writer
@@ -182,9 +182,9 @@ class Executor:
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         return loss, record_event(self.program.devices[replica].torch_device)
 
-    def _run_in_turns(self, replica: int, *given: Any) -> Turns:
+    def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """A replica's step on a CPU, in the caller's thread."""
-        loss = yield from self._turns[replica].call(self._arguments(replica, *given))
+        loss = yield from self._pausing_functions[replica].call(self._arguments(replica, *given))
         return loss, None
 
     def _arguments(

@@ -1,4 +1,4 @@
-"""Lets the replicas of a small step take turns in the caller's thread, where waking theirs takes longer than computing."""
+"""Interleaves the replicas of a small step in the caller's thread, where waking threads takes longer than computing."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Aborted
 
-LONGEST_SECONDS = 1e-3  # of a step that is tried in turns: a longer one computes more than the threads cost
-_NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps in either way: those after a change, and those that are compared
+LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
+_NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps of each way: the first ones are warm-up, the others are compared
 NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
-"""After so many steps it is decided which way stays."""
+"""After so many steps the choice between threads and interleaving is final."""
 
-Turns = Generator[None, None, Any]
+PausingStep = Generator[None, None, Any]
 """A replica's step, which pauses before each of its waits and returns a result."""
 
 
-def can_take_turns(program: Program) -> bool:
-    """Whether replicas that pause before their waits, and go on when all others have come as far, wait for nobody.
+def can_interleave(program: Program) -> bool:
+    """Whether replicas that pause before each wait, until all others pause there too, never block.
 
-    So it is if all wait for the same things in the same order, and for nothing but that others have launched.
+    That holds if all replicas wait for the same buckets in the same order, and each wait needs nothing but the launches of
+    the others.
     """
     if len(program.devices) == 1 or any(device.torch_device.type != "cpu" for device in program.devices):
         return False
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for own in waits for wait in own]
-    is_meeting = all(
+    needs_only_launches = all(
         launch.target is ops.reduce_scatter and launch.kwargs["link"] == "shared-memory" for launch in launches
     )
-    return is_meeting and len({tuple(map(bucket_of, own)) for own in waits}) == 1
+    return needs_only_launches and len({tuple(map(bucket_of, own)) for own in waits}) == 1
 
 
-def take_turns(replicas: Sequence[Turns]) -> list[tuple[bool, Any]]:
-    """Runs steps round by round. For each, whether it succeeded, and its result or exception; one failure ends all.
+def interleave(replicas: Sequence[PausingStep]) -> list[tuple[bool, Any]]:
+    """Runs every replica's step to its next pause, and repeats that until all have ended.
 
-    An interrupt ends all as well, and is raised.
+    The first failure ends all steps. An interrupt ends all steps, too, and is raised.
+
+    Returns:
+        For each replica, whether its step succeeded, and its result or exception.
     """
     results: list[tuple[bool, Any]] = [(False, Aborted())] * len(replicas)
     left = dict(enumerate(replicas))
@@ -57,20 +61,25 @@ def take_turns(replicas: Sequence[Turns]) -> list[tuple[bool, Any]]:
     return results
 
 
-class Pace:
-    """Finds out which way is faster: some steps by threads and, if these are short, some in turns; then that it is.
+class InterleavingTrial:
+    """Finds out whether threads or interleaving is faster, from the times of the first steps.
 
-    The numbers that a step gives are the same either way.
+    The first steps run by threads. If they are short, the next ones are interleaved, and the faster way is kept. A step
+    gives the same numbers either way.
+
+    Attributes:
+        interleaves: whether the next step is to be interleaved.
+        is_decided: whether ``interleaves`` is final.
     """
 
-    def __init__(self, can_take_turns: bool) -> None:
-        self.in_turns = False
-        self.is_decided = not can_take_turns
+    def __init__(self, can_interleave: bool) -> None:
+        self.interleaves = False
+        self.is_decided = not can_interleave
         self._seconds: list[float] = []
-        self._by_threads = 0.0
+        self._threads_seconds = 0.0
 
-    def note(self, seconds: float) -> None:
-        """Told how long a step took, in the way that ``in_turns`` says."""
+    def record(self, seconds: float) -> None:
+        """Takes the time of a step that ran in the way that ``interleaves`` says."""
         if self.is_decided:
             return
         self._seconds.append(seconds)
@@ -78,9 +87,9 @@ class Pace:
             return
         typical = statistics.median(self._seconds[_NUM_UNCOUNTED:])
         self._seconds.clear()
-        if self.in_turns:
-            self.in_turns, self.is_decided = typical < self._by_threads, True
+        if self.interleaves:
+            self.interleaves, self.is_decided = typical < self._threads_seconds, True
         elif typical < LONGEST_SECONDS:
-            self.in_turns, self._by_threads = True, typical
+            self.interleaves, self._threads_seconds = True, typical
         else:
             self.is_decided = True

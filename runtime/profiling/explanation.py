@@ -119,19 +119,19 @@ def _row(cells: Iterable[str]) -> str:
     return "".join(f"{cell:>9}" for cell in cells)
 
 
-_TURNS = (
-    "nothing to do: the devices take turns in the caller's thread, which is faster for a step this short than waking theirs; "
-    "what is exposed is the others' computing."
+_INTERLEAVED = (
+    "nothing to do: the devices are interleaved in the caller's thread, which is faster for a step this short than waking "
+    "theirs; what is exposed is the others' computing."
 )
 
 
-def explain_steps(program: Program, steps: Sequence[RecordedStep], in_turns: bool = False) -> Explanation:
+def explain_steps(program: Program, steps: Sequence[RecordedStep], is_interleaved: bool = False) -> Explanation:
     """Explains recorded steps of a lowered program, at least one.
 
     Args:
         program: the program.
         steps: its steps.
-        in_turns: whether its devices took turns in one thread.
+        is_interleaved: whether the devices were interleaved in one thread.
     """
     steps = [step for step in steps if not step.warms_up] or steps
     step_ms = median((step.ended_ns - step.begun_ns) / 1e6 for step in steps)
@@ -149,7 +149,7 @@ def explain_steps(program: Program, steps: Sequence[RecordedStep], in_turns: boo
         hidden_ms=sum(bucket.hidden_ms for bucket in buckets),
         buckets=tuple(buckets),
         devices=devices,
-        advice=_TURNS if in_turns else advise(program, steps, step_ms, buckets, devices),
+        advice=_INTERLEAVED if is_interleaved else advise(program, steps, step_ms, buckets, devices),
     )
 
 

@@ -14,47 +14,47 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution import interleaving
-from mirrorc.runtime.execution.interleaving import Pace, can_take_turns, take_turns
+from mirrorc.runtime.execution.interleaving import InterleavingTrial, can_interleave, interleave
 
 
-def fed(pace: Pace, seconds: float) -> None:
+def fed(trial: InterleavingTrial, seconds: float) -> None:
     for _ in range(12):
-        pace.note(seconds)
+        trial.record(seconds)
 
 
-def test_short_steps_are_tried_in_turns_and_stay_so_if_that_is_faster() -> None:
-    pace = Pace(True)
-    fed(pace, 3e-4)
-    assert (pace.in_turns, pace.is_decided) == (True, False)
-    fed(pace, 2e-4)
-    assert (pace.in_turns, pace.is_decided) == (True, True)
-    fed(pace, 9e-4)
-    assert pace.in_turns
+def test_short_steps_are_interleaved_and_stay_so_if_that_is_faster() -> None:
+    trial = InterleavingTrial(True)
+    fed(trial, 3e-4)
+    assert (trial.interleaves, trial.is_decided) == (True, False)
+    fed(trial, 2e-4)
+    assert (trial.interleaves, trial.is_decided) == (True, True)
+    fed(trial, 9e-4)
+    assert trial.interleaves
 
 
-def test_turns_that_are_slower_are_given_up() -> None:
-    pace = Pace(True)
-    fed(pace, 3e-4)
-    fed(pace, 4e-4)
-    assert (pace.in_turns, pace.is_decided) == (False, True)
+def test_interleaving_that_is_slower_is_given_up() -> None:
+    trial = InterleavingTrial(True)
+    fed(trial, 3e-4)
+    fed(trial, 4e-4)
+    assert (trial.interleaves, trial.is_decided) == (False, True)
 
 
 @pytest.mark.parametrize(("can", "seconds"), [(True, 2e-3), (False, 1e-4)])
 def test_long_steps_and_those_that_cannot_are_not_tried(can: bool, seconds: float) -> None:
-    pace = Pace(can)
-    fed(pace, seconds)
-    fed(pace, seconds / 10)
-    assert (pace.in_turns, pace.is_decided) == (False, True)
+    trial = InterleavingTrial(can)
+    fed(trial, seconds)
+    fed(trial, seconds / 10)
+    assert (trial.interleaves, trial.is_decided) == (False, True)
 
 
 def test_the_first_steps_do_not_count() -> None:
-    pace = Pace(True)
+    trial = InterleavingTrial(True)
     for seconds in (1.0, 1.0, 1.0, *[3e-4] * 9):
-        pace.note(seconds)
-    assert pace.in_turns
+        trial.record(seconds)
+    assert trial.interleaves
 
 
-def test_turns_run_round_by_round() -> None:
+def test_every_replica_runs_to_its_next_pause_in_each_round() -> None:
     said: list[str] = []
 
     def steps(name: str, num_pauses: int) -> Iterator[None]:
@@ -63,7 +63,7 @@ def test_turns_run_round_by_round() -> None:
             yield
         return name  # type: ignore[return-value]
 
-    assert take_turns([steps("a", 2), steps("b", 1)]) == [(True, "a"), (True, "b")]  # type: ignore[list-item]
+    assert interleave([steps("a", 2), steps("b", 1)]) == [(True, "a"), (True, "b")]  # type: ignore[list-item]
     assert said == ["a0", "b0", "a1"]
 
 
@@ -79,22 +79,22 @@ def test_a_failure_ends_all() -> None:
         finally:
             closed.append(name)
 
-    found = take_turns([steps(name) for name in "abc"])  # type: ignore[misc]
+    found = interleave([steps(name) for name in "abc"])  # type: ignore[misc]
     assert [is_done for is_done, _ in found] == [False] * 3
     assert [type(error) for _, error in found] == [Aborted, KeyError, Aborted] and sorted(closed) == ["a", "b", "c"]
 
 
-def test_who_can() -> None:
+def test_which_programs_can_be_interleaved() -> None:
     def lowered(program: mirrorc.ir.program.Program, **options: Any) -> mirrorc.ir.program.Program:
         return run_passes(program, [p for p in default_pipeline(**options) if p.name not in left_out])
 
     left_out: tuple[str, ...] = ()
-    assert can_take_turns(lowered(captured_two_layers(2)))
-    assert can_take_turns(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
-    assert not can_take_turns(lowered(captured_two_layers(1)))
-    assert not can_take_turns(lowered(captured_two_layers(2), all_reduce="copy"))
+    assert can_interleave(lowered(captured_two_layers(2)))
+    assert can_interleave(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
+    assert not can_interleave(lowered(captured_two_layers(1)))
+    assert not can_interleave(lowered(captured_two_layers(2), all_reduce="copy"))
     left_out = ("share-parameters",)  # replicas meet twice for an all_reduce
-    assert not can_take_turns(lowered(captured_two_layers(2)))
+    assert not can_interleave(lowered(captured_two_layers(2)))
 
 
 class Small(nn.Module):
@@ -112,7 +112,7 @@ class Small(nn.Module):
 def trained(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices: int
 ) -> tuple[nn.Module, list[float], bool]:
-    """A trained model, its losses, and whether the last steps were made in interleaving."""
+    """A trained model, its losses, and whether its last steps were interleaved."""
     monkeypatch.setattr(interleaving, "LONGEST_SECONDS", longest_seconds)
     torch.manual_seed(0)
     model = Small()
@@ -130,54 +130,58 @@ def trained(
         assert_mirrored(step, model, num_devices)
         assert len(step.explain().buckets) == len(step.program.buckets)
         often, seldom = step._executors.values()
-        assert often.pace.is_decided and not seldom.pace.is_decided  # which has not come often enough
-        assert bool(often._turns) == (longest_seconds > 0) and often.in_turns == often.pace.in_turns
-        assert ("take turns" in str(step.explain())) == often.in_turns
-    return model, losses, often.in_turns
+        assert often.trial.is_decided and not seldom.trial.is_decided  # which has not come often enough
+        assert (
+            bool(often._pausing_functions) == (longest_seconds > 0) and often.is_interleaved == often.trial.interleaves
+        )
+        assert ("interleaved" in str(step.explain())) == often.is_interleaved
+    return model, losses, often.is_interleaved
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
-def test_turns_give_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
-    """Whatever is faster here: one run never tries turns, in the other turns are always faster."""
+def test_interleaving_gives_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+    """Whatever is faster here: one run never interleaves, in the other interleaving is always faster."""
     by_threads, losses, _ = trained(monkeypatch, 0.0, num_devices)
-    note = Pace.note
+    record = InterleavingTrial.record
 
-    def as_if_faster(self: Pace, seconds: float) -> None:
-        note(self, 0.1 if self.in_turns else 0.2)
+    def as_if_faster(self: InterleavingTrial, seconds: float) -> None:
+        record(self, 0.1 if self.interleaves else 0.2)
 
-    monkeypatch.setattr(Pace, "note", as_if_faster)
-    in_turns, same_losses, took_turns = trained(monkeypatch, 1.0, num_devices)
-    assert took_turns and losses == same_losses
-    for one, other in zip(by_threads.state_dict().values(), in_turns.state_dict().values(), strict=True):
+    monkeypatch.setattr(InterleavingTrial, "record", as_if_faster)
+    interleaved, same_losses, was_interleaved = trained(monkeypatch, 1.0, num_devices)
+    assert was_interleaved and losses == same_losses
+    for one, other in zip(by_threads.state_dict().values(), interleaved.state_dict().values(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_turns_are_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaving_is_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What shares know of their memory is known of their own way alone."""
     by_threads, losses, _ = trained(monkeypatch, 0.0, 2)
-    note = Pace.note
-    monkeypatch.setattr(Pace, "note", lambda self, seconds: note(self, 0.3 if self.in_turns else 0.2))
-    tried, same_losses, took_turns = trained(monkeypatch, 1.0, 2)
-    assert not took_turns and losses == same_losses
+    record = InterleavingTrial.record
+    monkeypatch.setattr(
+        InterleavingTrial, "record", lambda self, seconds: record(self, 0.3 if self.interleaves else 0.2)
+    )
+    tried, same_losses, was_interleaved = trained(monkeypatch, 1.0, 2)
+    assert not was_interleaved and losses == same_losses
     for one, other in zip(by_threads.state_dict().values(), tried.state_dict().values(), strict=True):
         assert torch.equal(one, other)
 
 
-def in_turns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Pace.__init__
+def interleave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = InterleavingTrial.__init__
 
-    def decided(self: Pace, can_take_turns: bool) -> None:
-        make(self, can_take_turns)
-        self.in_turns = self.is_decided = can_take_turns
+    def decided(self: InterleavingTrial, can_interleave: bool) -> None:
+        make(self, can_interleave)
+        self.interleaves = self.is_decided = can_interleave
 
-    monkeypatch.setattr(Pace, "__init__", decided)
+    monkeypatch.setattr(InterleavingTrial, "__init__", decided)
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_failing_step_in_turns_says_whose_it_is_and_the_next_one_runs(
+def test_a_failing_interleaved_step_says_whose_it_is_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, replica: int
 ) -> None:
-    in_turns_at_once(monkeypatch)
+    interleave_at_once(monkeypatch)
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -197,8 +201,8 @@ def test_a_failing_step_in_turns_says_whose_it_is_and_the_next_one_runs(
 
 
 def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps in turns run in it: its number of threads stays, and its modes do not reach the step."""
-    in_turns_at_once(monkeypatch)
+    """Interleaved steps run in it: its number of threads stays, and its modes do not reach the step."""
+    interleave_at_once(monkeypatch)
     ran: list[int] = []
     run_here = DevicePool.run_here
 
@@ -227,7 +231,7 @@ def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.Monke
 
 
 def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_turns_at_once(monkeypatch)
+    interleave_at_once(monkeypatch)
     model = nn.Linear(4, 3)
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     with mirrorc.compile(
@@ -235,7 +239,7 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
     ) as step:
         step(x, target=target)
         region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
-        function = step._last._turns[1]  # type: ignore[union-attr]
+        function = step._last._pausing_functions[1]  # type: ignore[union-attr]
 
         def interrupted(*_: object) -> Any:
             raise KeyboardInterrupt
@@ -248,8 +252,8 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
         assert step(x, target=target).isfinite()
 
 
-def test_other_programs_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_turns_at_once(monkeypatch)
+def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    interleave_at_once(monkeypatch)
     make: Callable[..., torch.optim.Optimizer] = (
         torch.optim.Adadelta
     )  # its foreach may differ; it runs by itself or not
@@ -259,10 +263,10 @@ def test_other_programs_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as step:
         for _ in range(3):
             assert step(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).isfinite()
-        assert not step._last.pace.in_turns  # type: ignore[union-attr]
+        assert not step._last.trial.interleaves  # type: ignore[union-attr]
 
 
 def test_programs_made_by_hand_can_if_they_are_alike() -> None:
     for num_devices in (2, 4):
-        assert can_take_turns(run_passes(handmade(num_devices), default_pipeline()))
-    assert can_take_turns(run_passes(captured_model(nn.Linear(4, 3), 2, rows=5), default_pipeline()))
+        assert can_interleave(run_passes(handmade(num_devices), default_pipeline()))
+    assert can_interleave(run_passes(captured_model(nn.Linear(4, 3), 2, rows=5), default_pipeline()))
