@@ -64,11 +64,11 @@ def measure(make_step: Callable[[], mirrorc.Step], *args: Any, **kwargs: Any) ->
     variables = step.variables.values()
     parameters = [v for variable in variables if variable.role is Role.PARAMETER for v in variable.values]
     buffers = [v for variable in variables if variable.role is Role.BUFFER for v in (*variable.values, variable.value)]
-    flat = step._optimizers._flat.values()
-    user = step._optimizers.user_optimizer.state
+    flat = step._state.optimizers._flat.values()
+    user = step._state.optimizers.user_optimizer.state
     states = [*(own.state for own in flat), *(user[parameter] for parameter in user)]
     state = [v for entries in states for v in entries.values() if isinstance(v, torch.Tensor)]
-    gradients = [g for bucket in step._store.buckets for g in bucket.gradients]
+    gradients = [g for bucket in step._state.store.buckets for g in bucket.gradients]
     gradients += [own.parameter.grad for own in flat if own.parameter.grad is not None]
     kinds = (_resident_bytes(tensors) for tensors in (parameters, gradients, state, buffers))
     return step, MeasuredMemory(*kinds, tuple(peaks), _resident_bytes(held))

@@ -1,10 +1,11 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
-from mirrorc.api import Step, compile
+from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
 from mirrorc.ir.program import Program
 from mirrorc.pipeline.placement import Placed, after, before
+from mirrorc.step import Step
 
 __all__ = [
     "CaptureError",

@@ -18,7 +18,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import update_rules
 from mirrorc.torch_internals import is_dense
@@ -137,8 +137,3 @@ def _variables(
             name, shape, strides, tensor.dtype, role, synchronization, aggregation, rules.get(name)
         )
     return variables
-
-
-def argument_kinds(arguments: Sequence[Argument]) -> set[str]:
-    """The kinds of a program's arguments."""
-    return {argument.kind for argument in arguments}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch.testing import FileCheck
 
-from mirrorc.api import Step
 from mirrorc.ir.program import Program
+from mirrorc.step import Step
 
 _LINE = re.compile(r"(?:#\s*)?(?P<directive>CHECK\b.*)")
 _DIRECTIVE = re.compile(r"(?P<kind>CHECK(?:-[A-Z]+)*)(?:-(?P<count>\d+))?:(?P<sought>.*)")

@@ -9,9 +9,9 @@ from typing import Any
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
-from mirrorc.api import Step
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.program import Program
+from mirrorc.step import Step
 
 _SHOWN = 60  # lines of a program that has no snapshot yet
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.gradient_shares import (
     FactoredBucket,
     Factors,
@@ -27,15 +25,7 @@ from mirrorc.runtime.state.gradient_shares import (
     make_whole,
     pieces_of_share,
 )
-from mirrorc.runtime.state.variables import VariableStore
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What the programs of one step share."""
-
-    store: VariableStore
-    optimizers: BucketOptimizers
+from mirrorc.runtime.state.step_state import StepState
 
 
 class Binder:
@@ -44,27 +34,25 @@ class Binder:
     Args:
         program: a LOWERED program.
         regions: for each device, its compiled regions by name.
-        memory: variables and optimizer.
+        state: the variables and the optimizer; it is told when a function changes variables.
         constants: tensors that the capture found outside of parameters and buffers.
         communicators: what carries collectives, by link.
 
     Attributes:
         pieces: what the shares of buckets with factored gradients consist of, as far as they are bound.
-        has_updated: set when a function changes variables.
     """
 
     def __init__(
         self,
         program: Program,
         regions: Sequence[Mapping[str, RegionFunction]],
-        memory: Memory,
+        state: StepState,
         constants: Mapping[str, torch.Tensor],
         communicators: Mapping[str, Communicator],
     ) -> None:
-        self.program, self.regions, self._memory = program, regions, memory
+        self.program, self.regions, self._state = program, regions, state
         self._constants, self._communicators = constants, communicators
         self.pieces: list[Piece] = []
-        self.has_updated = False
 
     def bind(self, replica: int, node: fx.Node) -> Any:
         """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
@@ -78,15 +66,15 @@ class Binder:
         name = str(node.kwargs["variable"])
         if name in self._constants:
             return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
-        return Constant(self._memory.store.values(name)[replica])
+        return Constant(self._state.store.values(name)[replica])
 
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
-        flat = self._memory.store.buckets[bucket_of(node)]
+        flat = self._state.store.buckets[bucket_of(node)]
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        flat = self._memory.store.buckets[bucket_of(node)]
+        flat = self._state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         factored = factored_slots(node)
         left = [slot.place for slot in factored]
@@ -129,7 +117,7 @@ class Binder:
 
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
-        parameters = self._memory.store.buckets[bucket].parameters[replica]
+        parameters = self._state.store.buckets[bucket].parameters[replica]
 
         def send(*_: Any, destination: int, **__: Any) -> None:
             communicator.send(bucket, replica, destination, parameters)
@@ -159,23 +147,23 @@ class Binder:
         return wait
 
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        apply = self._memory.optimizers.updater(bucket_of(node), replica)
+        apply = self._state.optimizers.updater(bucket_of(node), replica)
 
         def update(gradient: torch.Tensor, **_: Any) -> None:
-            self.has_updated = True
+            self._state.has_updated = True
             apply(gradient)
 
         return update
 
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., None]:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> None:
-            self.has_updated = True
-            self._memory.optimizers.step_by_itself(buckets, *gradients)
+            self._state.has_updated = True
+            self._state.optimizers.step_by_itself(buckets, *gradients)
 
         return step_optimizer
 
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        parameters = self._memory.store.buckets[bucket_of(node)].parameters[replica]
+        parameters = self._state.store.buckets[bucket_of(node)].parameters[replica]
 
         def store(value: torch.Tensor, **_: Any) -> None:
             parameters.copy_(value)
@@ -183,7 +171,7 @@ class Binder:
         return store
 
     def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        own = self._memory.store.values(str(node.kwargs["variable"]))[replica]
+        own = self._state.store.values(str(node.kwargs["variable"]))[replica]
 
         def write(value: torch.Tensor, **_: Any) -> None:
             own.copy_(value)

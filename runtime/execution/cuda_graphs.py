@@ -116,15 +116,17 @@ class StepGraph:
         self._loss: torch.Tensor | None = None
         self._graph: Graph | None = None
 
-    def renew(self, **fixed: Any) -> bool:
-        """Drops the graph if anything is other than it was when the steps before were run; tells whether it is.
+    def is_for(self, **fixed: Any) -> bool:
+        """Whether all is as it was when the steps before were run; takes what `renew` takes."""
+        return tuple(fixed.values()) == self._key
+
+    def renew(self, **fixed: Any) -> None:
+        """Drops the graph, as something is other than it was when the steps before were run.
 
         Args:
             **fixed: what a graph is captured for, beside the function, by a name for people.
         """
         key = tuple(fixed.values())
-        if key == self._key:
-            return False
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
         self.release()
@@ -136,7 +138,6 @@ class StepGraph:
                 "less often, or compile with cuda_graphs=False",
                 stacklevel=6,
             )
-        return True
 
     def release(self) -> None:
         """Frees the graph; the next steps run without one, until it is captured anew."""

@@ -20,12 +20,13 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicator_for
 from mirrorc.runtime.devices.events import record_event, wait_device, wait_event
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution.binding import Binder, Memory
+from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure
 from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -35,7 +36,7 @@ class Executor:
     Args:
         program: a LOWERED program.
         regions: for each device, its compiled regions by name.
-        memory: variables and optimizer.
+        state: the variables and the optimizer, which all programs of one step share.
         constants: tensors that the capture found outside of parameters and buffers.
         timeout_seconds: bound of every wait among replicas.
         recorder: keeps the times of its last steps; None for none.
@@ -46,7 +47,7 @@ class Executor:
         self,
         program: Program,
         regions: Sequence[Mapping[str, RegionFunction]],
-        memory: Memory,
+        state: StepState,
         constants: Mapping[str, torch.Tensor],
         timeout_seconds: float,
         recorder: Recorder | None = None,
@@ -56,9 +57,9 @@ class Executor:
         self.recorder = recorder
         self._step_graph = step_graph
         self.regions = regions
-        self._memory = memory
+        self._state = state
         self._communicators = self._make_communicators(timeout_seconds)
-        self._binder = Binder(program, regions, memory, constants, self._communicators)
+        self._binder = Binder(program, regions, state, constants, self._communicators)
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
         self.trial = InterleavingTrial(can_interleave(program))
@@ -79,15 +80,20 @@ class Executor:
         self._tags = tags
         return made
 
+    @property
+    def needs_seed(self) -> bool:
+        """Whether the program draws random numbers."""
+        return any(argument.kind == "seed" for argument in self.program.arguments)
+
     def bind(self) -> None:
         """Binds the program to the memory's present layout."""
-        if self._layout == self._memory.store.layout:
+        if self._layout == self._state.layout:
             return
         self._binder.pieces.clear()
         self._functions, self._pausing_functions = self._generate(), []
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
-        self._layout = self._memory.store.layout
+        self._layout = self._state.layout
 
     def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
@@ -118,9 +124,9 @@ class Executor:
         self.bind()
         self._renew_step_graph()
         self._choose_way()
+        self._state.begin()
         if self.recorder is not None:
             self.recorder.begin()
-        self._binder.has_updated = False
         weight_tensors = self._weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
@@ -141,7 +147,7 @@ class Executor:
         failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
         if failures:
             self._begin_afresh()
-            raise explain_failure(self.program.devices, failures, self._binder.has_updated)
+            raise explain_failure(self.program.devices, failures, self._state.has_updated)
         if self.is_interleaved == self.trial.interleaves:
             self.trial.record(time.perf_counter() - began)
         for communicator in self._communicators.values():
@@ -157,18 +163,18 @@ class Executor:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
         writer = (id(self), is_interleaved)  # each way has pieces of shares of its own
-        if self._memory.store.gradients_are_of != writer or not self._memory.optimizers.leave_gradients:
+        if not self._state.claim_gradients(writer):
             forget_what_is_written(self._binder.pieces)
-        self._memory.store.gradients_are_of = writer
 
     def _renew_step_graph(self) -> None:
         """Drops what was captured for another layout of memory, or for other hyperparameters."""
         if self._step_graph is None:
             return
-        optimizers = self._memory.optimizers
-        layout, baked = self._memory.store.layout, optimizers.baked_hyperparameters()
-        if self._step_graph.renew(memory=layout, hyperparameters=baked):
+        optimizers = self._state.optimizers
+        fixed = {"memory": self._state.layout, "hyperparameters": optimizers.baked_hyperparameters()}
+        if not self._step_graph.is_for(**fixed):
             check_capturable(optimizers.user_optimizer, self.program.variables)
+            self._step_graph.renew(**fixed)
 
     def release(self) -> None:
         """Frees what it keeps on a GPU for steps to come."""
@@ -212,11 +218,11 @@ class Executor:
         step_graph.load(values)
         if step_graph.is_due:
             try:
-                with self._memory.optimizers.capturing():
+                with self._state.optimizers.capturing():
                     step_graph.capture(function)
             finally:
-                self._binder.has_updated = False  # the calls were made, but nothing has run
-        self._binder.has_updated = step_graph.is_captured
+                self._state.has_updated = False  # the calls were made, but nothing has run
+        self._state.has_updated = step_graph.is_captured
         return step_graph.run(function)
 
     def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
@@ -256,7 +262,7 @@ class Executor:
         for device in dict.fromkeys(device.torch_device for device in self.program.devices):
             wait_device(device)
         self._forget_step()
-        self._memory.store.gradients_are_of = None
+        self._state.abandon()
         for link, communicator in self._communicators.items():
             communicator.prepare(self._tags[link])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,14 @@ class _Watched:
         self.version, self.address = self.tensor._version, self.tensor.data_ptr()
 
 
+class Moved(enum.Enum):
+    """What got other memory when a program was laid out."""
+
+    NOTHING = enum.auto()
+    BUFFERS = enum.auto()  # some that this program is the first to write
+    BUCKETS = enum.auto()  # parameters and gradients, and maybe buffers
+
+
 class VariableStore:
     """Holds every variable on every replica.
 
@@ -79,9 +88,6 @@ class VariableStore:
         self.tensors = dict(tensors)
         self.devices = devices
         self.buckets: list[FlatBucket] = []
-        self.layout = 0  # counts layouts: whoever holds views asks for them again when it changes
-        # what wrote the gradients that are in the buckets, in a step that succeeded: an executor, in one of its ways
-        self.gradients_are_of: tuple[int, bool] | None = None
         self._values: dict[str, list[torch.Tensor]] = {}
         self._watched: dict[str, _Watched] = {}
         self._aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = []
@@ -96,8 +102,8 @@ class VariableStore:
         """A variable on every replica, in order. What is shared is listed for each."""
         return self._values[name]
 
-    def lay_out(self, program: Program) -> bool:
-        """Makes room for a program's variables and moves them there; tells whether the buckets' layout changed."""
+    def lay_out(self, program: Program) -> Moved:
+        """Makes room for a program's variables and moves them there; tells what has moved."""
         moved = self.plan != program.buckets
         if moved:
             self.buckets = []
@@ -114,9 +120,7 @@ class VariableStore:
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
             if not is_constant and name not in self._own and (name not in self._values or moved):
                 self._share(name)
-        if moved or new:
-            self.layout += 1
-        return moved
+        return Moved.BUCKETS if moved else Moved.BUFFERS if new else Moved.NOTHING
 
     def _make_bucket(self, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
         def empty() -> list[torch.Tensor]:
@@ -177,11 +181,16 @@ class VariableStore:
         names = [name for name in program.variables if name in self.tensors]
         return self.plan == program.buckets and all(name in self._values for name in names)
 
-    def mirror_changes(self) -> None:
-        """Mirrors what the user wrote to parameters and buffers since the last step (``load_state_dict``, say)."""
-        for name, watched in self._watched.items():
-            if watched.has_changed():
-                self._mirror(name)
+    def mirror_changes(self) -> bool:
+        """Mirrors what the user wrote to parameters and buffers since the last step (``load_state_dict``, say).
+
+        Returns:
+            Whether that gave some variable other memory.
+        """
+        changed = [name for name, watched in self._watched.items() if watched.has_changed()]
+        for name in changed:
+            self._mirror(name)
+        return not self._own.issuperset(changed)
 
     def mirror_all(self) -> None:
         """Gives every replica replica 0's parameters, after a step that was stopped half-way."""
@@ -197,7 +206,6 @@ class VariableStore:
             )
         if name not in self._own:
             self._share(name)
-            self.layout += 1
             return
         new, watched = tensor.detach().clone(), self._watched[name]
         assert watched.home is not None

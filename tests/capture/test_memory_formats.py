@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import api
+from mirrorc import specializer
 from mirrorc.capture.arguments import flatten_call, split_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
@@ -183,7 +183,7 @@ def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Cal
     """Trained with it and without: whatever a model does with what convolutions give."""
     trained = []
     for channels_last in (False, True):
-        monkeypatch.setattr(api, "likes_channels_last", lambda *_, it=channels_last: it)
+        monkeypatch.setattr(specializer, "likes_channels_last", lambda *_, it=channels_last: it)
         torch.manual_seed(0)
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

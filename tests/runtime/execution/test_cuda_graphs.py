@@ -64,7 +64,10 @@ def test_it_warms_up_then_replays_until_something_fixed_changes() -> None:
     graph = StepGraph(recorder, CPU)
     was_captured = []
     for i in range(2 * NUM_WARM_UP_STEPS + 4):
-        assert graph.renew(layout=int(i > NUM_WARM_UP_STEPS + 1)) == (i in (0, NUM_WARM_UP_STEPS + 2))
+        layout = int(i > NUM_WARM_UP_STEPS + 1)
+        assert graph.is_for(layout=layout) == (i not in (0, NUM_WARM_UP_STEPS + 2))
+        if not graph.is_for(layout=layout):
+            graph.renew(layout=layout)
         assert run(graph, halved, torch.full((4,), float(i))) == 2.0 * i
         was_captured.append(graph.is_captured)
     once = [False] * NUM_WARM_UP_STEPS + [True] * 2

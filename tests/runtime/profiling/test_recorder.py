@@ -299,8 +299,8 @@ def test_the_hosts_clock_goes_forward() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All clocks are one, which counts."""
     now = counter()
-    monkeypatch.setattr("mirrorc.api.clock_for", lambda device: CountingClock(now))
-    monkeypatch.setattr("mirrorc.api.Recorder", lambda clocks: Recorder(clocks, now=now))
+    monkeypatch.setattr("mirrorc.specializer.clock_for", lambda device: CountingClock(now))
+    monkeypatch.setattr("mirrorc.specializer.Recorder", lambda clocks: Recorder(clocks, now=now))
     yield
 
 
@@ -338,7 +338,7 @@ def test_records_go_on_when_memory_is_laid_out_anew() -> None:
         executor = step._last
         assert executor is not None
         functions = list(executor._functions)
-        step._store.layout += 1  # as a program with another bucket plan would
+        step._state.layout += 1  # as a program with another bucket plan would
         step(torch.randn(4, 3), target=torch.randn(4, 2))
         assert step._last is executor and executor._functions[0] is not functions[0]
         first, second = recorder_of(step).steps()

@@ -342,7 +342,9 @@ def test_many_programs_warn_once() -> None:
         warnings.simplefilter("always")
         for i in range(20):
             step(torch.ones(4, 2), temperature=1.0 + i)
-    (message,) = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
+    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
+    message = str(found.message)
+    assert found.filename == __file__, "the warning points at the user's line"
     assert re.search("(temperature|argument).*chang", message) and "shapes keep" not in message
 
 

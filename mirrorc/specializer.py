@@ -1,0 +1,177 @@
+"""From a call to what runs it: capture, passes, compiled regions, and the cache of all that was compiled for one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.capture.arguments import Call, Shards
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program, shard_types
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.errors import PassError
+from mirrorc.instruments import instruments_for
+from mirrorc.ir.links import best_link, share_one_memory
+from mirrorc.ir.program import Program, Stage
+from mirrorc.optimizers import check_optimizer, is_elementwise
+from mirrorc.options import StepOptions
+from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Pass
+from mirrorc.runtime.codegen.regions import RegionCompiler, decompositions_for, likes_channels_last
+from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.profiling.clocks import clock_for
+from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
+from mirrorc.torch_internals import is_dense, torch_modes
+
+_MANY_SPECIALIZATIONS = 8  # so many of one step are reported, once
+_KEY_PARTS = ("plain arguments", "shapes", "the model's attributes", "the optimizer's groups", "torch's modes")
+
+
+class Specializer:
+    """Compiles a step for each kind of call, and finds again what was compiled.
+
+    Args:
+        options: what the step was asked for.
+        model: the user's model, and what its graph depends on.
+        state: what all specializations of the step work on.
+        num_threads: of each device.
+    """
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState, num_threads: int) -> None:
+        self._options = options
+        self._model = model
+        self._state = state
+        self._num_threads = num_threads
+        self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
+        self._regions = RegionCompiler(options.backend, num_threads)
+        self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
+        self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
+
+    def executor_for(self, call: Call, shards: Shards) -> Executor:
+        """The specialization for a call; compiled if it is the first of its kind."""
+        key = self._key(call, shards)
+        executor = self._executors.get(key)
+        if executor is None or self._state.needs_other_buckets(executor.program):
+            executor = self._executors[key] = self._compile(call, shards)
+            self._warn_of_many()
+        return executor
+
+    def release(self) -> None:
+        """Frees what specializations keep on a GPU for steps to come."""
+        for executor in self._executors.values():
+            executor.release()
+
+    def _key(self, call: Call, shards: Shards) -> tuple[Any, ...]:
+        """All that a graph depends on, in the order of `_KEY_PARTS`."""
+        optimizer, devices = self._options.optimizer, self._options.devices
+        groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
+        types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
+        fingerprint = self._model.fingerprint()
+        return call.structure, tuple(types), fingerprint, (groups, is_elementwise(optimizer)), torch_modes()
+
+    def _warn_of_many(self) -> None:
+        """Says once what keeps changing, when there are many specializations."""
+        if len(self._executors) != _MANY_SPECIALIZATIONS:
+            return
+        keys = list(self._executors)
+        changing = [part for i, part in enumerate(_KEY_PARTS) if len({k[i] for k in keys}) > 1]
+        warnings.warn(
+            f"the step was compiled {len(keys)} times, because {' and '.join(changing)} keep changing; each new value is "
+            "compiled anew: pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes",
+            stacklevel=4,  # the user's call of the step
+        )
+
+    def _compile(self, call: Call, shards: Shards) -> Executor:
+        """Compiles for a call; if that fails, the model's tensors are where they were."""
+        moved = self._move_to_home()
+        try:
+            return self._compile_at_home(call, shards)
+        except BaseException:
+            for tensor, data in moved:
+                tensor.data = data
+            raise
+
+    def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Moves the model's tensors to replica 0's device, and makes them dense; gives what moved and its old data."""
+        moved = []
+        for tensor in self._model.tensors.values():
+            data = tensor.data.to(self._home)
+            if not is_dense(data) or not (data.is_contiguous() or isinstance(tensor, nn.Parameter)):
+                data = data.contiguous()
+            if data.data_ptr() != tensor.data_ptr() or data.device != tensor.device:
+                moved.append((tensor, tensor.data))
+                tensor.data = data
+        return moved
+
+    def _compile_at_home(self, call: Call, shards: Shards) -> Executor:
+        options = self._options
+        check_optimizer(options.optimizer, self._model.parameters)
+        self._regions.prepare(self._home)
+        captured = capture_program(
+            TrainingCall(options.model, options.loss_fn, call.structure),
+            call,
+            shards,
+            options.devices,
+            self._model,
+            options.optimizer,
+            decompositions_for(options.backend),
+            channels_last=likes_channels_last(options.backend, self._home),
+        )
+        if options.cuda_graphs:
+            check_captured_program(captured.program, options.optimizer)
+        program, pipeline = self._with_measured_sizes(captured.program)
+        instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
+        program = run_passes(program, pipeline, instruments)
+        if program.stage is not Stage.LOWERED:
+            raise PassError(
+                f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
+                "'lower-devices' gives it"
+            )
+        with self._regions.together():
+            regions = [
+                {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
+                for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
+            ]
+        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None else None
+        is_recording = options.record and step_graph is None
+        recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
+        return Executor(
+            program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
+        )
+
+    def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
+        """The pipeline with numbers in place of "auto", and the program with a remark on them, so that both can be replayed."""
+        options, plan = self._options, self._options.to_measure
+        if plan is None:
+            return program, options.pipeline
+        assert isinstance(plan, PlanBuckets)
+        if self._chosen_sizes is None:
+            asked = next((p.link for p in options.pipeline if isinstance(p, LowerCollectives)), None)
+            is_shared = any(isinstance(p, ShareParameters) for p in options.pipeline) and share_one_memory(program)
+            setting = setting_of(
+                program,
+                options.optimizer,
+                num_threads=self._num_threads,
+                link=asked or best_link(options.devices)[0],
+                shares_parameters=is_shared,
+                timeout_seconds=options.timeout_seconds,
+            )
+            self._chosen_sizes = choose_bucket_sizes(setting, BucketSizes(plan.bucket_cap_mb, plan.first_bucket_mb))
+        chosen = self._chosen_sizes
+        sized = dataclasses.replace(plan, **dataclasses.asdict(chosen.sizes))
+        pipeline = [sized if p is plan else p for p in options.pipeline]
+        return program.evolve(remarks=(*program.remarks, chosen.remark)), pipeline
+
+
+def _called(module: fx.GraphModule) -> list[str]:
+    return list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))

@@ -1,0 +1,226 @@
+"""What `mirrorc.compile` gives: a training step, to be called with batches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.capture.arguments import Call, Shards, flatten_call, split_call
+from mirrorc.capture.model_state import ModelState
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.options import StepOptions
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
+from mirrorc.runtime.memory.report import MemoryReport
+from mirrorc.runtime.profiling.explanation import Explanation, explain_steps
+from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
+from mirrorc.runtime.profiling.timeline import write_timeline
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.mirrored_variable import MirroredVariable
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.specializer import Specializer
+
+
+class Step:
+    """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
+
+    It compiles at the first call for a batch's shapes; other shapes are further specialisations over the same variables.
+    Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
+    """
+
+    def __init__(self, options: StepOptions, model: ModelState) -> None:
+        self._options = options
+        self._model = model
+        store = VariableStore(model.tensors, options.devices)
+        optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
+        self._state = StepState(store, optimizers)
+        on_cpu = options.devices[0].torch_device.type == "cpu"
+        self._num_threads = (
+            max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
+        )
+        self._specializer = Specializer(options, model, self._state, self._num_threads)
+        self._last: Executor | None = None
+        self._pool: DevicePool | None = None
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._is_closed = False
+        self._signature = inspect.signature(options.model.forward)
+        parameters = self._signature.parameters.values()
+        self._parameter_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trains on one batch: forward, backward, all-reduce, update.
+
+        Args:
+            *args: for the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+            **kwargs: likewise; with a loss_fn, ``target`` is what that gets second.
+
+        Returns:
+            The loss of the whole batch, a scalar without gradient.
+
+        Raises:
+            ValueError, TypeError: a wrong argument; nothing has changed.
+            CaptureError: the model cannot be captured; nothing has changed.
+            ExecutionError: a device failed, or the step is closed or in use.
+        """
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+            )
+        with self._exclusive():
+            call, shards = self._split(args, kwargs)
+            executor = self._specializer.executor_for(call, shards)
+            self._state.take_over(executor.program)
+            return self._run(executor, shards)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Program:
+        """Compiles for a batch like this one, without training on it."""
+        with self._exclusive():
+            call, shards = self._split(args, kwargs)
+            self._last = self._specializer.executor_for(call, shards)
+            return self._last.program
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._is_closed:
+            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
+                "the child, or start the process with the 'spawn' method"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
+                "call it from one thread, or guard it with a lock"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
+        if self._options.loss_fn is not None and "target" not in kwargs:
+            raise TypeError(
+                "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
+            )
+        model_kwargs = {k: v for k, v in kwargs.items() if k != "target" or self._options.loss_fn is None}
+        try:
+            self._signature.bind(*args, **model_kwargs)
+        except TypeError as error:
+            name = type(self._options.model).__name__
+            raise TypeError(f"{name}.forward{self._signature} cannot be called with these arguments: {error}") from None
+        call = flatten_call(self._parameter_names, args, kwargs)
+        return call, split_call(call, len(self._options.devices))
+
+    def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:
+        options = self._options
+        if self._pool is None:
+            self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
+        total = sum(shards.num_examples)
+        is_mean = options.loss_reduction == "mean"
+        weights = [n / total if is_mean else 1.0 for n in shards.num_examples]
+        seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
+        self._last = executor
+        loss = executor.run(self._pool, shards.tensors, weights, seed)
+        self._state.finish()
+        return loss
+
+    @property
+    def program(self) -> Program:
+        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
+        if self._last is None:
+            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
+        return self._last.program
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The lowered graph of each device, by name."""
+        return self.program.device_graphs
+
+    @property
+    def variables(self) -> Mapping[str, MirroredVariable]:
+        """The variables of the last call's program, by name; tied weights by each of their names."""
+        program = self.program
+        if not self._state.store.holds(program):
+            with self._exclusive():
+                self._state.take_over(program)
+        found = {
+            name: MirroredVariable(variable, self._options.devices, self._state.store)
+            for name, variable in program.variables.items()
+            if name in self._model.tensors
+        }
+        for name, variable in self._model.names.items():
+            if variable in found:
+                found.setdefault(name.removeprefix("model."), found[variable])
+        return found
+
+    def explain(self) -> Explanation:
+        """Where the time of the last steps went, bucket by bucket: `mirrorc.runtime.profiling.explanation.Explanation`; print it.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        program, steps = self._recorded()
+        return explain_steps(program, steps, self._last is not None and self._last.is_interleaved)
+
+    def memory(self) -> MemoryReport:
+        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory.report.MemoryReport`; print it.
+
+        It is added up from the program of the last call, or of `prepare`; that need not have run.
+
+        Raises:
+            ExecutionError: there is no program yet.
+        """
+        program, last = self.program, self._last
+        assert last is not None, "who has a program has an executor"
+        return report_memory(program, last.regions, self._state.optimizers)
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.
+
+        Args:
+            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        return write_timeline(path, *self._recorded())
+
+    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
+        last = self._last  # another thread may run the step meanwhile
+        if self._options.cuda_graphs:
+            raise ExecutionError(
+                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
+                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            )
+        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
+        assert last is not None, "what has no program has no steps"
+        return last.program, steps
+
+    def close(self) -> None:
+        """Ends the threads. The model and the optimizer keep their values; the step cannot be called again."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.close()
+        self._specializer.release()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,79 @@
+"""The state of a step: its variables and optimizer, and what holds of them right now."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from mirrorc.ir.program import Program
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.variables import Moved, VariableStore
+from mirrorc.torch_internals import mark_optimizer_stepped
+
+
+class StepState:
+    """What all programs of one step work on. This object alone knows whether it is whole, and what changed last.
+
+    A step goes through `take_over`, `begin`, and then `finish` or `abandon`. The state is whole from `finish` to the next
+    `begin`; after a step that neither finished nor left its variables alone, `take_over` makes it whole again.
+
+    Args:
+        store: the variables of all replicas.
+        optimizers: the optimizer's state and updates.
+
+    Attributes:
+        layout: counts layouts of memory; whoever holds views of it asks for them again when the count has changed.
+        has_updated: whether the present step, or the last one, has changed variables.
+    """
+
+    def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
+        self.store = store
+        self.optimizers = optimizers
+        self.layout = 0
+        self.has_updated = False
+        self._is_whole = True
+        self._gradients_writer: Hashable = None  # wrote the gradients in the buckets, in a step that did not fail
+
+    def take_over(self, program: Program) -> None:
+        """Lays memory out for a program, and takes over what the user changed since the last step."""
+        if not self._is_whole:
+            self.store.mirror_all()
+        moved = self.store.lay_out(program)
+        if moved is Moved.BUCKETS or not self._is_whole or self.optimizers.is_stale():
+            self.optimizers.lay_out()
+            moved = Moved.BUCKETS
+        if moved is not Moved.NOTHING:
+            self.layout += 1
+        self._is_whole = True
+        if self.store.mirror_changes():
+            self.layout += 1
+        self.optimizers.sync_hyperparameters()
+
+    def needs_other_buckets(self, program: Program) -> bool:
+        """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew."""
+        is_to_move = self.store.plan != program.buckets or self.optimizers.is_stale()
+        return is_to_move and not self.optimizers.fits(program.buckets)
+
+    def begin(self) -> None:
+        """A step begins, and may change variables from now on."""
+        self._is_whole = False
+        self.has_updated = False
+
+    def finish(self) -> None:
+        """All replicas are done: the user's model and optimizer show the new state."""
+        self.optimizers.finish_step()
+        self.store.aggregate()
+        mark_optimizer_stepped(self.optimizers.user_optimizer)
+        self._is_whole = True
+
+    def abandon(self) -> None:
+        """The step failed: nobody knows what its gradient buckets hold, and replicas may differ."""
+        self._gradients_writer = None
+
+    def claim_gradients(self, writer: Hashable) -> bool:
+        """Gives the gradient buckets to who writes them in this step; tells whether they hold what the same one left there.
+
+        They do not after a step of another writer, after a failure, and with optimizers that work in the gradients.
+        """
+        are_kept = self._gradients_writer == writer and self.optimizers.leave_gradients
+        self._gradients_writer = writer
+        return are_kept
