@@ -4,19 +4,33 @@ VENV := .venv
 VENV_TF := .venv-tf
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench bench-tf clean
+# tests/support/distribution.py says which tests one worker runs, and in which order they start.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadscope --no-loadscope-reorder
 
-$(VENV)/.installed: pyproject.toml
+.PHONY: train test test-slow test-all lint bench bench-tf clean
+
+# constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "setuptools>=77"
-	$(BIN)/python -m pip install --quiet -e ".[examples,test,lint]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[examples,test,lint]"
 	touch $@
 
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
+# Every property, on a selection of models, devices and optimizers: at most 5 minutes on two cores.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadgroup
+	$(PYTEST) -m "not slow and not exhaustive"
+
+# The same properties on wider selections, and what needs real processes: at most 20 minutes.
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m "slow and not exhaustive"
+
+# Everything there is: both of the above, whole tables, long fuzzing, and the table of what the verifier makes of mutants.
+test-all: $(VENV)/.installed
+	$(PYTEST)
+	$(BIN)/python tests/support/mutants.py
 
 # The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.
 lint: $(VENV)/.installed
@@ -28,7 +42,7 @@ lint: $(VENV)/.installed
 	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc mirrorc_pytest
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/local.py
 
 # TensorFlow in an environment of its own: it and torch need not agree on what they depend on.
@@ -38,7 +52,7 @@ $(VENV_TF)/.installed:
 	touch $@
 
 bench-tf: $(VENV)/.installed $(VENV_TF)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python $(VENV_TF)/bin/python
 
 clean:

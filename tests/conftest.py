@@ -10,10 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distribution import Scheduler, longest_first
 
 from mirrorc.pipeline import reproducer
 
 logging.getLogger("torch.__trace").propagate = False  # its thousands of records would drown a failure's report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests begin first where several workers run."""
+    if hasattr(config, "workerinput"):
+        items[:] = [items[i] for i in longest_first(item.nodeid for item in items)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    """One worker runs the tests of a file that share something."""
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,37 +1,144 @@
-"""Which file may know what."""
+"""Which file may know what, how long files are and what they are called: loops over the source, parsed once."""
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+import networkx as nx
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"mirrorc": ROOT / "mirrorc", "mirrorc.passes": ROOT / "passes", "mirrorc.runtime": ROOT / "runtime"}
-FILES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
-KNOW_ALL = {"mirrorc/__init__.py", "mirrorc/api.py", "mirrorc/cli.py", "mirrorc/step.py", "mirrorc/specializer.py"}
+
+# Who stands on whom: a file may import from its own folder and from those further down in this list.
+ORDER = (
+    "mirrorc/__main__",
+    "mirrorc/testing",
+    "mirrorc/cli",
+    "mirrorc/__init__",
+    "mirrorc/api",
+    "mirrorc/step",
+    "mirrorc/specializer",
+    "mirrorc/instruments",
+    "mirrorc/options",
+    "mirrorc/capture",
+    "passes",
+    "mirrorc/verifier",
+    "mirrorc/comparison",
+    "mirrorc/dumps",
+    "runtime/execution",
+    "runtime/tuning",
+    "runtime/memory",
+    "runtime/communication",
+    "runtime/codegen",
+    "runtime/state",
+    "runtime/profiling",
+    "runtime/devices",
+    "mirrorc/analysis",
+    "mirrorc/printing",
+    "mirrorc/pipeline",
+    "mirrorc/serialization",
+    "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
+    "mirrorc/ir",
+    "mirrorc/custom_ops",
+    "mirrorc/torch_internals",
+    "mirrorc/errors",  # stands on nothing, and anyone may raise one
+)
+
+# The parts of the top level know passes and runtime; neither of the two knows the other or what is above it.
+NEVER = {"passes": ("runtime",), "runtime": ("passes",)}
+
+# What imports against the order, inside functions only, and why. Each entry is used.
+AGAINST_THE_ORDER = {
+    (
+        "mirrorc.ir.program",
+        "mirrorc/printing",
+    ): "program.to_text() and print(program) are where users look for the text",
+    ("mirrorc.ir.program", "mirrorc/serialization"): "program.save() and Program.load() are where users look for files",
+}
+
+MOST_LINES = 300
+STILL_LONG = {"mirrorc/ir/type_inference.py", "mirrorc/verifier/rules/dataflow.py"}
+NO_NOUNS = {"utils", "util", "misc", "common", "helpers", "helper", "new", "v2"}
+
 PRIVATE_MODULES = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._guards")
 PRIVATE_ATTRIBUTES = ("_opt", "_optimizer_step")
 MAY_BE_PRIVATE = "mirrorc/torch_internals/"
 
 
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+@dataclass(frozen=True)
+class Import:
+    """An import statement's name, and whether it runs when the file is loaded."""
+
+    name: str
+    at_load: bool
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+@dataclass(frozen=True)
+class Source:
+    """A file of the packages: where it is, what it is imported as, and what it says."""
+
+    name: str
+    module: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def folder(self) -> str:
+        """The entry of ``ORDER`` that the file belongs to, whether it is there or not."""
+        parts = self.name.removesuffix(".py").split("/")
+        return parts[0] if parts[0] == "passes" or len(parts) == 1 else "/".join(parts[:2])
 
 
-def imports(path: Path) -> set[str]:
-    """Full names of what a file imports, wherever in it, those under TYPE_CHECKING too."""
-    found: set[str] = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{relative(path)} imports relatively"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+@functools.cache
+def sources() -> dict[str, Source]:
+    """Every file by its module's name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            module = ".".join((package, *parts)).removesuffix(".__init__")
+            text = path.read_text(encoding="utf-8")
+            found[module] = Source(path.relative_to(ROOT).as_posix(), module, text, ast.parse(text, str(path)))
+    return found
+
+
+def imports(source: Source) -> Iterator[Import]:
+    """What a file imports, wherever in it, those under TYPE_CHECKING and within functions too."""
+
+    def within_node(node: ast.AST, at_load: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, at_load) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{source.name} imports relatively"
+                yield from (Import(f"{child.module}.{alias.name}", at_load) for alias in child.names)
+            is_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
+            yield from within_node(child, at_load and not is_later)
+
+    return within_node(source.tree, True)
+
+
+def module_of(name: str) -> str | None:
+    """The module of ours that a name is, or is in."""
+    while name and name not in sources():
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+@functools.cache
+def edges() -> dict[tuple[str, str], bool]:
+    """Which module of ours imports which other, and whether it does so when it is loaded."""
+    found: dict[tuple[str, str], bool] = {}
+    for module, source in sources().items():
+        for one in imports(source):
+            other = module_of(one.name)
+            if other is not None and other != module:
+                found[module, other] = found.get((module, other), False) or one.at_load
     return found
 
 
@@ -39,8 +146,73 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def dotted_names(path: Path) -> Iterator[str]:
-    for node in ast.walk(parsed(path)):
+def refuse(wrong: list[str]) -> None:
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_there_are_files_to_look_at() -> None:
+    names = {source.name for source in sources().values()}
+    assert {"mirrorc/api.py", "passes/replicate.py", "runtime/execution/executor.py", "mirrorc/ir/ops.py"} <= names
+    assert len(edges()) > 300
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    folders = {source.folder for source in sources().values() if source.name != "runtime/__init__.py"}
+    refuse([f"{folder} is not in ORDER: what does it stand on?" for folder in sorted(folders - set(ORDER))])
+
+
+def test_imports_point_down() -> None:
+    """Folders import from folders below them alone, so that there is no circle of folders."""
+    place = {folder: i for i, folder in enumerate(ORDER)}
+    wrong, used = [], set()
+    for (module, other), at_load in edges().items():
+        above, below = sources()[module].folder, sources()[other].folder
+        crosses = below.split("/")[0] in NEVER.get(above.split("/")[0], ())
+        if above == below or (place.get(above, 0) < place.get(below, len(ORDER)) and not crosses):
+            continue
+        if (module, below) in AGAINST_THE_ORDER and not at_load:
+            used.add((module, below))
+            continue
+        wrong.append(f"{sources()[module].name} imports {other}: {below} is not below {above}")
+    refuse(wrong + [f"{entry} is no exception any more" for entry in AGAINST_THE_ORDER.keys() - used])
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """There is no circle of files but those that the exceptions above close."""
+    graph = nx.DiGraph()
+    graph.add_edges_from(edge for edge in edges() if (edge[0], sources()[edge[1]].folder) not in AGAINST_THE_ORDER)
+    refuse([" and ".join(sorted(part)) for part in nx.strongly_connected_components(graph) if len(part) > 1])
+
+
+def test_nobody_imports_a_second_copy_from_the_root() -> None:
+    wrong = []
+    for source in sources().values():
+        names = {one.name for one in imports(source)}
+        wrong += [
+            f"{source.name} imports {name}" for name in names if within(name, "passes") or within(name, "runtime")
+        ]
+    refuse(wrong)
+
+
+def test_private_names_of_torch_stay_in_one_folder() -> None:
+    wrong = []
+    for source in sources().values():
+        if source.name.startswith(MAY_BE_PRIVATE):
+            continue
+        names = {*(one.name for one in imports(source)), *dotted_names(source)}
+        found = {name for name in names if any(within(name, module) for module in PRIVATE_MODULES)}
+        attributes = attributes_of(source) - own_attributes(source)
+        found |= {
+            f".{name}"
+            for name in attributes
+            if name.startswith(PRIVATE_ATTRIBUTES) and not name.startswith("_optimizers")
+        }
+        wrong += [f"{source.name} uses {name}: move it to {MAY_BE_PRIVATE}" for name in sorted(found)]
+    refuse(wrong)
+
+
+def dotted_names(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute):
             parts, inner = [node.attr], node.value
             while isinstance(inner, ast.Attribute):
@@ -50,62 +222,21 @@ def dotted_names(path: Path) -> Iterator[str]:
                 yield ".".join([inner.id, *reversed(parts)])
 
 
-def test_there_are_files_to_look_at() -> None:
-    names = {relative(path) for path in FILES}
-    assert {
-        "mirrorc/api.py",
-        "passes/replicate.py",
-        "runtime/execution/executor.py",
-        "runtime/communication/base.py",
-    } <= names
+def attributes_of(source: Source) -> set[str]:
+    """Attributes that a file reads or sets, those named in ``getattr`` and ``setattr`` too."""
+    found = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr") and len(node.args) > 1:
+            name = node.args[1]
+            found |= {str(name.value)} if isinstance(name, ast.Constant) else set()
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_dependencies_point_one_way(path: Path) -> None:
-    name = relative(path)
-    if name in KNOW_ALL:
-        return
-    forbidden = {
-        "mirrorc": ("mirrorc.passes", "mirrorc.runtime"),
-        "passes": ("mirrorc.runtime", "mirrorc.api", "mirrorc.cli"),
-        "runtime": ("mirrorc.passes", "mirrorc.api", "mirrorc.cli"),
-    }[name.split("/")[0]]
-    wrong = {found for found in imports(path) if any(within(found, package) for package in forbidden)}
-    assert not wrong, f"{name} imports {', '.join(sorted(wrong))}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_nobody_imports_a_second_copy_from_the_root(path: Path) -> None:
-    assert not {found for found in imports(path) if within(found, "passes") or within(found, "runtime")}
-
-
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_private_names_of_torch_stay_in_one_folder(path: Path) -> None:
-    if relative(path).startswith(MAY_BE_PRIVATE):
-        return
-    names = {*imports(path), *dotted_names(path)}
-    wrong = {name for name in names if any(within(name, module) for module in PRIVATE_MODULES)}
-    attributes = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
-    attributes |= {
-        str(node.args[1].value)
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") in ("getattr", "setattr")
-        and len(node.args) > 1
-        and isinstance(node.args[1], ast.Constant)
-    }
-    wrong |= {
-        f".{name}" for name in attributes if name.startswith(PRIVATE_ATTRIBUTES) and not name.startswith("_optimizers")
-    }
-    own = {f".{name}" for name in _own_attributes(path)}
-    assert not wrong - own, f"{relative(path)} uses {', '.join(sorted(wrong - own))}: move it to {MAY_BE_PRIVATE}"
-
-
-def _own_attributes(path: Path) -> set[str]:
+def own_attributes(source: Source) -> set[str]:
     """Attributes that a file sets on ``self``: mirrorc's own, whatever they are called."""
     return {
         node.attr
-        for node in ast.walk(parsed(path))
+        for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)
@@ -113,22 +244,48 @@ def _own_attributes(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_files_are_nouns(path: Path) -> None:
-    words = set(path.stem.split("_"))
-    assert not words & {"utils", "util", "misc", "common", "helpers", "helper", "new", "v2"}
+def test_files_are_nouns_that_say_what_they_are_for() -> None:
+    wrong = []
+    for source in sources().values():
+        words = {word for part in source.module.split(".") for word in part.split("_")}
+        wrong += [f"{source.name}: {word} says nothing" for word in words & NO_NOUNS]
+        wrong += [] if ast.get_docstring(source.tree) else [f"{source.name} has no docstring"]
+    refuse(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_every_file_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(parsed(path)), f"{relative(path)} has no docstring"
+def test_long_files_say_why() -> None:
+    """A file of more lines has the word "long" in its docstring, in the sentence that says why it is not two files."""
+    wrong = []
+    for source in sources().values():
+        lines = source.text.count("\n")
+        says_why = re.search(r"\blong\b", ast.get_docstring(source.tree) or "")
+        if lines > MOST_LINES and not says_why and source.name not in STILL_LONG:
+            wrong.append(f"{source.name} has {lines} lines: split it, or say in its docstring why it is long")
+    refuse(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "passes"], ids=relative)
-def test_passes_keep_no_state_and_read_no_environment(path: Path) -> None:
-    tree = parsed(path)
-    assert "os" not in {name.split(".")[0] for name in imports(path)}
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global | ast.Nonlocal)]
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            assert not isinstance(node.value, ast.Dict | ast.List | ast.Set) or relative(path) == "passes/__init__.py"
+def test_passes_keep_no_state_and_read_no_environment() -> None:
+    wrong = []
+    for source in sources().values():
+        if source.folder != "passes":
+            continue
+        wrong += [f"{source.name} imports os" for one in imports(source) if within(one.name, "os")]
+        for node in ast.walk(source.tree):
+            wrong += [f"{source.name} has globals"] if isinstance(node, ast.Global | ast.Nonlocal) else []
+        for node in source.tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
+                wrong += [f"{source.name} has a mutable global"] if source.name != "passes/__init__.py" else []
+    refuse(wrong)
+
+
+def test_folders_of_tests_are_folders_of_the_packages() -> None:
+    of_no_folder = {"end_to_end", "support", "golden"}
+    tests = ROOT / "tests"
+    wrong = []
+    for folder in sorted({path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path()}):
+        if folder.parts[0] in of_no_folder:
+            continue
+        beside = folder.parts[0] in ("passes", "runtime")
+        if not (ROOT / folder if beside else ROOT / "mirrorc" / folder).is_dir():
+            wrong.append(f"tests/{folder.as_posix()} mirrors no folder")
+    refuse(wrong)

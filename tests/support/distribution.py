@@ -1,0 +1,55 @@
+"""Which tests one worker of pytest-xdist runs together, and which start first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xdist.scheduler import LoadScopeScheduling
+
+# Files whose tests share nothing: their functions are dealt out one by one, each with all of its parameters.
+_DEALT_OUT = "tests/end_to_end/"
+
+# What takes longest, longest first: whatever begins late ends late, while the other workers have nothing left to do.
+_FIRST = (
+    "tests/verifier/test_mutants.py",
+    "tests/test_golden.py",
+    "tests/end_to_end/test_parity.py",
+    "tests/end_to_end/test_memory.py",
+    "tests/end_to_end/",
+    "tests/comparison/test_diff.py",
+    "tests/printing/",
+    "tests/testing/",
+    "tests/test_cli.py",
+    "tests/pipeline/test_reproducer.py",
+)
+
+
+def scope(nodeid: str) -> str:
+    """The tests that one worker runs together: a file, so that what its tests share is made once, or a function.
+
+    Example:
+        >>> scope("tests/test_cli.py::test_show[1]"), scope("tests/end_to_end/test_parity.py::test_losses[2-4]")
+        ('tests/test_cli.py', 'tests/end_to_end/test_parity.py::test_losses')
+    """
+    path = nodeid.split("::", 1)[0]
+    return nodeid.split("[", 1)[0] if path.startswith(_DEALT_OUT) else path
+
+
+def longest_first(nodeids: Iterable[str]) -> list[int]:
+    """The positions of tests in the order in which they should start; of those that take equally long, as they are."""
+
+    def rank(nodeid: str) -> int:
+        return next((i for i, start in enumerate(_FIRST) if nodeid.startswith(start)), len(_FIRST))
+
+    ranks = [rank(nodeid) for nodeid in nodeids]
+    return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+
+class Scheduler(LoadScopeScheduling):
+    """Deals out scopes in the order of the tests.
+
+    pytest-xdist's own groups are not used: it writes them into the ids of tests, which newer versions of pytest ignore.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope(nodeid)
