@@ -48,7 +48,7 @@ def compile(
     disable_passes: Sequence[str] = (),
     bucket_cap_mb: float | str = 25.0,
     first_bucket_mb: float | None = None,
-    all_reduce: str | None = None,
+    link: str | None = None,
     timeout_seconds: float = 1800.0,
     record: bool = True,
     cuda_graphs: bool = False,
@@ -71,7 +71,7 @@ def compile(
         passes: a pipeline of one's own, instead of `mirrorc.passes.default_pipeline`.
         add_passes: passes of one's own, each placed by `mirrorc.before` or `mirrorc.after` one of the pipeline.
         disable_passes: names of passes to leave out.
-        bucket_cap_mb, first_bucket_mb, all_reduce: see `mirrorc.passes.default_pipeline`, which has their defaults.
+        bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults.
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; what
             was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``) and looked up from then on.
         timeout_seconds: bound of every wait among devices.
@@ -89,13 +89,13 @@ def compile(
     check_additions(add_passes)
     dump_to = dump_directory(dump)
     parsed = parse_devices(devices)
-    check_link(all_reduce, parsed)
+    check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
     is_measured = bucket_cap_mb == "auto"
     sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
     sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
-    base = default_pipeline(**sizes, all_reduce=all_reduce) if passes is None else passes
+    base = default_pipeline(**sizes, link=link) if passes is None else passes
     pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
     check_pass_names("print_after", print_after, pipeline)
     if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():

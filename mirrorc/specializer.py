@@ -16,7 +16,7 @@ from mirrorc.capture.specialize import capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import PassError
 from mirrorc.instruments import instruments_for
-from mirrorc.ir.links import best_link, share_one_memory
+from mirrorc.ir.links import best_link, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions
@@ -157,7 +157,8 @@ class Specializer:
         assert isinstance(plan, PlanBuckets)
         if self._chosen_sizes is None:
             asked = next((p.link for p in options.pipeline if isinstance(p, LowerCollectives)), None)
-            is_shared = any(isinstance(p, ShareParameters) for p in options.pipeline) and share_one_memory(program)
+            is_shared = any(isinstance(p, ShareParameters) for p in options.pipeline)
+            is_shared = is_shared and not why_memory_is_not_shared(program.devices)
             setting = setting_of(
                 program,
                 options.optimizer,

@@ -56,7 +56,7 @@ def default_pipeline(
     *,
     bucket_cap_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
-    all_reduce: str | None = None,
+    link: str | None = None,
     min_factored_elements: int = 2**17,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
@@ -64,7 +64,7 @@ def default_pipeline(
     Args:
         bucket_cap_mb: a bucket is closed when the next gradient would take it over so many MiB.
         first_bucket_mb: the same for the first bucket, smaller so that communication begins early.
-        all_reduce: the link to use, instead of what `LowerCollectives` finds best.
+        link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
     """
     return [
@@ -78,6 +78,6 @@ def default_pipeline(
         InsertUpdate(),
         ScheduleOverlap(),
         ShareParameters(),
-        LowerCollectives(link=all_reduce),
+        LowerCollectives(link=link),
         LowerDevices(),
     ]

@@ -22,7 +22,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
-from mirrorc.ir.links import share_one_memory
+from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
@@ -87,7 +87,7 @@ class FactorGradients:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
-        if program.num_replicas == 1 or not share_one_memory(program):
+        if program.num_replicas == 1 or why_memory_is_not_shared(program.devices):
             return program
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}

@@ -8,7 +8,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.links import LINKS, best_link, check_link
+from mirrorc.ir.links import best_link, carrier_of, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 
@@ -24,13 +24,14 @@ class LowerCollectives:
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
     Logical CPUs share memory: each device sums its share of the bucket, straight from the others' buckets. GPUs that are
-    all distinct use NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts.
+    all distinct use NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. What a link does not
+    carry goes over the link that it falls back to.
 
     Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
 
     Attributes:
-        link: use this link, one of LINKS, instead of the best.
+        link: the name of the link to use, one of `mirrorc.ir.links.link_names`, instead of the best.
     """
 
     link: str | None = None
@@ -39,8 +40,8 @@ class LowerCollectives:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
 
     def __post_init__(self) -> None:
-        if self.link is not None and self.link not in LINKS:
-            raise ValueError(f"link is {self.link!r}: give one of {', '.join(LINKS)}, or None for the best")
+        if self.link is not None:
+            link_named(self.link)
 
     def run(self, program: Program) -> Program:
         link, remark = self._choose(program)
@@ -48,9 +49,9 @@ class LowerCollectives:
         collectives = list(calls_to(graph, *ops.COLLECTIVES))
         for node in collectives:
             if node.target is ops.broadcast:
-                _lower_broadcast(program, node, "copy" if link == "nccl" else link)
+                _lower_broadcast(program, node, carrier_of(link, ops.send))
             else:
-                node.kwargs = {**node.kwargs, "link": link}
+                node.kwargs = {**node.kwargs, "link": carrier_of(link, node.target)}
         remarks = (*program.remarks, remark) if collectives and remark else program.remarks
         return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=remarks)
 

@@ -11,7 +11,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copied
-from mirrorc.ir.links import share_one_memory
+from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.nodes import calls_to, is_compute, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
@@ -52,8 +52,9 @@ class ShareParameters:
             )
         if program.num_replicas == 1:
             return program.evolve(stage=Stage.SCHEDULED)
-        if not share_one_memory(program):
-            remark = "parameters are mirrored, each device has a copy: the devices do not share one memory"
+        why_not = why_memory_is_not_shared(program.devices)
+        if why_not:
+            remark = f"parameters are mirrored, each device has a copy: {why_not}"
             return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
         graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)

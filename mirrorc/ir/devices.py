@@ -66,6 +66,11 @@ def _parse_device(name: str | torch.device) -> Device:
     return Device(f"cuda:{index}{part}", torch.device("cuda", index))
 
 
+def share_one_memory(devices: Iterable[Device]) -> bool:
+    """Whether the tensors of all devices lie in one memory."""
+    return len({device.memory for device in devices}) == 1
+
+
 @dataclass(frozen=True)
 class Device:
     """A logical device.
@@ -79,6 +84,16 @@ class Device:
 
     name: str
     torch_device: torch.device
+
+    @property
+    def memory(self) -> str:
+        """Names the memory that holds its tensors: logical CPUs have one, and so have logical devices on one GPU."""
+        return "cpu" if self.torch_device.type == "cpu" else str(self.torch_device)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether its work is queued, and done after the call that asks for it has returned."""
+        return self.torch_device.type == "cuda"
 
     def __str__(self) -> str:
         return self.name

@@ -1,23 +1,133 @@
-"""What carries collectives between devices, and which devices each link can join."""
+"""Links: what carries collectives between devices, each declared once, as a record."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mirrorc.ir.devices import Device
-from mirrorc.ir.program import Program
+from mirrorc.ir import ops
+from mirrorc.ir.devices import Device, share_one_memory
 
-LINKS = ("shared-memory", "nccl", "copy")
+_DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
+
+
+class SumPlace(enum.Enum):
+    """Where the sum of an all_reduce lies when a replica has waited for it."""
+
+    FIRST = "first"  # in replica 0's bucket, for all replicas
+    OWN = "own"  # in each replica's own bucket
+    ADDITIONAL = "additional"  # in memory that the wait allocates
+
+
+def _no_objection(devices: Sequence[Device]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries collectives between devices. Graphs, printed text and files name it; `link_named` looks it up.
+
+    Attributes:
+        name: as users write it.
+        device_type: the type of torch device that it joins; None if it joins any.
+        why_not: says of devices of that type why the link cannot join them; an empty text if it can.
+        preference: of the links that can join the devices, the one with the highest number is chosen if none is asked
+            for; None for a link that is used only when it is asked for.
+        reads_one_memory: whether every replica reads what the others offer where it lies. Then a bucket may be offered
+            with gradients that are still two factors, and a wait needs nothing but that the others have launched.
+        moves_by_itself: whether buckets are moved while devices compute, between a launch and its wait; else the wait
+            does all the work.
+        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``).
+        falls_back_to: the name of the link that carries what this one does not.
+        sum_place: where the sum of an all_reduce lies.
+        keeps_operands: whether what replicas offer stays allocated until the next step, rather than to the end of this one.
+    """
+
+    name: str
+    device_type: str | None = None
+    why_not: Callable[[Sequence[Device]], str] = _no_objection
+    preference: int | None = None
+    reads_one_memory: bool = False
+    moves_by_itself: bool = False
+    carries: tuple[Any, ...] = (ops.all_reduce, ops.reduce_scatter, ops.send)
+    falls_back_to: str = ""
+    sum_place: SumPlace = SumPlace.ADDITIONAL
+    keeps_operands: bool = True
+
+    def objection(self, devices: Sequence[Device]) -> str:
+        """Why the link cannot join the devices; an empty text if it can."""
+        if not self.is_for(devices):
+            return f"it joins {_DEVICE_NAMES.get(str(self.device_type), self.device_type)}"
+        return self.why_not(devices)
+
+    def is_for(self, devices: Sequence[Device]) -> bool:
+        """Whether the devices are of the type that the link joins."""
+        return self.device_type is None or all(d.torch_device.type == self.device_type for d in devices)
+
+
+_links: dict[str, Link] = {}
+
+
+def register_link(link: Link) -> None:
+    """Makes a link known by its name; `mirrorc.runtime.communication.register_communicator` says what implements it.
+
+    Raises:
+        ValueError: another link has the name.
+    """
+    if _links.setdefault(link.name, link) != link:
+        raise ValueError(f"there is a link {link.name!r} already: give this one another name")
+
+
+def unregister_link(name: str) -> None:
+    """Forgets a link, so that its name is free again."""
+    del _links[name]
+
+
+def link_names() -> tuple[str, ...]:
+    """The names of all links, in the order in which they were registered."""
+    return tuple(_links)
+
+
+def link_named(name: object) -> Link:
+    """The link of a name.
+
+    Raises:
+        ValueError: there is none; lists those that there are.
+    """
+    link = _links.get(str(name))
+    if link is None:
+        raise ValueError(f"link is {name!r}: give one of {', '.join(_links)}, or None for the best")
+    return link
+
+
+def carrier_of(link: str, operation: Any) -> str:
+    """The link that carries an operation where a link is asked for: this one, or the one that it falls back to.
+
+    Raises:
+        ValueError: neither carries it.
+    """
+    found = link_named(link)
+    if operation in found.carries:
+        return found.name
+    if not found.falls_back_to:
+        raise ValueError(f"link {link!r} does not carry {operation.__name__} and names no link that does: use another")
+    return carrier_of(found.falls_back_to, operation)
 
 
 def best_link(devices: Sequence[Device]) -> tuple[str, str]:
-    """The link that devices are joined by if none is asked for; and why it is not a faster one, if it is not."""
-    held_by = [device.torch_device for device in devices]
-    if held_by[0].type == "cpu":
-        return "shared-memory", ""
-    if len(set(held_by)) < len(held_by):
-        return "copy", "link copy instead of nccl: some devices share one GPU"
-    return "nccl", ""
+    """The link that devices are joined by if none is asked for; and a remark why it is not a faster one, if it is not."""
+    ranked = [(link.preference, link) for link in _links.values() if link.preference is not None]
+    declined: list[tuple[str, str]] = []
+    for _, link in sorted(ranked, key=lambda pair: -pair[0]):
+        if not link.is_for(devices):
+            continue
+        objection = link.why_not(devices)
+        if not objection:
+            return link.name, "; ".join(f"link {link.name} instead of {name}: {why}" for name, why in declined)
+        declined.append((link.name, objection))
+    raise ValueError(f"no link joins {', '.join(map(str, devices))}: register one with mirrorc.ir.links.register_link")
 
 
 def check_link(link: str | None, devices: Sequence[Device]) -> None:
@@ -28,20 +138,54 @@ def check_link(link: str | None, devices: Sequence[Device]) -> None:
     """
     if link is None:
         return
-    if link not in LINKS:
-        raise ValueError(f"all_reduce is {link!r}: give one of {', '.join(LINKS)}, or None for the best")
-    held_by = [device.torch_device for device in devices]
-    kind = {"shared-memory": "cpu", "nccl": "cuda"}.get(link, held_by[0].type)
-    if held_by[0].type != kind:
+    objection = link_named(link).objection(devices)
+    if objection:
         names = ", ".join(device.name for device in devices)
-        raise ValueError(f"all_reduce={link!r} cannot join {names}; use 'copy', or None for the best")
-    if link == "nccl" and len(set(held_by)) < len(held_by):
-        raise ValueError("all_reduce='nccl' needs a GPU for each replica; use 'copy' for devices on one GPU")
+        others = " or ".join(repr(other.name) for other in _links.values() if not other.objection(devices))
+        raise ValueError(f"link={link!r} cannot join {names}: {objection}; use {others}, or None for the best")
 
 
-def share_one_memory(program: Program) -> bool:
-    """Whether all devices reach each other's tensors: logical CPUs do."""
-    return all(device.torch_device.type == "cpu" for device in program.devices)
+def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
+    """Why devices cannot work on one copy of the parameters; an empty text if they can.
+
+    They can if they have one memory, and a link by which each of them reads there what the others offer.
+    """
+    if not share_one_memory(devices):
+        return "the devices do not share one memory"
+    if not any(link.reads_one_memory and not link.objection(devices) for link in _links.values()):
+        return "no link lets the devices read each other's buckets in the memory that they share"
+    return ""
 
 
-ADDED_IN_WAIT = ("shared-memory", "copy")  # links that move nothing between launch and wait
+def _one_memory(devices: Sequence[Device]) -> str:
+    return "" if share_one_memory(devices) else "they do not share one memory"
+
+
+def _a_gpu_each(devices: Sequence[Device]) -> str:
+    return "" if len({device.memory for device in devices}) == len(devices) else "some devices share one GPU"
+
+
+register_link(
+    Link(
+        "shared-memory",
+        device_type="cpu",
+        why_not=_one_memory,
+        preference=1,
+        reads_one_memory=True,
+        sum_place=SumPlace.FIRST,
+        keeps_operands=False,
+    )
+)
+register_link(
+    Link(
+        "nccl",
+        device_type="cuda",
+        why_not=_a_gpu_each,
+        preference=1,
+        moves_by_itself=True,
+        carries=(ops.all_reduce,),
+        falls_back_to="copy",
+        sum_place=SumPlace.OWN,
+    )
+)
+register_link(Link("copy", preference=0))

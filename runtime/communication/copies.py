@@ -8,11 +8,15 @@ import torch
 
 from mirrorc.ir.buckets import share_bounds
 from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.devices.events import record_event, wait_event
 
 
+@register_communicator
 class CopyCommunicator(Communicator):
     """Works on any devices: several logical ones on one GPU, GPUs with or without peer access, CPUs."""
+
+    link = "copy"
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """See `Communicator`."""

@@ -11,15 +11,19 @@ from torch.cuda import nccl
 
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.devices.events import record_event, wait_event
 
 
+@register_communicator
 class NcclCommunicator(Communicator):
     """The replica that comes last launches the collective for all, on streams that are kept for communication.
 
     Every replica offers its buckets in program order and the last to offer one launches it before it goes on, so
     buckets are launched in one order on all GPUs.
     """
+
+    link = "nccl"
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
         super().__init__(devices, timeout_seconds)
@@ -50,18 +54,6 @@ class NcclCommunicator(Communicator):
         if is_last:
             rendezvous.announce(replica)
         return is_last
-
-    def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Not offered: `mirrorc.passes.ShareParameters` leaves GPUs alone."""
-        raise NotImplementedError(
-            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
-        )
-
-    def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """Not offered."""
-        raise NotImplementedError(
-            "reduce_scatter over nccl: the pass share-parameters is for devices that share memory"
-        )
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""

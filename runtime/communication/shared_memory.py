@@ -8,15 +8,19 @@ import torch
 
 from mirrorc.ir.buckets import share_bounds
 from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous
 from mirrorc.runtime.state.gradient_shares import FactoredBucket, make_share
 
 
+@register_communicator
 class SharedMemoryCommunicator(Communicator):
     """The sum is made in replica 0's bucket and read there by all: nothing is copied.
 
     A bucket of ``n`` elements on ``N`` devices costs each device ``(N + 1) * n / N`` elements of memory traffic.
     """
+
+    link = "shared-memory"
 
     def prepare(self, tags: Any) -> None:
         """As in the base class; each all_reduce gets a second rendezvous, for when the shares are summed."""

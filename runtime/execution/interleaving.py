@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from mirrorc.ir import ops
+from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Aborted
@@ -26,12 +27,13 @@ def can_interleave(program: Program) -> bool:
     That holds if all replicas wait for the same buckets in the same order, and each wait needs nothing but the launches of
     the others.
     """
-    if len(program.devices) == 1 or any(device.torch_device.type != "cpu" for device in program.devices):
+    if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for own in waits for wait in own]
     needs_only_launches = all(
-        launch.target is ops.reduce_scatter and launch.kwargs["link"] == "shared-memory" for launch in launches
+        launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_one_memory
+        for launch in launches
     )
     return needs_only_launches and len({tuple(map(bucket_of, own)) for own in waits}) == 1
 

@@ -13,6 +13,8 @@ from torch import fx
 
 from mirrorc.analysis.aliases import is_view
 from mirrorc.ir import ops
+from mirrorc.ir.devices import share_one_memory
+from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of, stays_factored
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
@@ -216,10 +218,10 @@ class _Walk:
 
     def _reduction(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
-        if node.kwargs["link"] == "shared-memory":
-            self.ledger.hold(operands)  # others may need them until the end of the step
+        if link_named(node.kwargs["link"]).keeps_operands:
+            self.kept += self.ledger.leave(operands)
         else:
-            self.kept += self.ledger.leave(operands)  # where replicas meet, until the next step
+            self.ledger.hold(operands)  # others may need them until the end of the step
         return (), 0
 
     def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -227,17 +229,18 @@ class _Walk:
         if launch.target is ops.recv:
             source = self.program.devices[launch.kwargs["source"]].torch_device
             return (self._new(node) if source != self.device else ()), 0
-        if launch.kwargs["link"] == "copy":
+        place = link_named(launch.kwargs["link"]).sum_place
+        if place is SumPlace.ADDITIONAL:
             new = self._new(node)
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
             return (), self._copied_factors(operand)
-        is_own = self.replica == 0 or launch.kwargs["link"] != "shared-memory"  # else it is in replica 0's
+        is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
 
     def _has_other_devices(self) -> bool:
-        return any(device.torch_device != self.device for device in self.program.devices)
+        return not share_one_memory(self.program.devices)
 
     def _copied_factors(self, pack: fx.Node) -> int:
         """Bytes of the factors that are copied to make a share."""

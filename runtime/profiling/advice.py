@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.links import ADDED_IN_WAIT
+from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
@@ -131,7 +131,7 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
     On links that move by themselves, moving costs what passes from a bucket's launch, or the arrival of the one before it,
     to its own arrival. That is known only of buckets that were waited for until they arrived.
     """
-    moves_by_itself = any(bucket.link not in ADDED_IN_WAIT for bucket in buckets)
+    moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:
         arrivals = sorted((bucket for bucket in buckets if bucket.transfer_ms > 0), key=lambda b: b.finished_ms)

@@ -97,4 +97,4 @@ class EventClock(Clock):
 
 def clock_for(device: Device) -> Clock:
     """The clock that tells when a device's work is done."""
-    return EventClock() if device.torch_device.type == "cuda" else Clock()
+    return EventClock() if device.is_asynchronous else Clock()

@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.links import ADDED_IN_WAIT
+from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
@@ -83,7 +83,7 @@ class Explanation:
         links = list(dict.fromkeys(bucket.link for bucket in self.buckets if bucket.link))
         if not links:
             return []
-        idle = [link for link in links if link in ADDED_IN_WAIT]
+        idle = [link for link in links if not link_named(link).moves_by_itself]
         moving = (
             f"; {' and '.join(idle)} {'moves' if len(idle) == 1 else 'move'} nothing until the wait" if idle else ""
         )

@@ -10,6 +10,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import stays_factored
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +43,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 def is_left_to_shares(pack: fx.Node) -> bool:
     """Whether all that takes a packed bucket makes shares of it, in the memory that replicas share."""
-    return all(user.target is ops.reduce_scatter and user.kwargs["link"] == "shared-memory" for user in pack.users)
+    return all(u.target is ops.reduce_scatter and link_named(u.kwargs["link"]).reads_one_memory for u in pack.users)
 
 
 @dataclass(frozen=True)

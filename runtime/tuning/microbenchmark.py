@@ -15,7 +15,7 @@ import torch
 
 from mirrorc.ir.buckets import share_bounds
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import ADDED_IN_WAIT
+from mirrorc.ir.links import link_named
 from mirrorc.optimizers import SCALAR_STATE
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory
@@ -55,7 +55,7 @@ class Cast:
     @property
     def moves_by_itself(self) -> bool:
         """Whether the link moves a bucket while devices compute, between its launch and the wait for it."""
-        return self.link not in ADDED_IN_WAIT
+        return link_named(self.link).moves_by_itself
 
 
 def rehearsed_seconds(cast: Cast, layouts: Sequence[Layout], scale: float) -> list[float]:
@@ -87,7 +87,7 @@ def rehearsed_seconds(cast: Cast, layouts: Sequence[Layout], scale: float) -> li
 
 def free_memory(cast: Cast) -> None:
     """Gives the memory of rehearsals that have ended back to the system."""
-    if cast.devices[0].torch_device.type == "cuda":
+    if cast.devices[0].is_asynchronous:
         torch.cuda.empty_cache()
     return_freed_memory()
 
@@ -209,9 +209,9 @@ class _Rehearsal:
 
     def _now(self, replica: int) -> float:
         """The time in seconds when a device has done what it was given."""
-        device = self._cast.devices[replica].torch_device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        device = self._cast.devices[replica]
+        if device.is_asynchronous:
+            torch.cuda.current_stream(device.torch_device).synchronize()
         return time.perf_counter()
 
 

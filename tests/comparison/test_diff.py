@@ -130,7 +130,7 @@ CHANGES: dict[str, Change] = {
     ),
     "another link": (
         lambda: mlp(**THREE_BUCKETS),
-        lambda: mlp(**THREE_BUCKETS, all_reduce="copy"),
+        lambda: mlp(**THREE_BUCKETS, link="copy"),
         [
             "link copy instead of shared-memory for reduce_scatter of buckets 0, 1 and 2, on every device",
             "note new: link copy: asked for",

@@ -84,7 +84,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_fn": 3}, TypeError, ("loss_fn is a int", "loss_fn(output, target)")),
         ({"disable_passes": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
-        ({"all_reduce": "pigeon"}, ValueError, ("all_reduce is 'pigeon'", "shared-memory")),
+        ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
         ({"bucket_cap_mb": 0}, ValueError, ("bucket_cap_mb is 0", "positive number of MiB")),
         ({"bucket_cap_mb": "big"}, ValueError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
         ({"first_bucket_mb": -1.0}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
@@ -122,8 +122,14 @@ def test_an_optimizer_that_needs_a_closure() -> None:
 
 def test_a_link_that_cannot_join_the_devices() -> None:
     model = make_mlp()
-    with unchanged(model), refuses(ValueError, "all_reduce='nccl' cannot join cpu:0, cpu:1", "'copy'"):
-        compile_mlp(model, all_reduce="nccl")
+    with unchanged(model), refuses(ValueError, "link='nccl' cannot join cpu:0, cpu:1", "'copy'"):
+        compile_mlp(model, link="nccl")
+
+
+def test_a_link_is_given_as_link() -> None:
+    model = make_mlp()
+    with unchanged(model), refuses(TypeError, "unexpected keyword argument 'all_reduce'"):
+        compile_mlp(model, all_reduce="copy")
 
 
 def test_a_model_that_is_none() -> None:

@@ -68,7 +68,7 @@ def test_sizes_are_measured_once_for_a_machine_and_give_the_same_program_ever_af
 
 
 def test_another_number_of_devices_optimizer_or_link_is_measured_for_itself(measured: list[Cast]) -> None:
-    for options in ({}, {"num_devices": 3}, {"optimizer": torch.optim.SGD}, {"all_reduce": "copy"}):
+    for options in ({}, {"num_devices": 3}, {"optimizer": torch.optim.SGD}, {"link": "copy"}):
         prepared(**options)
     prepared(disable_passes=["share-parameters"])
     found = [(len(c.devices), type(c.optimizer).__name__, c.link, c.shares_parameters) for c in measured]

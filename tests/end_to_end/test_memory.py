@@ -173,7 +173,7 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
 @pytest.mark.parametrize("without", [[], ["share-parameters"], ["share-parameters", "factor-gradients"]])
 @pytest.mark.parametrize("link", [None, "copy"])
 def test_passes_and_links_change_what_is_kept(link: str | None, without: list[str]) -> None:
-    told, measured = compare("mlp", 2, all_reduce=link, disable_passes=without)
+    told, measured = compare("mlp", 2, link=link, disable_passes=without)
     check(told, measured)
     assert bool(told.shared) == ("share-parameters" not in without)
 

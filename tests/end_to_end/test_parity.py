@@ -263,8 +263,8 @@ def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
         {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6},
         {"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3},
         {"disable_passes": ("schedule-overlap",)},
-        {"all_reduce": "copy"},
-        {"all_reduce": "shared-memory"},
+        {"link": "copy"},
+        {"link": "shared-memory"},
     ],
     ids=str,
 )
@@ -361,8 +361,7 @@ def test_a_step_that_failed_leaves_nothing_in_the_gradients_of_tables() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
 def test_copies_and_shared_memory_give_the_same_bits(optimizer: str) -> None:
     runs = [
-        both("conv", torch.float32, 3, 5, OPTIMIZERS[optimizer], all_reduce=link)[0]
-        for link in ("copy", "shared-memory")
+        both("conv", torch.float32, 3, 5, OPTIMIZERS[optimizer], link=link)[0] for link in ("copy", "shared-memory")
     ]
     assert_same_bits(*runs)
 

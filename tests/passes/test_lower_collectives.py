@@ -82,12 +82,17 @@ def test_an_unknown_link_is_refused() -> None:
         LowerCollectives(link="smoke-signals")
 
 
-@pytest.mark.parametrize(("names", "link"), [(("cpu:0", "cpu:1"), "nccl"), (("cuda:0", "cuda:1"), "shared-memory")])
-def test_a_link_that_cannot_join_the_devices_is_refused(names: tuple[str, ...], link: str) -> None:
-    with pytest.raises(ValueError, match=f"all_reduce='{link}' cannot join {', '.join(names)}; use 'copy'"):
+@pytest.mark.parametrize(
+    ("names", "link", "why", "others"),
+    [
+        (("cpu:0", "cpu:1"), "nccl", "it joins GPUs", "'shared-memory' or 'copy'"),
+        (("cuda:0", "cuda:1"), "shared-memory", "it joins logical CPUs", "'nccl' or 'copy'"),
+        (("cuda:0", "cuda:0/1"), "nccl", "some devices share one GPU", "'copy'"),
+    ],
+)
+def test_a_link_that_cannot_join_the_devices_is_refused(
+    names: tuple[str, ...], link: str, why: str, others: str
+) -> None:
+    said = f"link='{link}' cannot join {', '.join(names)}: {why}; use {others}, or None for the best"
+    with pytest.raises(ValueError, match=f"^{said}$"):
         on_devices(*names, link=link)
-
-
-def test_nccl_on_one_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs a GPU for each replica"):
-        on_devices("cuda:0", "cuda:0/1", link="nccl")

@@ -115,7 +115,7 @@ def test_every_pass_has_its_name() -> None:
     st.sampled_from([None, "copy"]),
 )
 def test_a_pipeline_survives_as_text(cap: float, first: float, link: str | None) -> None:
-    passes = default_pipeline(bucket_cap_mb=cap, first_bucket_mb=first, all_reduce=link)
+    passes = default_pipeline(bucket_cap_mb=cap, first_bucket_mb=first, link=link)
     assert parse_passes(format_passes(passes), PASSES) == passes
 
 

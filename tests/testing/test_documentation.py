@@ -32,7 +32,7 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     written = tmp_path / "__snapshots__" / "test_training" / "test_schedule.mirror"
     assert written.read_text(encoding="utf-8") == SNAPSHOT
     path.write_text(
-        path.read_text(encoding="utf-8").replace("compiled().program", "compiled(512, all_reduce='copy').program")
+        path.read_text(encoding="utf-8").replace("compiled().program", "compiled(512, link='copy').program")
     )
     status, output = run_pytest(tmp_path)
     assert status == 1 and "1 failed, 1 passed" in output, output

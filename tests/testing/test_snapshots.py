@@ -19,7 +19,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade
 
 def program(rows=int(os.environ.get("ROWS", 4)), link=os.environ.get("LINK")):
     weights = [Weight("fc1.weight", (rows, 20)), Weight("fc2.weight", (90,))]
-    return every_stage(handmade(2, weights), all_reduce=link, **SMALL_BUCKETS)["lower-devices"]
+    return every_stage(handmade(2, weights), link=link, **SMALL_BUCKETS)["lower-devices"]
 
 def test_a(mirror_snapshot):
     assert program() == mirror_snapshot

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.links import check_link
+from mirrorc.ir.links import check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, replica_at, say, scopes, written_buckets
@@ -131,7 +131,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 
 
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
-    """A link that a collective names exists, and can join the program's devices."""
+    """A link that a collective names exists, can join the program's devices, and carries that collective."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
@@ -139,3 +139,7 @@ def links_join_their_devices(program: Program) -> Iterator[Violation]:
                 check_link(None if link is None else str(link), program.devices)
             except ValueError as error:
                 yield Violation(f"{say(node)} cannot go over {link}: {error}", node)
+                continue
+            carried = ops.send if node.target is ops.recv else node.target
+            if link is not None and carried not in link_named(link).carries:
+                yield Violation(f"{say(node)} cannot go over {link}, which does not carry it", node)

@@ -92,7 +92,7 @@ def test_which_programs_can_be_interleaved() -> None:
     assert can_interleave(lowered(captured_two_layers(2)))
     assert can_interleave(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
     assert not can_interleave(lowered(captured_two_layers(1)))
-    assert not can_interleave(lowered(captured_two_layers(2), all_reduce="copy"))
+    assert not can_interleave(lowered(captured_two_layers(2), link="copy"))
     left_out = ("share-parameters",)  # replicas meet twice for an all_reduce
     assert not can_interleave(lowered(captured_two_layers(2)))
 
@@ -259,7 +259,7 @@ def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # its foreach may differ; it runs by itself or not
     model = nn.Linear(4, 3)
     with mirrorc.compile(
-        model, 2, optimizer=make(model.parameters()), loss_fn=F.cross_entropy, backend="eager", all_reduce="copy"
+        model, 2, optimizer=make(model.parameters()), loss_fn=F.cross_entropy, backend="eager", link="copy"
     ) as step:
         for _ in range(3):
             assert step(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).isfinite()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.nodes import call_name, is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
@@ -189,7 +190,16 @@ def test_figures_are_medians_over_steps_and_the_first_step_is_left_out() -> None
     assert (found.num_steps, found.compute_ms, found.step_ms, found.buckets[0].ready_ms) == (3, 10.0, 16.25, 8.0)
 
 
+@pytest.fixture
+def gloo() -> Iterator[str]:
+    """A link from outside of the package, which moves by itself."""
+    register_link(Link("gloo", moves_by_itself=True))
+    yield "gloo"
+    unregister_link("gloo")
+
+
 @pytest.mark.parametrize("link", ["nccl", "gloo"])
+@pytest.mark.usefixtures("gloo")
 def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     """Bucket 0 is of 4 KiB and arrives meanwhile; bucket 1, of 8 MiB in equal halves, takes 4 ms after backward."""
     halves = [

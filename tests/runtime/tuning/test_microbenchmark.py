@@ -3,7 +3,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.optimizers import ELEMENTWISE
-from mirrorc.runtime.communication import CopyCommunicator
+from mirrorc.runtime.communication import CopyCommunicator, register_communicator, unregister_communicator
 from mirrorc.runtime.tuning import microbenchmark
 from mirrorc.runtime.tuning.microbenchmark import Cast, Layout, rehearsed_seconds
 
@@ -39,13 +40,18 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark, "_MOST_ROUNDS", 3)
 
 
+class _MovingCommunicator(CopyCommunicator):
+    link = "moving"
+
+
 @pytest.fixture
-def moving(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A link that moves by itself, as far as a rehearsal can tell."""
-    monkeypatch.setattr(
-        microbenchmark, "communicator_for", lambda link, devices, seconds: CopyCommunicator(devices, seconds)
-    )
-    return "a link that moves by itself"
+def moving() -> Iterator[str]:
+    """A link that moves by itself, as far as a microbenchmark can tell."""
+    register_link(Link("moving", moves_by_itself=True))
+    register_communicator(_MovingCommunicator)
+    yield "moving"
+    unregister_communicator(_MovingCommunicator)
+    unregister_link("moving")
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])

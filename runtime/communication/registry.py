@@ -1,0 +1,48 @@
+"""Which communicator implements which link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from mirrorc.errors import CommunicationError
+from mirrorc.ir.devices import Device
+from mirrorc.ir.links import link_named
+from mirrorc.runtime.communication.base import Communicator
+
+_Class = TypeVar("_Class", bound=type[Communicator])
+_communicators: dict[str, type[Communicator]] = {}
+
+
+def register_communicator(communicator: _Class) -> _Class:
+    """Makes a class the one that implements the link that its attribute ``link`` names; for use as a decorator.
+
+    Raises:
+        ValueError: there is no such link, or another class implements it.
+    """
+    link = link_named(communicator.link).name
+    if _communicators.setdefault(link, communicator) is not communicator:
+        raise ValueError(
+            f"{_communicators[link].__name__} implements the link {link!r} already: give {communicator.__name__} a link "
+            "of its own"
+        )
+    return communicator
+
+
+def unregister_communicator(communicator: type[Communicator]) -> None:
+    """Forgets the class, so that another one can implement its link."""
+    del _communicators[communicator.link]
+
+
+def communicator_for(link: str, devices: Sequence[Device], timeout_seconds: float) -> Communicator:
+    """A communicator for a link, as `mirrorc.passes.LowerCollectives` names it.
+
+    Raises:
+        CommunicationError: no class implements the link.
+    """
+    if link not in _communicators:
+        raise CommunicationError(
+            f"nothing implements the link {link!r}: declare a Communicator with link = {link!r} and decorate it with "
+            "mirrorc.runtime.communication.register_communicator"
+        )
+    return _communicators[link](devices, timeout_seconds)

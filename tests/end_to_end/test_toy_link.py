@@ -1,0 +1,95 @@
+"""A link from outside of the package: a record, and the communicator that implements it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_programs import TwoLayers
+
+import mirrorc
+from mirrorc.errors import CommunicationError, VerifyError
+from mirrorc.ir import ops
+from mirrorc.ir.links import Link, link_names, register_link, unregister_link
+from mirrorc.ir.nodes import calls_to
+from mirrorc.runtime.communication import (
+    CopyCommunicator,
+    communicator_for,
+    register_communicator,
+    unregister_communicator,
+)
+from mirrorc.verifier.verifier import verify
+
+
+class ToyCommunicator(CopyCommunicator):
+    """Copies, and counts what it was given."""
+
+    link = "toy"
+    launched: list[tuple[int, int]] = []  # noqa: RUF012 - what all instances were given
+
+    def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        self.launched.append((bucket, replica))
+        return super().launch_all_reduce(bucket, replica, tensor)
+
+
+@pytest.fixture(autouse=True)
+def toy() -> Iterator[None]:
+    register_link(Link("toy", carries=(ops.all_reduce, ops.send), falls_back_to="copy"))
+    register_communicator(ToyCommunicator)
+    ToyCommunicator.launched.clear()
+    yield
+    unregister_communicator(ToyCommunicator)
+    unregister_link("toy")
+    assert "toy" not in link_names()
+    with pytest.raises(CommunicationError, match="nothing implements the link 'toy'"):
+        communicator_for("toy", (), 1.0)
+
+
+def trained(num_devices: int, **options: Any) -> tuple[mirrorc.Step, dict[str, torch.Tensor]]:
+    """A step after three batches, and its parameters."""
+    torch.manual_seed(0)
+    model = TwoLayers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = mirrorc.compile(
+        model, num_devices, optimizer=optimizer, loss_fn=torch.nn.functional.cross_entropy, backend="eager", **options
+    )
+    for _ in range(3):
+        step(torch.randn(8, 4), target=torch.arange(8) % 3)
+    return step, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
+    options: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    step, found = trained(num_devices, link="toy", **options)
+    _, expected = trained(num_devices, link="copy", **options)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    program = step.program
+    verify(program)
+    num_buckets = len(program.buckets)
+    assert num_buckets > 1 and len(ToyCommunicator.launched) == 3 * num_devices * num_buckets
+    assert str(program).count("link=toy") >= num_buckets and "link toy: asked for" in program.remarks
+    explained = str(step.explain())
+    assert "all_reduce over toy, ms" in explained and "toy moves nothing until the wait" in explained
+    assert step.memory().total > 0
+
+
+def test_what_it_does_not_carry_goes_over_the_link_that_it_names() -> None:
+    step, _ = trained(2, link="toy")
+    with step:
+        program = step.program
+    launches = [node for module in program.device_graphs.values() for node in calls_to(module.graph, *ops.REDUCTIONS)]
+    assert {(node.target, node.kwargs["link"]) for node in launches} == {(ops.reduce_scatter, "copy")}
+    assert not ToyCommunicator.launched
+    for node in launches:
+        node.kwargs = {**node.kwargs, "link": "toy"}
+    with pytest.raises(VerifyError, match="reduce_scatter of bucket 0 cannot go over toy, which does not carry it"):
+        verify(program)
+
+
+def test_a_link_is_implemented_once() -> None:
+    class Another(CopyCommunicator):
+        link = "toy"
+
+    with pytest.raises(ValueError, match="ToyCommunicator implements the link 'toy' already"):
+        register_communicator(Another)
