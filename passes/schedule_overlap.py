@@ -8,7 +8,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, origin_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of
 from mirrorc.ir.program import Program, Stage
 
 
@@ -36,7 +36,7 @@ class ScheduleOverlap:
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             max(node.all_input_nodes).append(node)  # nodes compare by their places in the graph
         for node in reversed(list(graph.nodes)):
-            if is_compute(node) and origin_of(node).target is ops.wait and node.users:
+            if is_computed(node) and origin_of(node).target is ops.wait and node.users:
                 min(node.users).prepend(node)  # as late as the wait for what it takes
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             _move_waits(node)

@@ -12,7 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copied
 from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.ir.nodes import calls_to, is_compute, replica_of
+from mirrorc.ir.nodes import calls_to, is_computed, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
@@ -104,7 +104,7 @@ def _users_of(wait: fx.Node) -> list[fx.Node]:
     while waiting:
         users = waiting.pop().users
         found.update(dict.fromkeys(users))
-        waiting.extend(user for user in users if is_compute(user))
+        waiting.extend(user for user in users if is_computed(user))
     return sorted(found)
 
 

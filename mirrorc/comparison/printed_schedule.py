@@ -6,17 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mirrorc.ir import ops
+from mirrorc.ir.operation import Kind, operation_named
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram
 
-PACK, WAIT, WRITE = (operation.__name__ for operation in (ops.pack, ops.wait, ops.write))
-FACTORED = "factored"
-_KINDS = {
-    **{operation.__name__: "launch" for operation in (*ops.LAUNCHES, ops.send)},
-    **{operation.__name__: "update" for operation in (ops.update, ops.step_optimizer, ops.store)},
-    **{operation.__name__: FACTORED for operation in ops.FACTORED},
-    **{name: name for name in (PACK, WAIT, WRITE)},
-}
+PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kind.WRITE, Kind.FACTORED))
 
 Key = tuple[str, str, int]
 """What an event is in any program: its kind; its bucket, region or gradient; its number among alike ones of its device."""
@@ -73,5 +66,8 @@ def is_region_call(line: PrintedLine) -> bool:
 
 
 def _kind(operation: str) -> str:
+    found = operation_named(operation)
+    if found is not None:
+        return found.kind.value
     is_operator = "." in operation or operation == "getitem"
-    return _KINDS.get(operation, "operator" if is_operator else "region")
+    return (Kind.COMPUTE if is_operator else Kind.REGION).value

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir import ops
 from mirrorc.ir.identifiers import identifier
-from mirrorc.ir.nodes import is_operator
+from mirrorc.ir.nodes import is_operator, operation_name
+from mirrorc.ir.operation import Kind, filled, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import add_node
@@ -62,34 +62,14 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mappi
     return add_node(graph, "call_function", target, args, given, _name(target, args, given))
 
 
-_STEMS = {
-    ops.pack: "b{bucket}",
-    ops.all_reduce: "b{bucket}_pending",
-    ops.reduce_scatter: "b{bucket}_pending",
-    ops.broadcast: "b{bucket}_pending",
-    ops.recv: "b{bucket}_incoming",
-    ops.wait: "b{bucket}_sum",
-    ops.send: "send_b{bucket}_to_r{destination}",
-    ops.update: "update_b{bucket}",
-    ops.store: "store_b{bucket}",
-    ops.slot: "slot_{variable}",
-    ops.product: "d_{variable}",
-    ops.index_add: "d_{variable}",
-    ops.write: "write_{variable}",
-    ops.argument: "{name}",
-    ops.call_region: "{region}",
-}
-
-
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    stem = _STEMS.get(target, "").format(**kwargs)
-    if target is ops.wait and getattr(args[0], "target", None) in (ops.broadcast, ops.recv):
-        stem = f"b{kwargs['bucket']}_parameters"
-    if is_operator(target):
+    found = operation_of(target)
+    stem = filled(found.stem, args, kwargs) if found is not None else ""
+    if is_operator(target) or (found is not None and found.kind is Kind.COMPUTE):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
-        stem = f"{operand}_{target._schema.name.split('::')[-1].strip('_')}"
+        stem = stem or f"{operand}_{operation_name(target)}"
     replica = f"_r{kwargs['replica']}" if kwargs.get("replica") is not None else ""
-    return identifier((stem or str(getattr(target, "__name__", target))) + replica)
+    return identifier((stem or operation_name(target)) + replica)
 
 
 def insert(

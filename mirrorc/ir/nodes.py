@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.ops import FACTORED, OPERATIONS, call_region, pack, product
+from mirrorc.ir.operation import Kind, operation_of
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -22,9 +22,20 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def is_computed(node: fx.Node) -> bool:
+    """Whether a node makes a value of others, without effect: an operator of torch, or an operation that is declared so."""
+    return is_compute(node) or is_of(node, Kind.COMPUTE)
+
+
+def is_of(node: Any, kind: Kind) -> bool:
+    """Whether a node calls an operation of this kind."""
+    found = operation_of(node.target) if isinstance(node, fx.Node) else None
+    return found is not None and found.kind is kind
+
+
 def is_known(node: fx.Node) -> bool:
     """Whether a node calls an operation of the IR, takes a part of a result, or is an operator of torch."""
-    return is_compute(node) or node.target is operator.getitem or OPERATIONS.get(name_of(node)) is node.target
+    return is_compute(node) or node.target is operator.getitem or operation_of(node.target) is not None
 
 
 def replica_of(node: fx.Node) -> int | None:
@@ -45,7 +56,7 @@ def replica_of(node: fx.Node) -> int | None:
 
 def is_region_call(node: fx.Node) -> bool:
     """Whether a node calls a region, lowered or not."""
-    return node.op == "call_module" or node.target is call_region
+    return node.op == "call_module" or is_of(node, Kind.REGION)
 
 
 def region_of(node: fx.Node) -> str:
@@ -61,20 +72,20 @@ def bucket_of(node: fx.Node) -> int:
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """The node whose value operators of torch have made this of, each by its first argument: a cast's is what is cast."""
-    while is_compute(node) and node.args and isinstance(node.args[0], fx.Node):
+    """The node of whose value this is computed, by operators that each take the last one's first: a cast's is what is cast."""
+    while is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def stays_factored(gradient: Any) -> bool:
     """Whether a gradient is two factors that nothing but `pack` looks at, so that nobody need make it whole before."""
-    return gradient.target in FACTORED and all(user.target is pack for user in gradient.users)
+    return is_of(gradient, Kind.FACTORED) and all(is_of(user, Kind.PACK) for user in gradient.users)
 
 
 def made_whole(gradient: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator of torch that makes one of FACTORED whole, and its arguments."""
-    if gradient.target is product:
+    """The operator of torch that makes a factored gradient whole, and its arguments."""
+    if name_of(gradient) == "product":
         return torch.ops.aten.mm.default, gradient.args
     sizes = (gradient.meta["val"].shape[0], gradient.kwargs.get("padding_idx", -1), False)
     return torch.ops.aten.embedding_dense_backward.default, (*gradient.args, *sizes)
@@ -83,6 +94,11 @@ def made_whole(gradient: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def name_of(node: fx.Node) -> str:
     """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))
+
+
+def operation_name(target: Any) -> str:
+    """What values are called after that an operation makes: an operator of torch without namespace and overload."""
+    return target._schema.name.split("::")[-1].strip("_") if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:

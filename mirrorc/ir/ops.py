@@ -1,8 +1,8 @@
-"""The operations of mirrored and lowered graphs.
+"""The operations of mirrored and lowered graphs, each declared once.
 
-They are symbols: a graph names them as the target of ``call_function`` nodes, the runtime carries them out. Every
-operation of a mirrored graph carries the keyword ``replica``; only collectives join replicas, and those carry the bucket
-they move as a tag, so that two buckets of equal shape can never be exchanged for one another.
+They are symbols: a graph names them as the target of ``call_function`` nodes, and the runtime runs them. Every operation of a
+mirrored graph carries the keyword ``replica``; only collectives join replicas, and those carry the bucket that they move as a
+tag, so that two buckets of equal shape can never be exchanged for one another.
 
 A pass may also put functional ATen operators between them (`is_compute`), such as a cast of a packed bucket: they belong to
 the replica of what they are given.
@@ -10,88 +10,73 @@ the replica of what they are given.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import fx
+
+from mirrorc.ir.operation import Effect, Kind, Printed, Selection, operation
+from mirrorc.ir.program import Stage
+from mirrorc.ir.type_rules import (
+    awaited,
+    nothing,
+    of_bucket,
+    of_index_add,
+    of_product,
+    of_region,
+    of_slot,
+    of_update,
+    of_variable,
+    pending_operand,
+    pending_parameters,
+)
+from mirrorc.ir.value_types import Pending as Pending
 
 
-@dataclass(frozen=True)
-class Pending:
-    """The type of a collective's result while it is in flight; only `wait` turns it into a value.
-
-    Attributes:
-        value: the (fake) tensor that `wait` will give.
-    """
-
-    value: Any
-
-
-def _symbol(function: Callable[..., Any]) -> Callable[..., Any]:
-    name = function.__name__
-
-    def symbol(*args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{name} is an operation of the IR: only mirrorc's runtime can carry it out")
-
-    symbol.__name__ = symbol.__qualname__ = name
-    symbol.__doc__ = function.__doc__
-    symbol.__module__ = function.__module__
-    parameters = inspect.signature(function).parameters.values()
-    _REQUIRED[symbol] = tuple(
-        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "replica"
-    )
-    OPERATIONS[name] = symbol
-    return fx.has_side_effect(symbol) if name in _IMPURE else symbol
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""Every operation, by name."""
-_REQUIRED: dict[Any, tuple[str, ...]] = {}
-
-
-def required_keywords(target: Any) -> tuple[str, ...]:
-    """The keywords that an operation of the IR has in every graph: all but ``replica``, which lowered ones lack."""
-    return _REQUIRED.get(target, ())
-
-
-_IMPURE = {
-    "all_reduce",
-    "reduce_scatter",
-    "broadcast",
-    "send",
-    "recv",
-    "wait",
-    "update",
-    "step_optimizer",
-    "write",
-    "store",
-}
-
-
-@_symbol
+@operation(
+    Kind.SOURCE,
+    since=Stage.REPLICATED,
+    until=Stage.SCHEDULED,
+    gives=None,
+    stem="{name}",
+    value="argument",
+    called="{name}",
+    printed=Printed.WHERE_USED,
+)
 def argument(*, name: str, replica: int) -> Any:
     """An argument of a replica's program (a placeholder, once lowered)."""
 
 
-@_symbol
+@operation(
+    Kind.SOURCE,
+    since=Stage.CAPTURED,
+    gives=of_variable,
+    value="variable",
+    called="{variable}",
+    printed=Printed.WHERE_USED,
+)
 def read(*, variable: str, replica: int | None = None) -> Any:
     """The value of a variable before the step's update."""
 
 
-@_symbol
+@operation(
+    Kind.SOURCE,
+    since=Stage.OUTLINED,
+    gives=of_slot,
+    stem="slot_{variable}",
+    value="slot",
+    called="slot({variable})",
+    printed=Printed.WHERE_USED,
+)
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient's place in its bucket, to be written by the region that is given it."""
 
 
-@_symbol
+@operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(left: Any, right: Any, *, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A variable's gradient as two factors, ``left @ right``: made whole by `pack`, or by each device for its share alone."""
 
 
-@_symbol
+@operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
 def index_add(
     rows: Any, indices: Any, *, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None
 ) -> Any:
@@ -101,73 +86,151 @@ def index_add(
     """
 
 
-@_symbol
+@operation(
+    Kind.REGION,
+    since=Stage.OUTLINED,
+    until=Stage.SCHEDULED,
+    gives=of_region,
+    stem="{region}",
+    hidden=("region", "gradients"),
+)
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
     """Runs a region; yields the tuple of its outputs, of which ``gradients`` names those of variables: name to place."""
 
 
-@_symbol
+@operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
 def pack(*gradients: Any, bucket: int, replica: int) -> Any:
     """Puts gradients into their slots of the bucket, in the order of the slots; yields the bucket."""
 
 
-@_symbol
+@operation(
+    Kind.LAUNCH,
+    since=Stage.REDUCED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS),
+    gives=pending_operand,
+    stem="b{bucket}_pending",
+    value="pending",
+    called="b{bucket}_pending",
+    awaited="sum",
+)
 def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas; takes every replica's bucket (one, once lowered)."""
 
 
-@_symbol
+@operation(
+    Kind.LAUNCH,
+    since=Stage.REDUCED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
+    gives=pending_operand,
+    stem="b{bucket}_pending",
+    value="pending",
+    called="b{bucket}_pending",
+    awaited="share",
+)
 def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas, of which each gets its own share."""
 
 
-@_symbol
-def broadcast(*values: Any, bucket: int, root: int, link: str | None = None) -> Any:
-    """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``values`` are there."""
+@operation(
+    Kind.LAUNCH,
+    since=Stage.UPDATED,
+    until=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS),
+    gives=pending_parameters,
+    stem="b{bucket}_pending",
+    value="pending",
+    called="b{bucket}_pending",
+    awaited="parameters",
+)
+def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
+    """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``value`` is there."""
 
 
-@_symbol
+@operation(
+    Kind.LAUNCH,
+    since=Stage.UPDATED,
+    effects=(Effect.SENDS,),
+    gives=nothing,
+    stem="send_b{bucket}_to_r{destination}",
+)
 def send(value: Any, *, bucket: int, destination: int, replica: int, link: str) -> None:
     """Offers a bucket's parameters, once ``value`` is there, to replica ``destination``, and goes on."""
 
 
-@_symbol
+@operation(
+    Kind.LAUNCH,
+    since=Stage.UPDATED,
+    effects=(Effect.LAUNCHES, Effect.RECEIVES),
+    gives=pending_parameters,
+    stem="b{bucket}_incoming",
+    value="pending",
+    called="b{bucket}_incoming",
+    awaited="parameters",
+)
 def recv(*, bucket: int, source: int, replica: int, link: str) -> Any:
     """Launches the receipt of a bucket's parameters from replica ``source``."""
 
 
-@_symbol
+@operation(
+    Kind.WAIT,
+    since=Stage.REDUCED,
+    effects=(Effect.WAITS,),
+    gives=awaited,
+    stem="b{bucket}_{awaited}",
+    value="reduced",
+    called="b{bucket}_{awaited}",
+)
 def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
 
 
-@_symbol
+@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
 def update(gradient: Any, *, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element."""
 
 
-@_symbol
+@operation(
+    Kind.UPDATE,
+    since=Stage.UPDATED,
+    effects=(Effect.UPDATES,),
+    gives=nothing,
+    operands_for="buckets",
+    hidden=("buckets",),
+    value="token",
+    called="updated",
+)
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
     """Lets the user's optimizer update the parameters of these buckets by itself; yields a token."""
 
 
-@_symbol
+@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
 def store(value: Any, *, bucket: int, replica: int) -> None:
     """Writes a bucket's parameters."""
 
 
-@_symbol
+@operation(
+    Kind.WRITE,
+    since=Stage.UPDATED,
+    effects=(Effect.WRITES,),
+    gives=nothing,
+    stem="write_{variable}",
+    hidden=("variable",),
+    printed=Printed.TOGETHER,
+)
 def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
 
-FACTORED = (product, index_add)
-"""What gives a gradient as two factors."""
+FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
+"""What gives a gradient as factors."""
 
-REDUCTIONS = (all_reduce, reduce_scatter)
-COLLECTIVES = (*REDUCTIONS, broadcast)
-LAUNCHES = (*COLLECTIVES, recv)
+REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
+COLLECTIVES = Selection(lambda found: Effect.JOINS in found.effects)
+LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 """What gives a pending value."""
+
+UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
+"""What writes the parameters of buckets."""
 
 
 VIEWS = (

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
+
+from mirrorc.ir.operation import Kind, operations
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+_COMMENT = (r"(?P<comment>#.*)$", "bright_black")
 _STYLES = (
-    (r"(?P<comment>#.*)$", "bright_black"),
     (r"^(?P<keyword>def|region)\b|\b(?P<return>return)\b", "bold magenta"),
-    (r"\b(?P<launch>all_reduce|reduce_scatter|broadcast|send|recv|wait)(?=\()", "bold yellow"),
     (r"\b(?P<region>(?:fwd|bwd)_\d+)\b", "bold cyan"),
-    (r"\b(?P<update>update|step_optimizer|store|write|pack)(?=\()", "bold green"),
     (r"(?P<type>(?:pending |share of )?\b(?:bool|(?:bf|f|i|u|c)\d+)\[[\d, ]*\])", "blue"),
 )
+_OF_KINDS = {
+    "bold yellow": (Kind.LAUNCH, Kind.WAIT),
+    "bold green": (Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
+    "bold cyan": (Kind.COMPUTE,),
+}
+"""Colors of operations, by what they are for. Sources and regions are not printed by the names of their operations."""
 
 
 def coloured(text: str) -> Text:
@@ -22,10 +29,16 @@ def coloured(text: str) -> Text:
     from rich.text import Text
 
     result = Text(text)
-    for pattern, style in _STYLES[1:]:
+    for pattern, style in (*_STYLES, *_operation_styles(), _COMMENT):  # the last: what is in a comment is comment
         result.highlight_regex(f"(?m){pattern}", style)
-    result.highlight_regex(f"(?m){_STYLES[0][0]}", _STYLES[0][1])  # last: what is in a comment is comment
     return result
+
+
+def _operation_styles() -> Iterator[tuple[str, str]]:
+    for style, kinds in _OF_KINDS.items():
+        names = [found.name for found in operations() if found.kind in kinds]
+        if names:
+            yield rf"\b(?P<operation>{'|'.join(names)})(?=\()", style
 
 
 def print_coloured(text: str, stream: TextIO) -> None:

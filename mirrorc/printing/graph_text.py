@@ -22,6 +22,7 @@ from mirrorc.ir.nodes import (
     replica_of,
     target_name,
 )
+from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Placement
@@ -82,20 +83,16 @@ def rendered_line(line: Line, sources: bool) -> str:
     return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
 
 
-_PRINTED = (*ops.FACTORED, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.step_optimizer, ops.store)
-
-
-_FOLDED = (ops.argument, ops.read, ops.slot, ops.write, operator.getitem)  # shown where they are used
-
-
 def _calls(program: Program, graph: fx.Graph) -> list[Line]:
     """The lines of a graph of region calls and operations of the IR."""
     values = PrintedValues(program, graph)
     width = max(len(device.name) for device in program.devices)
-    writes = _write_texts(values, graph)
+    together = _joined_texts(values, graph)
     lines = []
     for node in graph.nodes:
-        text = writes.get(node) if node.target is ops.write else _call_text(values, node)
+        operation = operation_of(node.target)
+        is_joined = operation is not None and operation.printed is Printed.TOGETHER
+        text = together.get(node) if is_joined else _call_text(values, node)
         if text is None:
             continue
         if graph is program.graph:
@@ -110,14 +107,17 @@ def _calls(program: Program, graph: fx.Graph) -> list[Line]:
     return lines
 
 
-def _write_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
-    """One line for all the writes of a replica, at the first of them."""
-    by_replica: dict[int | None, list[fx.Node]] = {}
-    for node in calls_to(graph, ops.write):
-        by_replica.setdefault(replica_of(node), []).append(node)
+_TOGETHER = Selection(lambda operation: operation.printed is Printed.TOGETHER)
+
+
+def _joined_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
+    """One line for all of a replica's calls of an operation such as `write`, at the first of them."""
+    found: dict[tuple[int | None, str], list[fx.Node]] = {}
+    for node in calls_to(graph, *_TOGETHER):
+        found.setdefault((replica_of(node), name_of(node)), []).append(node)
     return {
-        nodes[0]: f"write({values.listing(source for node in nodes for source in node.all_input_nodes)})"
-        for nodes in by_replica.values()
+        nodes[0]: f"{name}({values.listing(source for node in nodes for source in node.all_input_nodes)})"
+        for (_, name), nodes in found.items()
     }
 
 
@@ -128,9 +128,11 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         return f"{results or '_':<{_RESULT_WIDTH}} = {region_of(node)}({values.listing(node.all_input_nodes)})"
     if is_compute(node):
         return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
-    if node.op != "call_function" or node.target in _FOLDED:
+    operation = operation_of(node.target)
+    is_folded = operation is not None and operation.printed is Printed.WHERE_USED
+    if node.op != "call_function" or node.target is operator.getitem or is_folded:
         return None
-    if node.target not in _PRINTED:  # nothing that a valid program has; for whoever looks for what is wrong
+    if operation is None:  # nothing that a valid program has; for whoever looks for what is wrong
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
@@ -139,8 +141,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
     details += [arguments] if arguments else []
-    shown = ("padding_idx", "op", "root", "source", "destination", "link")
-    details += [f"{key}={node.kwargs[key]}" for key in shown if node.kwargs.get(key) is not None]
+    details += [f"{key}={node.kwargs[key]}" for key in operation.shown if node.kwargs.get(key) is not None]
     text = f"{name_of(node)}({', '.join(details)})"
     return f"{values.typed(node):<{_RESULT_WIDTH}} = {text}" if node.users else text
 

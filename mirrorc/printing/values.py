@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_compute, origin_of, replica_of
+from mirrorc.ir.nodes import bucket_of, is_computed, operation_name, origin_of, replica_of
+from mirrorc.ir.operation import filled, operation_of
 from mirrorc.ir.program import Program
 
 _DTYPES = {
@@ -61,33 +62,22 @@ class PrintedValues:
         self._name_computed(graph)
 
     def _classify(self, node: fx.Node) -> tuple[str, str]:
-        bucket = node.kwargs.get("bucket")
-        if node.op == "placeholder" or node.target is ops.argument:
-            return "argument", str(node.kwargs.get("name", node.target))
-        if node.target is ops.read:
-            return "variable", str(node.kwargs["variable"])
-        if node.target is ops.slot:
-            return "slot", f"slot({node.kwargs['variable']})"
-        if node.target is ops.pack:
-            return "bucket", f"b{bucket}"
-        if node.target in ops.LAUNCHES:
-            return "pending", f"b{bucket}_{'incoming' if node.target is ops.recv else 'pending'}"
-        if node.target is ops.wait:
-            launch = node.args[0] if node.args else None
-            target: Any = launch.target if isinstance(launch, fx.Node) else None
-            given = {ops.all_reduce: "sum", ops.reduce_scatter: "share"}.get(target, "parameters")
-            return "reduced", f"b{bucket}_{given}"
-        if is_compute(node):
+        if node.op == "placeholder":
+            return "argument", str(node.target)
+        if is_computed(node):
             return "computed", ""  # named by `_name_computed`
-        return ("token", "updated") if node.target is ops.step_optimizer else ("saved", node.name)
+        operation = operation_of(node.target)
+        if operation is None:
+            return "saved", node.name
+        return operation.value, filled(operation.called, node.args, node.kwargs) or node.name
 
     def _name_computed(self, graph: fx.Graph) -> None:
         """Calls what operators of torch make after their operand: ``b0_sum_clamp``, ``b0_sum_clamp_2`` on the same replica."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             if self.kinds[node] == ("computed", ""):
-                operation = node.target._schema.name.split("::")[-1].strip("_")
-                base = "_".join([*(self.name(operand) for operand in node.all_input_nodes[:1]), operation])
+                operands = (self.name(operand) for operand in node.all_input_nodes[:1])
+                base = "_".join([*operands, operation_name(node.target)])
                 key = (replica_of(node), base)
                 counts[key] += 1
                 self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")

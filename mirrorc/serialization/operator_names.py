@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.custom_ops import matmul
 from mirrorc.custom_ops.random import seeded, unseeded
-from mirrorc.ir import ops
+from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions
 
@@ -40,9 +40,9 @@ def operator_name(target: Any) -> str:
             return _SEEDED + str(drawn)
         if _overload(str(target)) is target:
             return str(target)
-    for name, symbol in ops.OPERATIONS.items():
-        if target is symbol:
-            return f"ops.{name}"
+    operation = operation_of(target)
+    if operation is not None:
+        return f"ops.{operation.name}"
     raise DataError(
         f"it calls {target!r}, which is no operator of torch and no operation of mirrorc.ir.ops, and only these are found by "
         "name when a program is loaded; register it as an operator (torch.library.custom_op) and call that"
@@ -58,7 +58,8 @@ def find_operator(name: Any) -> Callable[..., Any]:
     expect(name, str, "an operator's name")
     if name == "operator.getitem":
         return operator.getitem
-    found = ops.OPERATIONS.get(name.removeprefix("ops.")) if name.startswith("ops.") else None
+    operation = operation_named(name.removeprefix("ops.")) if name.startswith("ops.") else None
+    found: Any = operation.symbol if operation is not None else None
     found = found or _overload(name.removeprefix(_SEEDED))
     if name.split(".")[0] in _BY_INDUCTOR and found is None:
         inductor_decompositions()

@@ -1,4 +1,4 @@
-"""Binds a device's graph to memory, regions and links: says what carries out each of its nodes."""
+"""Binds a device's graph to memory, regions and links: says which function runs each of its nodes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, is_compute, made_whole, stays_factored
+from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.codegen.regions import RegionFunction
@@ -26,6 +27,11 @@ from mirrorc.runtime.state.gradient_shares import (
     pieces_of_share,
 )
 from mirrorc.runtime.state.step_state import StepState
+
+
+binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
+"""Gives, for an operation, the function that runs a node of a replica, called with the node's operands and keywords; or a
+`Constant`. An operation that is declared elsewhere registers its own: ``@binds(scale_bucket)``."""
 
 
 class Binder:
@@ -55,24 +61,27 @@ class Binder:
         self.pieces: list[Piece] = []
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """What carries out a node on a replica. Arguments that only the compiler needs are bound away."""
+        """The function that runs a node on a replica. Arguments that only the compiler needs are bound away."""
         if node.op == "call_module":
             return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or is_compute(node):
             return node.target
-        return _BINDERS[node.target](self, replica, node)
+        return binds.of(node.target)(self, replica, node)
 
+    @binds(ops.read)
     def _bind_read(self, replica: int, node: fx.Node) -> Constant:
         name = str(node.kwargs["variable"])
         if name in self._constants:
             return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
         return Constant(self._state.store.values(name)[replica])
 
+    @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
         flat = self._state.store.buckets[bucket_of(node)]
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
+    @binds(ops.pack)
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
@@ -95,6 +104,7 @@ class Binder:
 
         return pack
 
+    @binds(ops.FACTORED)
     def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         is_left, make = stays_factored(node), _maker(node)
 
@@ -103,6 +113,7 @@ class Binder:
 
         return factored
 
+    @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
         launch: Any = {
@@ -115,6 +126,7 @@ class Binder:
 
         return reduction
 
+    @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
         parameters = self._state.store.buckets[bucket].parameters[replica]
@@ -124,12 +136,14 @@ class Binder:
 
         return send
 
+    @binds(ops.recv)
     def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
         def recv(**_: Any) -> None:
             """Nothing to do before the wait: the sender's memory is fetched from there."""
 
         return recv
 
+    @binds(ops.wait)
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
@@ -146,6 +160,7 @@ class Binder:
 
         return wait
 
+    @binds(ops.update)
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
         apply = self._state.optimizers.updater(bucket_of(node), replica)
 
@@ -155,6 +170,7 @@ class Binder:
 
         return update
 
+    @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., None]:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> None:
             self._state.has_updated = True
@@ -162,6 +178,7 @@ class Binder:
 
         return step_optimizer
 
+    @binds(ops.store)
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
         parameters = self._state.store.buckets[bucket_of(node)].parameters[replica]
 
@@ -170,6 +187,7 @@ class Binder:
 
         return store
 
+    @binds(ops.write)
     def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
         own = self._state.store.values(str(node.kwargs["variable"]))[replica]
 
@@ -183,20 +201,3 @@ def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:
     """The function of two factors that makes a gradient whole."""
     target, (_, _, *others) = made_whole(gradient)
     return lambda one, other: target(one, other, *others)
-
-
-_BINDERS: dict[Any, Callable[[Binder, int, fx.Node], Any]] = {
-    ops.read: Binder._bind_read,
-    ops.slot: Binder._bind_slot,
-    **dict.fromkeys(ops.FACTORED, Binder._bind_factored),
-    ops.pack: Binder._bind_pack,
-    ops.all_reduce: Binder._bind_reduction,
-    ops.reduce_scatter: Binder._bind_reduction,
-    ops.send: Binder._bind_send,
-    ops.recv: Binder._bind_recv,
-    ops.wait: Binder._bind_wait,
-    ops.update: Binder._bind_update,
-    ops.step_optimizer: Binder._bind_step_optimizer,
-    ops.store: Binder._bind_store,
-    ops.write: Binder._bind_write,
-}

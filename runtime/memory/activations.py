@@ -16,6 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of, stays_factored
+from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
@@ -118,6 +119,11 @@ def activations_of(
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
+accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
+"""Gives, for an operation, the blocks of a node's value, and the bytes that it takes only while it runs. The value of an
+operation that has no handler lies in memory of its own."""
+
+
 class _Walk:
     """Does with blocks what a device's generated function (`mirrorc.runtime.codegen.graph_function`) does with values."""
 
@@ -195,8 +201,7 @@ class _Walk:
             return (parts[node.args[1]],) if len(parts) == len(source.meta["val"]) else parts, 0  # type: ignore[index]
         if is_compute(node):
             return (self._of(node.args[:1]) if is_view(node) else self._new(node)), 0
-        handler = _HANDLERS.get(node.target)
-        return handler(self, node) if handler is not None else ((), 0)
+        return accounts.of(node.target)(self, node) if node.target in accounts else (self._new(node), 0)
 
     def _new(self, node: fx.Node) -> tuple[Block, ...]:
         values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
@@ -210,12 +215,19 @@ class _Walk:
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
 
+    @accounts(ops.read, ops.slot, ops.send, ops.recv, ops.step_optimizer, ops.store, ops.write)
+    def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (), 0  # what it gives stays between steps, or lies elsewhere
+
+    @accounts(ops.FACTORED)
     def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (self._of(node.args) if stays_factored(node) else self._new(node)), 0
 
+    @accounts(ops.pack)
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(factored_of(node)), 0  # all else lies in the bucket
 
+    @accounts(ops.REDUCTIONS)
     def _reduction(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:
@@ -224,6 +236,7 @@ class _Walk:
             self.ledger.hold(operands)  # others may need them until the end of the step
         return (), 0
 
+    @accounts(ops.wait)
     def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         launch: Any = node.args[0]
         if launch.target is ops.recv:
@@ -259,6 +272,7 @@ class _Walk:
         pieces = pieces_of_share(bucket, factored_slots(pack), self.replica, self.program.num_replicas)
         return copied_elements(pieces, factors) * bucket.dtype.itemsize
 
+    @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.share(self.replica, self.program.num_replicas)
@@ -270,13 +284,3 @@ def factored_of(pack: fx.Node) -> list[fx.Node]:
     """The gradients of a packed bucket that are left as factors to those who make shares of it."""
     gradients = [gradient for gradient in pack.args if stays_factored(gradient)]
     return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares(pack) else []
-
-
-_HANDLERS: dict[Any, Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = {
-    **dict.fromkeys(ops.FACTORED, _Walk._factored),
-    ops.pack: _Walk._pack,
-    ops.all_reduce: _Walk._reduction,
-    ops.reduce_scatter: _Walk._reduction,
-    ops.wait: _Walk._wait,
-    ops.update: _Walk._update,
-}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_compute, name_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, name_of
+from mirrorc.ir.operation import operation_of
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
 
@@ -74,9 +74,10 @@ def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]])
 
 
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make what a node is given, through packing, casts and the like."""
+    """The calls that make what a node is given: regions, and what has an effect, as waits do; all else is looked through."""
     for source in node.all_input_nodes:
-        if source.target in (operator.getitem, ops.product, ops.pack) or is_compute(source):
-            yield from sources_of(source)
-        elif source.op == "call_module" or source.target in (ops.step_optimizer, ops.wait):
+        operation = operation_of(source.target)
+        if is_region_call(source) or (operation is not None and operation.effects):
             yield source
+        else:
+            yield from sources_of(source)

@@ -13,6 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
+from mirrorc.ir.operation import Kind, Selection
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
 from mirrorc.runtime.profiling.advice import advise
@@ -20,7 +21,7 @@ from mirrorc.runtime.profiling.collectives import Collective, Launch, collective
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes, mean_over_devices, median
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
-_UPDATES = (ops.update, ops.step_optimizer, ops.store, ops.write)
+_UPDATES = Selection(lambda found: found.kind in (Kind.UPDATE, Kind.WRITE))
 _NEGLIGIBLE = 0.01  # of a step: what a bucket waited behind is not named below it
 _TEXT_WIDTH = 110  # rows of the table are as long as what they name
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, region_of
+from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.runtime.profiling.collectives import Collective, collectives_of
@@ -22,14 +22,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 _PROCESS = 1
 _STEPS = 1  # the track of the steps; those of devices and links follow
-_CATEGORIES: dict[Any, str] = {
-    ops.wait: "wait",
-    ops.update: "update",
-    ops.step_optimizer: "update",
-    ops.store: "update",
-    ops.write: "update",
-    ops.pack: "pack",
-}
+_CATEGORIES = {kind: kind.value for kind in (Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDATE)} | {Kind.WRITE: "update"}
 Event = dict[str, Any]
 
 
@@ -123,7 +116,8 @@ def _details(program: Program, node: fx.Node) -> dict[str, Any]:
         region = program.regions.get(region_of(node))
         category = region.phase if region is not None else "region"
     else:
-        category = _CATEGORIES.get(node.target, "launch" if "link" in node.kwargs else "other")
+        operation = operation_of(node.target)
+        category = _CATEGORIES.get(operation.kind, "other") if operation is not None else "other"
     arguments: dict[str, Any] = {}
     if "bucket" in node.kwargs:
         bucket = bucket_of(node)

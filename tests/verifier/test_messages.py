@@ -32,7 +32,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.type_inference import value_type
+from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.checked_graphs import Checked
 from mirrorc.verifier.rules import every_bucket_is_updated_once

@@ -12,9 +12,18 @@ from torch import fx
 
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, made_whole, region_of, replica_of, target_name
+from mirrorc.ir.nodes import (
+    bucket_of,
+    is_compute,
+    is_computed,
+    is_region_call,
+    made_whole,
+    region_of,
+    replica_of,
+    target_name,
+)
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.ir.type_inference import is_same_type, value_type
+from mirrorc.ir.value_types import is_same_type, value_type
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
@@ -181,10 +190,11 @@ class _Expressions:
     def _way(self, value: fx.Node) -> int:
         """What operators of torch make of a packed or a summed bucket, all other values left out."""
         steps = []
-        while is_compute(value) and value.args and isinstance(value.args[0], fx.Node):
-            others = (fx.node.map_arg(part, lambda n: "value") for part in (value.args[1:], value.kwargs))
+        while is_computed(value) and value.args and isinstance(value.args[0], fx.Node):
+            own = {key: item for key, item in value.kwargs.items() if key != "replica"}
+            others = (fx.node.map_arg(part, lambda n: "value") for part in (value.args[1:], own))
             if value.target not in _COPIES:
-                steps.append((str(value.target), *(_hashable(part) for part in others)))
+                steps.append((target_name(value.target), *(_hashable(part) for part in others)))
             value = value.args[0]
         return self._number("way", *steps) if steps else _UNCHANGED
 
@@ -278,7 +288,7 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
     for node in graph.nodes:
         if node.target in ops.REDUCTIONS:
             yield from ((_WAYS[0], bucket_of(node), node, value) for value in node.all_input_nodes)
-        elif node.target in (ops.update, ops.step_optimizer, ops.store):
+        elif node.target in ops.UPDATES:
             for bucket, value in zip(written_buckets(node), node.all_input_nodes, strict=False):
                 yield _WAYS[1], bucket, node, value
 

@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
-from mirrorc.ir.type_inference import say_type, value_type
+from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rules.programs import Violation, replica_at, say, scopes, tag
 
 Step = tuple[str, fx.Node]  # a device, and a node of its program

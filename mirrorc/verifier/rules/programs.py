@@ -68,6 +68,6 @@ def replica_at(program: Program, node: fx.Node) -> int:
 
 def written_buckets(node: fx.Node) -> list[int]:
     """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
-    if node.target in (ops.update, ops.store):
-        return [bucket_of(node)]
-    return list(node.kwargs["buckets"]) if node.target is ops.step_optimizer else []  # type: ignore[arg-type]
+    if node.target not in ops.UPDATES:
+        return []
+    return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

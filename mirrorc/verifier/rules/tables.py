@@ -10,6 +10,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_region_call, name_of, region_of, replica_of
+from mirrorc.ir.operation import operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation
 
@@ -69,20 +70,20 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
                 yield Violation(f"{node.name} gives the gradient of {name} as result {place} of {len(results)}", node)
 
 
-_NUM_ARGUMENTS = {ops.wait: 1, ops.update: 1, ops.store: 1, ops.write: 1, ops.send: 1, ops.broadcast: 1}
-
-
 def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
     """An operation has its keywords and takes as many values as it needs: an optimizer's step one for each bucket, others one."""
     for graph in program.graphs():
         for node in graph.nodes:
-            missing = [name for name in ops.required_keywords(node.target) if name not in node.kwargs]
+            operation = operation_of(node.target)
+            if operation is None:
+                continue
+            missing = [name for name in operation.keywords if name not in node.kwargs]
             if missing:
                 yield Violation(f"{node.name} has no keyword {', '.join(missing)}, which {name_of(node)} needs", node)
                 continue
-            expected = _NUM_ARGUMENTS.get(node.target)
-            if node.target is ops.step_optimizer:
-                expected = len(node.kwargs["buckets"])
+            expected = operation.operands
+            if isinstance(expected, str):
+                expected = len(node.kwargs[expected])  # type: ignore[arg-type]
             if expected is not None and (
                 len(node.args) != expected or not all(isinstance(a, fx.Node) for a in node.args)
             ):

@@ -42,7 +42,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
                         f"not {expected}",
                         last_of_bucket(graph, bucket.index, replica),
                     )
-        for node in calls_to(graph, ops.update, ops.step_optimizer, ops.store):
+        for node in calls_to(graph, *ops.UPDATES):
             if node.target is ops.step_optimizer and replica_at(program, node) != 0:
                 yield Violation(
                     f"{node.name} is on replica {replica_at(program, node)}, but the optimizer is replica 0's", node

@@ -11,7 +11,8 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_known, name_of, origin_of, replica_of
 from mirrorc.ir.program import Program
-from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly, say_type, value_type
+from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
+from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 

@@ -1,0 +1,289 @@
+"""What an operation of the IR is: one record, from which every table of operations is derived.
+
+An operation is declared once, by decorating a function of which only the signature and the docstring count::
+
+    @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=type_of_operand)
+    def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
+        \"\"\"Multiplies a bucket by a number.\"\"\"
+
+The decorator gives a symbol: graphs name it as the target of ``call_function`` nodes. mirrorc's own operations are declared in
+`mirrorc.ir.ops`; others may be declared anywhere. What IR alone cannot know, such as the function that runs an operation, is
+registered by the part that does: a part has a table of `Handlers`.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Generic, NoReturn, TypeVar
+
+from torch import fx
+
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.value_types import ValueType
+
+Symbol = Callable[..., Any]
+TypeRule = Callable[[Program, fx.Node], ValueType]
+"""Gives the type of a node's value; raises TypeError if the operation cannot take the node's arguments."""
+
+
+class Kind(enum.Enum):
+    """What an operation is for: what its line in a schedule counts as."""
+
+    SOURCE = "source"  # gives what is there already: an argument, a variable, a slot
+    REGION = "region"  # runs a region
+    COMPUTE = "operator"  # makes a value of others, without effect, as an operator of torch does
+    FACTORED = "factored"  # gives a gradient as factors
+    PACK = "pack"  # fills a bucket
+    LAUNCH = "launch"  # begins communication
+    WAIT = "wait"  # ends it
+    UPDATE = "update"  # writes parameters
+    WRITE = "write"  # writes other variables
+
+
+class Effect(enum.Enum):
+    """What an operation does besides making a value."""
+
+    LAUNCHES = "gives a pending value"
+    JOINS = "takes a value of every replica and belongs to none"
+    SUMS = "adds up the replicas' values"
+    SCATTERS = "gives each replica its share alone"
+    SENDS = "gives a value to another replica"
+    RECEIVES = "takes a value from another replica"
+    WAITS = "waits for a pending value"
+    UPDATES = "writes the parameters of its buckets"
+    WRITES = "writes a variable"
+
+
+class Printed(enum.Enum):
+    """Where a program's text shows an operation."""
+
+    LINE = "on a line of its own"
+    WHERE_USED = "where its value is used"
+    TOGETHER = "on one line with all others of its replica"
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation of the IR.
+
+    Attributes:
+        name: what programs, printed or saved, call it.
+        symbol: the target of its nodes.
+        kind: what it is for.
+        since: the first stage that has it.
+        until: the last stage that has it; a pass makes something else of it on the way to the next.
+        effects: what it does besides making a value.
+        gives: the type of its value; None if a node's noted type is all that is known.
+        operands: how many values it takes: a number, the keyword that lists what it takes one value for each of, or None for any.
+        keywords: those that it has in every graph: all but ``replica``, which lowered graphs lack, and optional ones.
+        shown: the keywords that are printed after its operands, in order, where they are set.
+        stem: how its nodes are called, a template of keywords; of launches, ``{awaited}`` in it is what the launch says.
+        value: the kind of its value in print, see `mirrorc.printing.values`.
+        called: how its value is called in print, a template as ``stem`` is; empty for the node's name.
+        awaited: of a launch, what its value is called when it has been waited for.
+        printed: where it is shown.
+        summary: what it does, in a sentence.
+    """
+
+    name: str
+    symbol: Symbol
+    kind: Kind
+    since: Stage
+    until: Stage
+    effects: frozenset[Effect]
+    gives: TypeRule | None
+    operands: int | str | None
+    keywords: tuple[str, ...]
+    shown: tuple[str, ...]
+    stem: str
+    value: str
+    called: str
+    awaited: str
+    printed: Printed
+    summary: str
+
+
+_BY_NAME: dict[str, Operation] = {}
+_BY_SYMBOL: dict[Any, Operation] = {}
+_HANDLERS: list[Handlers[Any]] = []
+
+
+def operation(
+    kind: Kind,
+    *,
+    since: Stage,
+    until: Stage = Stage.LOWERED,
+    effects: Collection[Effect] = (),
+    gives: TypeRule | None,
+    operands_for: str = "",
+    hidden: Collection[str] = (),
+    stem: str = "",
+    value: str = "saved",
+    called: str = "",
+    awaited: str = "",
+    printed: Printed = Printed.LINE,
+) -> Callable[[Callable[..., Any]], Symbol]:
+    """Declares an operation: decorates a function whose name, signature and docstring are the operation's.
+
+    Args:
+        operands_for: the keyword that lists what the operation takes one value for each of.
+        hidden: keywords that are not printed, because the line says them in another way.
+        kind, since, until, effects, gives, stem, value, called, awaited, printed: see `Operation`.
+
+    Raises:
+        ValueError: another operation has this name.
+    """
+
+    def declare(function: Callable[..., Any]) -> Symbol:
+        name = function.__name__
+        if name in _BY_NAME:
+            raise ValueError(f"operation {name!r} is declared already: give this one another name")
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "replica"]
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        num_operands = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        symbol = _symbol(function)
+        record = Operation(
+            name=name,
+            symbol=symbol,
+            kind=kind,
+            since=since,
+            until=until,
+            effects=frozenset(effects),
+            gives=gives,
+            operands=operands_for or (None if takes_any else num_operands),
+            keywords=tuple(p.name for p in named if p.default is p.empty),
+            shown=tuple(p.name for p in named if p.name != "bucket" and p.name not in hidden),
+            stem=stem,
+            value=value,
+            called=called,
+            awaited=awaited,
+            printed=printed,
+            summary=" ".join((function.__doc__ or "").partition("\n\n")[0].split()),
+        )
+        _BY_NAME[name] = _BY_SYMBOL[symbol] = record
+        return fx.has_side_effect(symbol) if effects else symbol
+
+    return declare
+
+
+def _symbol(function: Callable[..., Any]) -> Symbol:
+    name = function.__name__
+
+    def symbol(*args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"{name} is an operation of the IR: only mirrorc's runtime can run it")
+
+    symbol.__name__ = symbol.__qualname__ = name
+    symbol.__doc__ = function.__doc__
+    symbol.__module__ = function.__module__
+    return symbol
+
+
+def withdraw(symbol: Symbol) -> None:
+    """Takes back the declaration of an operation, and what is registered for it: for tests, which must leave nothing behind."""
+    del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
+    for handlers in _HANDLERS:
+        handlers.forget(symbol)
+
+
+def operations() -> tuple[Operation, ...]:
+    """Every operation, in the order of declaration."""
+    return tuple(_BY_NAME.values())
+
+
+def operation_named(name: str) -> Operation | None:
+    """The operation that programs call by this name, if there is one."""
+    return _BY_NAME.get(name)
+
+
+def operation_of(target: Any) -> Operation | None:
+    """The operation whose symbol a node's target is; None of operators of torch and of everything else."""
+    return _BY_SYMBOL.get(target) if type(target) is FunctionType else None
+
+
+class Selection(Collection[Symbol]):
+    """The symbols of all operations that meet a condition, those included that are declared later or elsewhere."""
+
+    def __init__(self, condition: Callable[[Operation], bool]) -> None:
+        self._condition = condition
+
+    def __contains__(self, target: object) -> bool:
+        found = operation_of(target)
+        return found is not None and self._condition(found)
+
+    def __iter__(self) -> Iterator[Symbol]:
+        return (found.symbol for found in operations() if self._condition(found))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+class Handlers(Generic[Handler]):
+    """What one part of mirrorc does for each operation: a table that its decorator fills.
+
+    Args:
+        part: says what the handlers do, for messages: ``run``, say.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self._by_symbol: dict[Symbol, Handler] = {}
+        self._by_selection: list[tuple[Selection, Handler]] = []
+        _HANDLERS.append(self)
+
+    def __call__(self, *which: Symbol | Selection) -> Callable[[Handler], Handler]:
+        """Registers the decorated function for these operations; for one of a selection, if it has no handler of its own."""
+
+        def register(handler: Handler) -> Handler:
+            for one in which:
+                if isinstance(one, Selection):
+                    self._by_selection.append((one, handler))
+                else:
+                    self._by_symbol[one] = handler
+            return handler
+
+        return register
+
+    def of(self, target: Any) -> Handler:
+        """The handler of an operation.
+
+        Raises:
+            LookupError: none is registered.
+        """
+        handler = self._find(target)
+        if handler is None:
+            name = getattr(target, "__name__", target)
+            raise LookupError(f"nothing is registered to {self.part} the operation {name}: decorate a function for it")
+        return handler
+
+    def forget(self, symbol: Symbol) -> None:
+        """Removes the handler of an operation, if it has one."""
+        self._by_symbol.pop(symbol, None)
+
+    def __contains__(self, target: Any) -> bool:
+        return self._find(target) is not None
+
+    def _find(self, target: Any) -> Handler | None:
+        found = self._by_symbol.get(target)
+        return found or next((handler for selection, handler in self._by_selection if target in selection), None)
+
+
+class _Words(dict[str, Any]):
+    """Keywords for a template; those that a malformed node lacks are ``None``."""
+
+    def __missing__(self, key: str) -> str:
+        return "None"
+
+
+def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """A template of an operation, filled with a node's keywords and, for ``{awaited}``, with what its launch gives."""
+    launch = operation_of(getattr(args[0], "target", None)) if args else None
+    awaited = launch.awaited if launch is not None and launch.awaited else "value"
+    return template.format_map(_Words(kwargs, awaited=awaited))

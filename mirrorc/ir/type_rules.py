@@ -1,0 +1,184 @@
+"""The type that each operation of the IR gives, from its arguments' types and the program's tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, region_of, replica_of
+from mirrorc.ir.operation import Effect, operation_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.value_types import ValueType, is_same_type, say_type, value_type
+from mirrorc.ir.variables import Placement
+
+
+def noted_type(node: Any) -> ValueType:
+    """The type that is noted for a node; an argument that is no node is itself."""
+    return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
+
+
+def any_value(graph: fx.Graph) -> Any:
+    """Some fake tensor of a graph: it knows the mode and the device of all."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Tensor):
+                return item
+    raise TypeError("the graph has no fake tensor")
+
+
+def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
+    return ("tensor", (num_elements,), (1,), dtype, any_value(node.graph).device)
+
+
+def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
+    """The results of the region that a node calls, if it takes what it is given."""
+    name = region_of(node)
+    if name not in program.regions:
+        raise TypeError(f"it calls {name}, which is no region of the program")
+    body = program.regions[name].graph_module.graph
+    placeholders = [n for n in body.nodes if n.op == "placeholder"]
+    if len(placeholders) != len(node.args):
+        raise TypeError(f"{name} takes {len(placeholders)} arguments, but is given {len(node.args)}")
+    for placeholder, given in zip(placeholders, node.args, strict=True):
+        if isinstance(given, fx.Node) and given.meta.get("val") is placeholder.meta.get("val"):
+            continue  # the very same fake value
+        wanted, found = noted_type(placeholder), noted_type(given)
+        if not is_same_type(wanted, found):
+            raise TypeError(
+                f"argument {placeholder.name} of {name} is {say_type(wanted)}, but is given {say_type(found)}"
+            )
+    return body.output_node().args[0]  # type: ignore[return-value]
+
+
+def of_variable(program: Program, node: fx.Node) -> ValueType:
+    """That of the variable."""
+    variable = program.variables.get(str(node.kwargs["variable"]))
+    if variable is None:
+        raise TypeError(f"{node.kwargs['variable']} is no variable of the program")
+    return ("tensor", variable.shape, variable.strides, variable.dtype, any_value(node.graph).device)
+
+
+def of_slot(program: Program, node: fx.Node) -> ValueType:
+    """That of the slot."""
+    bucket = _bucket(program, node)
+    slot = bucket.slot_of.get(str(node.kwargs["variable"]))
+    if slot is None:
+        raise TypeError(f"bucket {bucket.index} has no slot for {node.kwargs['variable']}")
+    return ("tensor", slot.shape, slot.strides, bucket.dtype, any_value(node.graph).device)
+
+
+def of_product(program: Program, node: fx.Node) -> ValueType:
+    """That of the slot, which the two matrices must give."""
+    factors = [noted_type(factor) for factor in node.args]
+    slot = of_slot(program, node)
+    shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
+    if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
+        given = " and ".join(say_type(kind) for kind in factors)
+        raise TypeError(f"it multiplies {given}: it needs two matrices of {say_type(slot)} that fit each other")
+    if (shapes[0][0], shapes[1][1]) != slot[1]:
+        raise TypeError(f"its product is {[shapes[0][0], shapes[1][1]]}, but the slot is {say_type(slot)}")
+    return slot
+
+
+def of_index_add(program: Program, node: fx.Node) -> ValueType:
+    """That of the slot, whose rows the first factor has, and the second as many indices."""
+    slot = of_slot(program, node)
+    rows, indices, *more = [noted_type(factor) for factor in node.args]
+    given = [kind for kind in (rows, indices) if isinstance(kind, tuple) and kind[0] == "tensor"]
+    fits = len(given) == 2 and not more and given[1][3] in (torch.int32, torch.int64) and given[0][3] == slot[3]
+    if not fits or given[0][1] != (*given[1][1], *slot[1][1:]) or len(slot[1]) != 2:
+        said = " at ".join(say_type(kind) for kind in (rows, indices))
+        raise TypeError(
+            f"it adds {said}: it needs rows of {say_type(slot)}, and as many integers that name their places"
+        )
+    return slot
+
+
+def of_region(program: Program, node: fx.Node) -> ValueType:
+    """A tuple of the region's results."""
+    return ("tuple", tuple(noted_type(result) for result in region_results(program, node)))
+
+
+def of_operand(program: Program, node: fx.Node) -> ValueType:
+    """That of its first operand."""
+    return noted_type(node.args[0])
+
+
+def of_part(program: Program, node: fx.Node) -> ValueType:
+    """That of a part of a tuple."""
+    source, index = node.args
+    values = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(values, list | tuple) or not isinstance(index, int) or not 0 <= index < len(values):
+        raise TypeError(f"{source} has no part {index}")
+    return value_type(values[index])
+
+
+def _bucket(program: Program, node: fx.Node) -> Bucket:
+    index = bucket_of(node)
+    if not 0 <= index < len(program.buckets):
+        raise TypeError(f"there is no bucket {index}")
+    return program.buckets[index]
+
+
+def of_bucket(program: Program, node: fx.Node) -> ValueType:
+    """A flat tensor of the bucket's length."""
+    bucket = _bucket(program, node)
+    return _flat(node, bucket.num_elements, bucket.dtype)
+
+
+def pending_operand(program: Program, node: fx.Node) -> ValueType:
+    """Its operands' type, which is the same of all, pending."""
+    given = [noted_type(source) for source in node.all_input_nodes]
+    if not given:
+        raise TypeError("it is given no bucket")
+    if not all(is_same_type(given[0], other) for other in given):
+        raise TypeError(
+            f"it joins {' and '.join(sorted({say_type(kind) for kind in given}))}, which are not of one type"
+        )
+    return ("pending", given[0])
+
+
+def pending_parameters(program: Program, node: fx.Node) -> ValueType:
+    """A flat tensor of the bucket's length, pending."""
+    return ("pending", of_bucket(program, node))
+
+
+def awaited(program: Program, node: fx.Node) -> ValueType:
+    """What was pending; after a launch that scatters, this replica's share of it."""
+    launch = node.args[0] if node.args else None
+    pending = noted_type(launch)
+    if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
+        raise TypeError("it waits for something that is not pending")
+    launched = operation_of(launch.target)
+    if launched is None or Effect.SCATTERS not in launched.effects:
+        return pending[1]
+    start, stop = _bucket(program, node).share(_replica(program, node), program.num_replicas)
+    return _flat(node, stop - start, pending[1][3])
+
+
+def of_update(program: Program, node: fx.Node) -> None:
+    """Nothing; its operand must be as long as what it updates."""
+    bucket = _bucket(program, node)
+    found = noted_type(node.args[0] if node.args else None)
+    num_elements = bucket.num_elements
+    if bucket.placement is Placement.SHARED:
+        start, stop = bucket.share(_replica(program, node), program.num_replicas)
+        num_elements = stop - start
+    wanted = _flat(node, num_elements, bucket.dtype)
+    if not is_same_type(found, wanted):
+        raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
+
+
+def _replica(program: Program, node: fx.Node) -> int:
+    replica = replica_of(node)
+    if replica is not None:
+        return replica
+    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is node.graph)
+
+
+def nothing(program: Program, node: fx.Node) -> None:
+    """Nothing."""
