@@ -28,7 +28,6 @@ from mirrorc.runtime.state.gradient_shares import (
 )
 from mirrorc.runtime.state.step_state import StepState
 
-
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
 """Gives, for an operation, the function that runs a node of a replica, called with the node's operands and keywords; or a
 `Constant`. An operation that is declared elsewhere registers its own: ``@binds(scale_bucket)``."""

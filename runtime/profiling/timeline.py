@@ -110,14 +110,19 @@ def _device_spans(step: RecordedStep, replica: int, details: Any) -> Iterator[Sp
         yield call_name(call.node), call.start_ns, call.end_ns, details(call.node)
 
 
+def category_of(node: fx.Node) -> str:
+    """What a call counts as: what its operation is for."""
+    if is_region_call(node):
+        return "region"
+    operation = operation_of(node.target)
+    return _CATEGORIES.get(operation.kind, "other") if operation is not None else "other"
+
+
 def _details(program: Program, node: fx.Node) -> dict[str, Any]:
     """The category and the arguments of a call."""
-    if is_region_call(node):
-        region = program.regions.get(region_of(node))
-        category = region.phase if region is not None else "region"
-    else:
-        operation = operation_of(node.target)
-        category = _CATEGORIES.get(operation.kind, "other") if operation is not None else "other"
+    category = category_of(node)
+    if is_region_call(node) and region_of(node) in program.regions:
+        category = program.regions[region_of(node)].phase
     arguments: dict[str, Any] = {}
     if "bucket" in node.kwargs:
         bucket = bucket_of(node)

@@ -83,7 +83,7 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
                 continue
             expected = operation.operands
             if isinstance(expected, str):
-                expected = len(node.kwargs[expected])  # type: ignore[arg-type]
+                expected = len(node.kwargs[expected])
             if expected is not None and (
                 len(node.args) != expected or not all(isinstance(a, fx.Node) for a in node.args)
             ):

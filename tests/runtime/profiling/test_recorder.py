@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import call_name
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.execution.interleaving import NUM_TRIAL_STEPS
 from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
-from mirrorc.runtime.profiling.collectives import collectives_of
+from mirrorc.runtime.profiling.collectives import collectives_of, sources_of
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps
 
 
@@ -431,3 +431,14 @@ def test_collectives_are_found_on_all_devices() -> None:
         assert list(shared.launches[replica].awaited) == root, "only the root is waited for"
     assert [node.target for node in shared.launches[1].sources] == [ops.step_optimizer]
     assert shared.launches[0].sources == ()
+
+
+def test_factors_are_looked_through_for_the_region_that_makes_them() -> None:
+    for factored in ops.FACTORED:
+        graph = fx.Graph()
+        region = graph.call_module("bwd_0", ())
+        factors = tuple(graph.call_function(operator.getitem, (region, place)) for place in range(2))
+        gradient = graph.call_function(factored, factors, {"bucket": 0, "variable": "w"})
+        packed = graph.call_function(ops.pack, (gradient,), {"bucket": 0})
+        pending = graph.call_function(ops.reduce_scatter, (packed,), {"bucket": 0, "op": "sum", "link": "copy"})
+        assert set(sources_of(pending)) == {region}, f"{factored.__name__} hides what makes the gradient"

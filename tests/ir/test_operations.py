@@ -1,0 +1,149 @@
+"""Operations are declared once: each is known to every part that deals with operations."""
+
+import functools
+import operator
+
+import pytest
+import torch
+from saved_programs import HANDMADE
+from tiny_programs import MUON, Weight, captured_model, every_stage, handmade, run_up_to
+from torch import nn
+
+from mirrorc.comparison.printed_schedule import schedule_of
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call
+from mirrorc.ir.operation import (
+    Effect,
+    Handlers,
+    Kind,
+    Printed,
+    operation,
+    operation_named,
+    operation_of,
+    operations,
+    withdraw,
+)
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.type_inference import is_inferable
+from mirrorc.ir.type_rules import of_operand
+from mirrorc.printing.colors import coloured
+from mirrorc.printing.reader import read_program_text
+from mirrorc.runtime.execution.binding import binds
+from mirrorc.runtime.memory.activations import accounts
+from mirrorc.runtime.profiling.timeline import category_of
+from mirrorc.serialization.operator_names import find_operator, operator_name
+
+
+class Table(nn.Module):
+    """Looks its features' signs up, and has a layer whose gradient is larger than its factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.wide = nn.Embedding(500, 4), nn.Linear(16, 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.table((x > 0).long()).flatten(1))
+
+
+@functools.cache
+def programs() -> list[Program]:
+    """Programs of every stage that have every operation among them."""
+    found = [stage for name in ("buffer", "uneven") for stage in every_stage(HANDMADE[name]()).values()]
+    found += every_stage(captured_model(Table()), min_factored_elements=1).values()
+    mirrored = handmade(2, [Weight("a", rule=MUON)])
+    return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
+
+
+def test_every_operation_is_known_to_every_part() -> None:
+    categories = {Kind.SOURCE: "other", Kind.FACTORED: "other", Kind.WRITE: "update"}
+    for found in operations():
+        graph = torch.fx.Graph()
+        node = call(graph, found.symbol, (), {})
+        assert operation_of(node.target) is found is operation_named(found.name)
+        assert is_inferable(node) == (found.gives is not None) == (found.symbol is not ops.argument), found.name
+        assert find_operator(operator_name(found.symbol)) is found.symbol
+        if found.until is Stage.LOWERED:  # else passes make something else of it before it runs
+            assert found.symbol in binds, f"nothing runs {found.name}"
+            assert found.symbol in accounts, f"nothing accounts for the memory of {found.name}"
+            assert category_of(node) == categories.get(found.kind, found.kind.value)
+        if found.printed is not Printed.WHERE_USED and found.kind is not Kind.REGION:
+            text = coloured(f"x = {found.name}(y)")
+            assert {text.plain[span.start : span.end] for span in text.spans} == {found.name}, (
+                f"{found.name} has no color"
+            )
+        assert found.summary.endswith("."), f"{found.name} does not say what it does"
+
+
+def test_operations_stand_at_their_stages_with_their_keywords() -> None:
+    seen = set()
+    for program in programs():
+        for graph in program.graphs():
+            for node in graph.nodes:
+                found = operation_of(node.target)
+                if found is not None:
+                    seen.add(found.name)
+                    assert found.since <= program.stage <= found.until, f"{found.name} at {program.stage.name}"
+                    assert set(found.keywords) <= set(node.kwargs)
+    assert seen == {found.name for found in operations()}
+
+
+def test_printed_lines_are_found_again_by_their_kind() -> None:
+    kinds = set()
+    for program in programs():
+        if program.stage is Stage.LOWERED:
+            printed = read_program_text(program.to_text())
+            for device in program.devices:
+                events = schedule_of(printed, device.name, str).events
+                for event in events:
+                    found = operation_named(event.line.operation)
+                    assert event.key[0] == (found.kind.value if found is not None else "region"), event.line.text
+                    kinds.add(event.key[0])
+    assert kinds == {kind.value for kind in Kind} - {Kind.SOURCE.value, Kind.COMPUTE.value}
+
+
+def test_selections_are_made_of_effects() -> None:
+    assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter]
+    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, ops.broadcast]
+    assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
+    assert list(ops.FACTORED) == [ops.product, ops.index_add] and len(ops.FACTORED) == 2
+    assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store]
+    assert ops.recv in ops.LAUNCHES and ops.send not in ops.LAUNCHES
+    for target in (operator.getitem, torch.ops.aten.mm.default, "x"):
+        assert target not in ops.LAUNCHES and operation_of(target) is None
+
+
+def test_a_declaration_is_the_signature() -> None:
+    found = operation_of(ops.index_add)
+    assert found is not None
+    assert (found.operands, found.keywords, found.shown) == (2, ("bucket", "variable"), ("padding_idx",))
+    step = operation_of(ops.step_optimizer)
+    assert step is not None and (step.operands, step.keywords, step.shown) == ("buckets", ("buckets",), ())
+    assert {effect for found in operations() for effect in found.effects} == set(Effect)
+
+
+def test_a_name_is_declared_once_and_can_be_given_back() -> None:
+    with pytest.raises(ValueError, match="'pack' is declared already"):
+
+        @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=of_operand)
+        def pack() -> None:
+            """Another pack."""
+
+    assert operation_named("pack") is operation_of(ops.pack)
+    handlers: Handlers = Handlers("admire")
+
+    @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=of_operand)
+    def toy(value: object) -> None:
+        """A toy."""
+
+    handlers(toy)(lambda: "toy")
+    handlers(ops.FACTORED)(lambda: "factored")
+    assert handlers.of(toy)() == "toy" and handlers.of(ops.product)() == "factored"
+    withdraw(toy)
+    assert operation_named("toy") is None and operation_of(toy) is None
+    with pytest.raises(LookupError, match="nothing is registered to admire the operation toy"):
+        handlers.of(toy)
+
+
+def test_symbols_do_not_run() -> None:
+    with pytest.raises(TypeError, match="pack is an operation of the IR: only mirrorc's runtime can run it"):
+        ops.pack()
