@@ -228,6 +228,7 @@ def in_folder(folder: Path, *arguments: str | Path) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     (tmp_path / "my_operators.py").write_text(
         "import torch\n"

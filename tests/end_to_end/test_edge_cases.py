@@ -21,6 +21,7 @@ from references import (
     train_step,
     unchanged,
 )
+from selections import slow
 from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
 
@@ -168,7 +169,7 @@ def test_a_forward_that_writes_into_a_buffer_trains() -> None:
     assert model.average == 4.0
 
 
-@pytest.mark.parametrize("name", ["gpt2-own-loss", "bert", "vit"])
+@pytest.mark.parametrize("name", ["vit", *slow(("gpt2-own-loss",), ("bert",))])
 def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
     tiny = MODELS[name]
     model, batches = tiny.make(torch.float32), tiny.batches(4, torch.float32, steps=1)
@@ -197,8 +198,14 @@ def channels_last_net() -> nn.Module:
         return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize(
+    ("disable_passes", "backend"),
+    [
+        ((), "inductor"),
+        (("share-parameters",), "eager"),
+        *slow(((), "eager"), (("share-parameters",), "inductor")),
+    ],
+)
 def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) -> None:
     model = channels_last_net()
     assert not model[0].weight.is_contiguous()

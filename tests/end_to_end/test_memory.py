@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from custom_pass import Bfloat16OnTheWire
 from measured_memory import MeasuredMemory, measure
+from selections import slow
 from torch import nn
 from train_text import GPT, GPTConfig, next_byte_loss
 
@@ -119,17 +120,29 @@ def check(told: MemoryReport, measured: MeasuredMemory) -> None:
 needs_blocks = pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="what oneDNN copies is known for x86"
 )
-NAMES = [pytest.param(name, marks=[needs_blocks] if name == "conv" else []) for name in MODELS]
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
+def on_devices(num_devices: list[int], also: dict[str, int]) -> list[Any]:
+    """Each model on each number of devices; all are slow but some models on one number each."""
+    return [
+        pytest.param(
+            name,
+            number,
+            marks=[*([needs_blocks] if name == "conv" else []), *([] if also[name] == number else [pytest.mark.slow])],
+        )
+        for name in MODELS
+        for number in num_devices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"), on_devices([1, 2, 3], {"mlp": 1, "gpt": 3, "conv": 2, "embedding": 2})
+)
 def test_what_is_told_agrees_with_what_is_measured(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {"mlp": 2, "gpt": 1, "conv": 1, "embedding": 2}))
 def test_compiled_regions_take_what_inductors_code_takes(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices, backend="inductor"))
 
@@ -143,8 +156,7 @@ def test_fusion_takes_less() -> None:
     ("kind", "state_per_parameter"),
     [
         (partial(torch.optim.SGD, lr=0.1), 0),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
-        (partial(torch.optim.RMSprop, lr=1e-3), 1),
+        *slow((partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1), (partial(torch.optim.RMSprop, lr=1e-3), 1)),
         (partial(torch.optim.NAdam, lr=1e-3), 2),
         (partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, fused=False, foreach=False), 3),
     ],
@@ -161,7 +173,7 @@ def test_an_update_that_takes_the_most_is_named() -> None:
     assert told.devices[0].peak.largest[0].name == "temporaries of update"
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [3, *slow((2,))])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices)
     factored = 2 * WIDTH * WIDTH * 4

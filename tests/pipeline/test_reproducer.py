@@ -198,6 +198,7 @@ mirrorc.compile(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_the_command_works_or_explains_when_the_pass_is_in_a_script(tmp_path: Path, is_guarded: bool) -> None:
     """As a user does it: the script is run, what it prints is pasted."""

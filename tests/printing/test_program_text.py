@@ -489,6 +489,7 @@ for name, program in every_stage(captured_two_layers(3), **SMALL_BUCKETS).items(
 """
 
 
+@pytest.mark.slow
 def test_names_are_the_same_in_every_run() -> None:
     processes = [
         subprocess.Popen(

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_programs import HANDMADE, MODELS_TO_SAVE, stages_of
+from saved_programs import HANDMADE, LARGE, SMALL, stages_of
+from selections import slow
 from tiny_programs import SMALL_BUCKETS, TwoLayers, Weight, captured_two_layers, every_stage, handmade, run_up_to
 
 import mirrorc
@@ -23,9 +24,9 @@ FORMS = [
 
 
 @functools.cache
-def programs() -> dict[str, Program]:
+def programs(models: tuple[str, ...]) -> dict[str, Program]:
     """Programs of all kinds at all stages; names with a line break in them cannot be printed on a line."""
-    found = {f"{model} after {name}": p for model in MODELS_TO_SAVE for name, p in stages_of(model).items()}
+    found = {f"{model} after {name}": p for model in models for name, p in stages_of(model).items()}
     for kind in HANDMADE.keys() - {"names"}:
         stages = every_stage(HANDMADE[kind](), **SMALL_BUCKETS)
         found.update({f"{kind} after {name}": p for name, p in stages.items()})
@@ -41,10 +42,11 @@ def as_printed(line: PrintedLine) -> str:
     return column + line.text + (f" # {line.comment}" if line.comment else "")
 
 
+@pytest.mark.parametrize("models", [tuple(SMALL), *slow((tuple(sorted(LARGE)),))], ids=["small", "large"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_nothing_is_lost_in_reading_any_program_of_any_stage(form: dict[str, bool]) -> None:
-    assert {program.stage for program in programs().values()} == set(Stage)
-    for name, program in programs().items():
+def test_nothing_is_lost_in_reading_any_program_of_any_stage(form: dict[str, bool], models: tuple[str, ...]) -> None:
+    assert {program.stage for program in programs(models).values()} == set(Stage)
+    for name, program in programs(models).items():
         text = program_to_text(program, after="a-pass", milliseconds=1.25, **form)
         read = read_program_text(text)
         assert (read.stage, read.num_devices) == (program.stage.name, program.num_replicas), name

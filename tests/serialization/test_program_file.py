@@ -12,7 +12,8 @@ import pytest
 import torch
 from saved_programs import (
     HANDMADE,
-    MODELS_TO_SAVE,
+    LARGE,
+    SMALL,
     assert_same,
     captured,
     graphs_of,
@@ -21,6 +22,7 @@ from saved_programs import (
     reload,
     stages_of,
 )
+from selections import slow
 from tiny_programs import SMALL_BUCKETS, captured_two_layers, every_stage
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,7 +57,7 @@ def assert_kept_at_every_stage(program: Program, directory: Path, **options: Any
     verify(found)
 
 
-@pytest.mark.parametrize("name", MODELS_TO_SAVE)
+@pytest.mark.parametrize("name", [*SMALL, "gpt2", *slow(*((name,) for name in sorted(LARGE - {"gpt2"})))])
 def test_a_model_is_kept_at_every_stage(name: str, tmp_path: Path) -> None:
     assert_kept_at_every_stage(captured(name), tmp_path)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,13 +42,14 @@ MODELS_TO_SAVE = {
     "dropout": TinyModel(lambda dtype: make_mlp(dtype, dropout=0.5), mlp_batch, nn.functional.cross_entropy),
     "noisy": TinyModel(lambda dtype: Noisy(), mlp_batch, nn.functional.cross_entropy),
 }
-_LARGE = {"gpt2", "gpt2-own-loss", "bert", "vit"}
+LARGE = {"gpt2", "gpt2-own-loss", "bert", "vit"}
+SMALL = [name for name in MODELS_TO_SAVE if name not in LARGE]
 
 
 @functools.cache
 def captured(name: str) -> Program:
     """A model, captured for three devices and five examples, so in two shapes of a shard; a large one in one shape."""
-    tiny, num_devices, num_examples = MODELS_TO_SAVE[name], *((2, 2) if name in _LARGE else (3, 5))
+    tiny, num_devices, num_examples = MODELS_TO_SAVE[name], *((2, 2) if name in LARGE else (3, 5))
     torch.manual_seed(0)
     model = tiny.make(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -67,9 +69,10 @@ def on_devices(program: Program, num_devices: int) -> Program:
     )
 
 
-def stages_of(name: str) -> dict[str, Program]:
-    """A captured model at every stage."""
-    return {"capture": captured(name), **every_stage(captured(name))}
+@functools.cache
+def stages_of(name: str) -> Mapping[str, Program]:
+    """A captured model at every stage; every test of a process gets the same programs."""
+    return MappingProxyType({"capture": captured(name), **every_stage(captured(name))})
 
 
 HANDMADE: dict[str, Callable[[], Program]] = {

@@ -24,6 +24,7 @@ def run_pytest(folder: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     path = tmp_path / "test_training.py"
     path.write_text("\n\n".join(CODE), encoding="utf-8")

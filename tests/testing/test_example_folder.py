@@ -31,11 +31,13 @@ def snapshots(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_example_passes_as_committed() -> None:
     status, output = run_pytest(EXAMPLE, "-v")
     assert status == 0 and "3 snapshots passed" in output and "4 passed" in output, output
 
 
+@pytest.mark.slow
 def test_a_wider_model_fails_in_words_and_the_snapshots_can_be_renewed(copy: Path) -> None:
     source = copy / "test_schedule.py"
     assert "\nWIDTH = 64\n" in source.read_text(encoding="utf-8")

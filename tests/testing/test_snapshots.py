@@ -123,6 +123,7 @@ def test_a_changed_program_fails_in_words_and_in_lines_and_can_be_renewed(
     assert "fc1.weight[8, 20]" in folder.text() and folder.run()[0] == 0
 
 
+@pytest.mark.slow
 def test_processes_with_other_hashes_and_other_ways_of_importing_agree(folder: Folder) -> None:
     assert folder.run("--snapshot-update")[0] == 0
     written = folder.text()
@@ -132,6 +133,7 @@ def test_processes_with_other_hashes_and_other_ways_of_importing_agree(folder: F
     assert folder.text() == written
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_agree_and_write(folder: Folder) -> None:
     pytest.importorskip("xdist")
     folder.write(TEST_FILE + "\ndef test_b(mirror_snapshot):\n    assert program(8) == mirror_snapshot\n")
