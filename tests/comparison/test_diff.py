@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_programs import LARGE, SMALL, captured, on_devices, stages_of
+from saved_programs import LARGE_MODELS, SMALL_MODELS, captured, on_devices, stages_of
 from selections import slow
 from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, captured_model, handmade, run_up_to
 from torch import nn
@@ -45,7 +45,7 @@ def sentences(found: str) -> list[str]:
     return words.splitlines()
 
 
-@pytest.mark.parametrize("models", [SMALL, *slow((sorted(LARGE),))], ids=["small", "large"])
+@pytest.mark.parametrize("models", [SMALL_MODELS, *slow((sorted(LARGE_MODELS),))], ids=["small", "large"])
 def test_a_program_is_equal_to_itself_at_every_stage_and_in_every_form(models: list[str]) -> None:
     for model in models:
         for name, program in stages_of(model).items():

@@ -118,6 +118,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert device_threads() == []
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_without_close() -> None:
     code, output, errors = run("""
         step = make(Net())
@@ -128,6 +129,7 @@ def test_the_interpreter_exits_without_close() -> None:
     assert output.splitlines() == ["True", "['mirrorc cpu:0', 'mirrorc cpu:1']"]
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_after_an_exception() -> None:
     code, _, errors = run("""
         step = make(Net())
@@ -167,6 +169,7 @@ def test_ctrl_c_during_a_step() -> None:
         assert (running.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_nobody_catches_ends_the_process() -> None:
     with process("""
         step = make(Net())
@@ -199,6 +202,7 @@ say("parent goes on", bool(step(x, target=y).isfinite()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["step(x, target=y)", "pass"], ids=["after a step", "before any step"])
 def test_a_step_in_a_forked_process_is_refused(before: str) -> None:
     code, output, errors = run(FORK.format(before=before))
@@ -206,6 +210,7 @@ def test_a_step_in_a_forked_process_is_refused(before: str) -> None:
     assert (code, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_forked_data_loader_beside_a_step() -> None:
     code, output, errors = run("""
         step = make(Net())

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_programs import HANDMADE, LARGE, SMALL, stages_of
+from saved_programs import HANDMADE, LARGE_MODELS, SMALL_MODELS, stages_of
 from selections import slow
 from tiny_programs import SMALL_BUCKETS, TwoLayers, Weight, captured_two_layers, every_stage, handmade, run_up_to
 
@@ -42,7 +42,7 @@ def as_printed(line: PrintedLine) -> str:
     return column + line.text + (f" # {line.comment}" if line.comment else "")
 
 
-@pytest.mark.parametrize("models", [tuple(SMALL), *slow((tuple(sorted(LARGE)),))], ids=["small", "large"])
+@pytest.mark.parametrize("models", [tuple(SMALL_MODELS), *slow((tuple(sorted(LARGE_MODELS)),))], ids=["small", "large"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_nothing_is_lost_in_reading_any_program_of_any_stage(form: dict[str, bool], models: tuple[str, ...]) -> None:
     assert {program.stage for program in programs(models).values()} == set(Stage)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from saved_programs import (
     HANDMADE,
-    LARGE,
-    SMALL,
+    LARGE_MODELS,
+    SMALL_MODELS,
     assert_same,
     captured,
     graphs_of,
@@ -57,7 +57,7 @@ def assert_kept_at_every_stage(program: Program, directory: Path, **options: Any
     verify(found)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "gpt2", *slow(*((name,) for name in sorted(LARGE - {"gpt2"})))])
+@pytest.mark.parametrize("name", [*SMALL_MODELS, "gpt2", *slow(*((name,) for name in sorted(LARGE_MODELS - {"gpt2"})))])
 def test_a_model_is_kept_at_every_stage(name: str, tmp_path: Path) -> None:
     assert_kept_at_every_stage(captured(name), tmp_path)
 

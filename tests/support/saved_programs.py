@@ -42,14 +42,14 @@ MODELS_TO_SAVE = {
     "dropout": TinyModel(lambda dtype: make_mlp(dtype, dropout=0.5), mlp_batch, nn.functional.cross_entropy),
     "noisy": TinyModel(lambda dtype: Noisy(), mlp_batch, nn.functional.cross_entropy),
 }
-LARGE = {"gpt2", "gpt2-own-loss", "bert", "vit"}
-SMALL = [name for name in MODELS_TO_SAVE if name not in LARGE]
+LARGE_MODELS = {"gpt2", "gpt2-own-loss", "bert", "vit"}
+SMALL_MODELS = [name for name in MODELS_TO_SAVE if name not in LARGE_MODELS]
 
 
 @functools.cache
 def captured(name: str) -> Program:
     """A model, captured for three devices and five examples, so in two shapes of a shard; a large one in one shape."""
-    tiny, num_devices, num_examples = MODELS_TO_SAVE[name], *((2, 2) if name in LARGE else (3, 5))
+    tiny, num_devices, num_examples = MODELS_TO_SAVE[name], *((2, 2) if name in LARGE_MODELS else (3, 5))
     torch.manual_seed(0)
     model = tiny.make(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
