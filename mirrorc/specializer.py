@@ -171,7 +171,7 @@ class Specializer:
         chosen = self._chosen_sizes
         sized = dataclasses.replace(plan, **dataclasses.asdict(chosen.sizes))
         pipeline = [sized if p is plan else p for p in options.pipeline]
-        return program.evolve(remarks=(*program.remarks, chosen.remark)), pipeline
+        return program.with_remarks(chosen.remark), pipeline
 
 
 def _called(module: fx.GraphModule) -> list[str]:

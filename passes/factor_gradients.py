@@ -20,10 +20,13 @@ from mirrorc.analysis.region_gradients import (
 )
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Slot
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 
@@ -87,24 +90,26 @@ class FactorGradients:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
-        if program.num_replicas == 1 or why_memory_is_not_shared(program.devices):
-            return program
+        if program.num_replicas == 1:
+            return program.with_remarks("no gradient stays factors: one device has no share to make", is_kept=False)
+        if why_not := why_memory_is_not_shared(program.devices):
+            return program.with_remarks(f"no gradient stays factors: {why_not}")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
-        names = {
-            node: name
-            for graph in graphs
-            for node, name in gradient_names(graph).items()
-            if name in slots
-            and slots[name].num_elements >= self.min_elements
-            and node.meta["val"].stride() == slots[name].strides
-        }
+        whole: dict[str, str] = {}  # why a gradient does not stay factors
+        names = {}
+        for graph in graphs:
+            for node, name in gradient_names(graph).items():
+                if why := self._why_not(node, slots.get(name)):
+                    whole[name] = why
+                else:
+                    names[node] = name
         bodies, found = {}, {}
         calls = calls_by_region(graphs)
         for name, nodes in calls.items():
             bodies[name] = copied(program.regions[name].graph_module.graph)
-            found[name] = _factors(program, bodies[name], nodes, names)
+            found[name] = _factors(program, bodies[name], nodes, names, whole)
         # all replicas must give the same gradients as factors, whatever their shards
         counts = Counter(
             names[part] for name, own in found.items() for place in own for part in _parts(calls[name], place)
@@ -123,7 +128,43 @@ class FactorGradients:
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # it only put together what others had given it
                     del regions[name]
-        return program.evolve(shard_graphs=graphs, regions=regions)
+        factored = program.evolve(shard_graphs=graphs, regions=regions)
+        return factored.with_remarks(_remark(factored, whole))
+
+    def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
+        """Why a gradient stays whole whatever makes it; empty if it need not."""
+        if slot is None:
+            return "of optimizers that need them whole"
+        if slot.num_elements < self.min_elements:
+            return f"of fewer than {self.min_elements} elements"
+        return "" if gradient.meta["val"].stride() == slot.strides else "with other strides than their slots"
+
+
+def _remark(program: Program, whole: Mapping[str, str]) -> str:
+    """How many gradients stay factors, what that takes, and why the others are whole."""
+    output: Any = program.shard_graphs[0].output_node().args[0]
+    gradients: dict[str, fx.Node] = output["gradients"]
+    factored = {name: node for name, node in gradients.items() if node.target in ops.FACTORED}
+    reasons = Counter(whole.get(name, "that are used otherwise, too") for name in gradients if name not in factored)
+    others = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
+    if not factored:
+        return f"no gradient stays factors: {others}"
+    sizes = {slot.variable: slot.num_elements * b.dtype.itemsize for b in program.buckets for slot in b.slots}
+    factors = {factor for node in factored.values() for factor in node.all_input_nodes}
+    whole_bytes = sum(sizes[name] for name in factored)
+    factor_bytes = sum(map(_num_bytes, factors))
+    number = f"{len(factored)} of {counted(len(gradients), 'gradient')}"
+    said = (
+        f"{number} ({size_text(whole_bytes)} of {size_text(sum(sizes.values()))}) "
+        f"leave their regions as two factors ({size_text(factor_bytes)} on each device), so that each device can make its own "
+        "share of them"
+    )
+    return said + (f"; the others are made whole: {others}" if others else "")
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.dtype.itemsize)
 
 
 def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
@@ -132,9 +173,12 @@ def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
 
 
 def _factors(
-    program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str]
+    program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
 ) -> dict[int, _Factored]:
-    """For each gradient that is worth it, by its place among a region's results, how it is left in the region's body."""
+    """For each gradient that is worth it, by its place among a region's results, how it is left in the region's body.
+
+    ``whole`` gets the reason for every other.
+    """
     results: Any = body.output_node().args[0]
     given = _given(body, calls)
     places = [gradient_places(node, names)[0] for node in calls]
@@ -143,12 +187,18 @@ def _factors(
         if not all(place in own for own in places):
             continue
         gradient = _as_factors(results[place])
+        variables = [own[place] for own in places]
         if gradient is None or results.count(results[place]) > 1:
+            whole.update(dict.fromkeys(variables, "neither a product of two matrices nor a table's"))
             continue
         num_elements = sum(factor.meta["val"].numel() for factor in gradient.factors)
         sources = [source for factor in gradient.factors for source in given.get(viewed(factor), ())]
         is_of_variable = any(viewed_variable(program, source) is not None for source in sources)
-        if num_elements < results[place].meta["val"].numel() and not is_of_variable:
+        if num_elements >= results[place].meta["val"].numel():
+            whole.update(dict.fromkeys(variables, "no larger than their factors"))
+        elif is_of_variable:
+            whole.update(dict.fromkeys(variables, "with a parameter as a factor, which an update writes"))
+        else:
             found[place] = gradient
     return found
 

@@ -9,6 +9,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_into
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,16 @@ class InsertAllReduce:
                 _reduce(graph, bucket.index, output["packed"][bucket.index], order) for bucket in program.buckets
             )
         graph.output({"losses": output["losses"], "reduced": reduced, "writes": output["writes"]})
-        return program.evolve(stage=Stage.REDUCED, graph=graph)
+        return program.evolve(stage=Stage.REDUCED, graph=graph).with_remarks(_remark(program), is_kept=False)
+
+
+def _remark(program: Program) -> str:
+    if program.num_replicas == 1:
+        return "no all-reduce: one replica has nothing to reduce"
+    return (
+        f"{counted(len(program.buckets), 'all-reduce')}, one per bucket, right after the pack of the last of "
+        f"{program.num_replicas} replicas; each replica waits for each once"
+    )
 
 
 def _reduce(graph: fx.Graph, index: int, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:

@@ -11,6 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import listed, numbered
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,24 @@ class InsertUpdate:
             for replica, value in enumerate(replicas):
                 call(graph, ops.write, (value,), {"variable": variable, "replica": replica})
         graph.output({"losses": output["losses"]})
-        return program.evolve(stage=Stage.UPDATED, graph=graph)
+        return program.evolve(stage=Stage.UPDATED, graph=graph).with_remarks(*_remarks(program), is_kept=False)
+
+
+def _remarks(program: Program) -> list[str]:
+    """How the optimizer of each kind of bucket runs."""
+    remarks = []
+    for elementwise in (True, False):
+        buckets = [bucket for bucket in program.buckets if bucket.rule.elementwise is elementwise]
+        if not buckets:
+            continue
+        said = f"{listed(dict.fromkeys(b.rule.label for b in buckets))}, {numbered('bucket', [b.index for b in buckets])}: "
+        if elementwise:
+            said += "works element by element, so every replica updates whole buckets"
+        else:
+            said += "does not work element by element, so it runs once, on replica 0"
+            said += ", and the new parameters are broadcast" if program.num_replicas > 1 else ""
+        remarks.append(said)
+    return remarks
 
 
 def _step_and_broadcast(graph: fx.Graph, buckets: list[Bucket], reduced: Any, num_replicas: int) -> None:

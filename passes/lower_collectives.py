@@ -52,14 +52,18 @@ class LowerCollectives:
                 _lower_broadcast(program, node, carrier_of(link, ops.send))
             else:
                 node.kwargs = {**node.kwargs, "link": carrier_of(link, node.target)}
-        remarks = (*program.remarks, remark) if collectives and remark else program.remarks
-        return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=remarks)
+        lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph)
+        if not collectives:
+            return lowered.with_remarks("no link: there is no collective", is_kept=False)
+        idle = "" if link_named(link).moves_by_itself else "; nothing moves before the wait, which does all the work"
+        return lowered.with_remarks(remark + idle)
 
     def _choose(self, program: Program) -> tuple[str, str]:
         if self.link is not None:
             check_link(self.link, program.devices)
             return self.link, f"link {self.link}: asked for"
-        return best_link(program.devices)
+        link, why = best_link(program.devices)
+        return link, why or f"link {link}: the best for these devices"
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:

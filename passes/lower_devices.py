@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import replica_of
+from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 
@@ -50,7 +52,17 @@ class LowerDevices:
                 if node.op == "call_module":
                     root.add_module(node.target, program.regions[node.target].graph_module)
             modules[device.name] = lazy_graph_module(root, graphs[r], f"Replica{r}")
-        return program.evolve(stage=Stage.LOWERED, graph=None, device_graphs=modules)
+        lowered = program.evolve(stage=Stage.LOWERED, graph=None, device_graphs=modules)
+        return lowered.with_remarks(_remark(program, graphs), is_kept=False)
+
+
+def _remark(program: Program, graphs: Sequence[fx.Graph]) -> str:
+    """How large the graphs are, and what joins them."""
+    sizes = sorted({len(graph.nodes) for graph in graphs})
+    nodes = f"{sizes[0]} nodes" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} nodes"
+    num_joint = sum(1 for _ in calls_to(program.mirrored_graph, *ops.COLLECTIVES))
+    joint = f"; {counted(num_joint, 'collective')} in the same order on all" if len(graphs) > 1 else ""
+    return f"{counted(len(graphs), 'graph')}, one per device, of {nodes}{joint}"
 
 
 def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], replica: int) -> fx.Node:

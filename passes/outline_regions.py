@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.printing.wording import counted, numbered
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 
@@ -41,7 +44,27 @@ class OutlineRegions:
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
         graphs = tuple(_outline(graph, program, pool) for graph in program.shard_graphs)
-        return program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
+        outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
+        return outlined.with_remarks(_remark(outlined), is_kept=False)
+
+
+def _remark(program: Program) -> str:
+    """How the graphs were cut, and which regions run more than once."""
+    calls = Counter(str(node.kwargs["region"]) for g in program.shard_graphs for node in calls_to(g, ops.call_region))
+    backward = [name for name in calls if program.regions[name].phase == "backward"]
+    num_pieces = sum(calls[name] for name in backward)
+    said = (
+        f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
+        f"{counted(len(program.buckets), 'bucket')}, and {counted(sum(calls.values()) - num_pieces, 'forward')}"
+    )
+    if len(program.shard_graphs) > 1:
+        said += f", for {len(program.shard_graphs)} shard shapes together"
+    if repeated := [name for name in calls if calls[name] > 1]:
+        verb = "is" if len(repeated) == 1 else "are"
+        said += (
+            f". {numbered('region', repeated).capitalize()} {verb} called more than once: equal bodies are one region"
+        )
+    return said
 
 
 class _RegionPool:

@@ -12,6 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class PackGradients:
             replicas = range(program.num_replicas)
             packed.append(tuple(_pack(graph, bucket, output["gradients"], replica, order) for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
-        return program.evolve(stage=Stage.PACKED, graph=graph)
+        packs = f"{counted(len(program.buckets), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
+        remark = f"{packs}, one per bucket, right after the bucket's last gradient"
+        return program.evolve(stage=Stage.PACKED, graph=graph).with_remarks(remark, is_kept=False)
 
 
 def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: dict[fx.Node, int]) -> fx.Node:

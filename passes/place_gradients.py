@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +21,7 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
 
@@ -66,12 +70,42 @@ class PlaceGradients:
                 placed = program.evolve(regions=regions)
                 for node in nodes:
                     _pass_slots(placed, node, list(places), names, slots)
-        remarks = (
-            [f"{', '.join(sorted(set(left)))}: copied by pack, something else uses the gradient as well"]
-            if left
-            else []
-        )
-        return program.evolve(shard_graphs=graphs, regions=regions, remarks=(*program.remarks, *remarks))
+        placed = program.evolve(shard_graphs=graphs, regions=regions)
+        return placed.with_remarks(_remark(placed, names, set(left)))
+
+
+def _remark(program: Program, names: Mapping[fx.Node, str], used_twice: Collection[str]) -> str:
+    """How many gradients get into their slots in which way, and which are left to `pack`."""
+    ways: dict[str, str] = {}  # by variable; one that a shard shape leaves to pack is left to pack
+    for graph in program.shard_graphs:
+        output: Any = graph.output_node().args[0]
+        for variable, gradient in output["gradients"].items():
+            way = _way_into_slot(program, gradient) if gradient in names else "pack"
+            ways[variable] = "pack" if "pack" in (way, ways.get(variable)) else way
+    counts = Counter(ways.values())
+    said = f"of {counted(len(ways), 'gradient')}, {counts['operator']} computed into their slots by the operator that makes them"
+    said += f", {counts['copy']} written there at the end of their region"
+    said += f", {counts['factors']} left as factors" if counts["factors"] else ""
+    for is_used, why in (
+        (True, "something else uses the gradient as well"),
+        (False, "its region does not give it in every call"),
+    ):
+        left = sorted(name for name, way in ways.items() if way == "pack" and (name in used_twice) is is_used)
+        said += f"; {listed(left)}: copied by pack, {why}" if left else ""
+    return said
+
+
+def _way_into_slot(program: Program, gradient: fx.Node) -> str:
+    if gradient.target in ops.FACTORED:
+        return "factors"
+    if gradient.target is not operator.getitem:
+        return "pack"
+    call, place = gradient.args
+    result: Any = program.regions[region_of(call)].graph_module.graph.output_node().args[0][place]  # type: ignore[arg-type, index]
+    if result.op == "placeholder":
+        return "operator"
+    is_written = result.target is torch.ops.aten.copy_.default and result.args[0].op == "placeholder"
+    return "copy" if is_written else "pack"
 
 
 def _places(

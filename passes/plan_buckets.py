@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.printing.wording import counted
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
@@ -51,7 +53,7 @@ class PlanBuckets:
     def run(self, program: Program) -> Program:
         open_buckets: dict[tuple[torch.dtype, UpdateRule], list[Variable]] = {}
         closed: list[list[Variable]] = []
-        remarks: list[str] = []
+        opened: list[str] = []
         num_bytes: dict[tuple[torch.dtype, UpdateRule], int] = {}
         gradients = _gradients(program)
         position = {name: i for i, name in enumerate(gradients)}
@@ -64,16 +66,26 @@ class PlanBuckets:
             num_bytes[key] = num_bytes.get(key, 0) + _num_bytes(variable)
             if members and num_bytes[key] > cap_mb * 2**20:
                 num_bytes[key] = _num_bytes(variable)
-                remarks.append(f"{name} opens a new bucket: with it the last would be over {cap_mb:g} MiB")
+                opened.append(f"{name} opens a new bucket: with it the last would be over {cap_mb:g} MiB")
                 closed.append(members)
                 members = open_buckets[key] = []
             members.append(variable)
         closed.extend(members for members in open_buckets.values() if members)
-        if len(open_buckets) > 1:
-            remarks.append(f"{len(open_buckets)} kinds of bucket: a bucket holds one dtype and one update rule")
         closed.sort(key=lambda members: position[members[-1].name])
         buckets = tuple(_bucket(i, members) for i, members in enumerate(closed))
-        return program.evolve(buckets=buckets, remarks=(*program.remarks, *remarks))
+        planned = program.evolve(buckets=buckets).with_remarks(*opened, is_kept=False)
+        kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds one dtype and one update rule"
+        return planned.with_remarks(self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []))
+
+    def _remark(self, buckets: Sequence[Bucket]) -> str:
+        """What was planned, and the rule by which buckets are closed."""
+        number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
+        if len(buckets) == 1:
+            return f"{number} in one bucket"
+        return (
+            f"{number} in {len(buckets)} buckets, in the order in which backward makes them: a gradient that would take a bucket "
+            f"over {self.bucket_cap_mb:g} MiB (bucket 0: {self.first_bucket_mb:g} MiB) opens the next"
+        )
 
 
 def _gradients(program: Program) -> list[str]:

@@ -12,14 +12,16 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.values import type_of
+from mirrorc.printing.wording import listed, numbered
 
 
 @dataclass(frozen=True)
 class Replicate:
     """Makes one graph that holds the nodes of every device side by side.
 
-    Each replica's nodes keep their order and carry the keyword ``replica``; replicas take turns, so that what runs at
-    the same time stands close together::
+    Each replica's nodes keep their order and carry the keyword ``replica``; the replicas' nodes are interleaved, so that what
+    runs at the same time stands close together::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -39,8 +41,8 @@ class Replicate:
         graph = fx.Graph()
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in program.devices]
         sources = [program.shard_graphs[shard] for shard in program.shard_of_replica]
-        for turn in zip_longest(*(_turns(source) for source in sources), fillvalue=()):
-            for replica, nodes in enumerate(turn):
+        for step in zip_longest(*(_calls(source) for source in sources), fillvalue=()):
+            for replica, nodes in enumerate(step):
                 for node in nodes:
                     copies[replica][node] = _copy(graph, node, copies[replica], replica)
         outputs: list[Any] = [
@@ -54,18 +56,41 @@ class Replicate:
                 "writes": {name: tuple(o["writes"][name] for o in outputs) for name in outputs[0]["writes"]},
             }
         )
-        return program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
+        replicated = program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
+        return replicated.with_remarks(_remark(program), is_kept=False)
 
 
-def _turns(source: fx.Graph) -> list[list[fx.Node]]:
-    """A node and the parts of its result; a replica's turn."""
-    turns: list[list[fx.Node]] = []
+def _remark(program: Program) -> str:
+    """Which replicas run which graph, and the types of the shards that make the graphs differ."""
+    shards: dict[int, list[int]] = {}
+    for replica, shard in enumerate(program.shard_of_replica):
+        shards.setdefault(shard, []).append(replica)
+    batch = [argument.name for argument in program.arguments if argument.kind == "batch"]
+    types = {
+        shard: {
+            str(node.target): type_of(node.meta["val"])
+            for node in program.shard_graphs[shard].find_nodes(op="placeholder")
+        }
+        for shard in shards
+    }
+    differing = [name for name in batch if len({own[name] for own in types.values()}) > 1]
+    said = [
+        f"{numbered('replica', replicas)} {'runs' if len(replicas) == 1 else 'run'} the graph for "
+        + listed([f"{name}: {types[shard][name]}" for name in differing or batch])
+        for shard, replicas in shards.items()
+    ]
+    return "; ".join(said) + ("" if len(shards) > 1 else ": all shards have one shape")
+
+
+def _calls(source: fx.Graph) -> list[list[fx.Node]]:
+    """Each node of a graph, with the parts of its result."""
+    calls: list[list[fx.Node]] = []
     for node in source.nodes:
         if node.target is operator.getitem:
-            turns[-1].append(node)
+            calls[-1].append(node)
         elif node.op != "output":
-            turns.append([node])
-    return turns
+            calls.append([node])
+    return calls
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], replica: int) -> fx.Node:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted, listed
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class ScheduleOverlap:
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)
+        before = _regions_before(graph)
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             max(node.all_input_nodes).append(node)  # nodes compare by their places in the graph
         for node in reversed(list(graph.nodes)):
@@ -40,7 +43,8 @@ class ScheduleOverlap:
                 min(node.users).prepend(node)  # as late as the wait for what it takes
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             _move_waits(node)
-        return program.evolve(stage=Stage.SCHEDULED, graph=graph, remarks=(*program.remarks, *_remarks(graph)))
+        scheduled = program.evolve(stage=Stage.SCHEDULED, graph=graph)
+        return scheduled.with_remarks(_moved(before, graph), is_kept=False).with_remarks(*_remarks(graph))
 
 
 def _move_waits(collective: fx.Node) -> None:
@@ -54,12 +58,45 @@ def _move_waits(collective: fx.Node) -> None:
             used[-1].append(node)
 
 
+def _regions_before(graph: fx.Graph) -> dict[str, int]:
+    """For each collective and wait, by name: how many region calls come before it."""
+    found, num_regions = {}, 0
+    for node in graph.nodes:
+        num_regions += node.target is ops.call_region
+        if node.target is ops.wait or node.target in ops.COLLECTIVES:
+            found[node.name] = num_regions
+    return found
+
+
+def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
+    """How many launches and waits have moved past a region."""
+    if not before:
+        return "nothing to move: one device communicates with nobody"
+    after = _regions_before(graph)
+    launches = {node.name for node in calls_to(graph, *ops.COLLECTIVES)}
+    earlier = sum(after[name] < before[name] for name in launches)
+    later = sum(after[name] > before[name] for name in after.keys() - launches)
+    return (
+        f"{earlier} of {counted(len(launches), 'launch', 'launches')} moved before regions, {later} of "
+        f"{counted(len(after) - len(launches), 'wait')} behind regions"
+    )
+
+
 def _remarks(graph: fx.Graph) -> list[str]:
-    """Names the reductions that no region can hide."""
-    remarks, regions_after = [], 0
-    for node in reversed(list(graph.nodes)):
-        if node.target is ops.call_region:
-            regions_after += 1
-        elif node.target is ops.all_reduce and not regions_after:
-            remarks.append(f"the reduction of bucket {bucket_of(node)} stays exposed: backward ends where it begins")
-    return remarks[::-1]
+    """Says how many regions run while a reduction is in flight, and names the reductions that none runs beside."""
+    regions = [node for node in calls_to(graph, ops.call_region) if replica_of(node) == 0]
+    in_flight, exposed = [], []
+    for node in calls_to(graph, ops.all_reduce):
+        later = [region for region in regions if region > node]
+        first_wait = min((user for user in node.users if user.target is ops.wait), default=None)
+        beside = [region for region in later if first_wait is None or region < first_wait]
+        if beside:
+            in_flight.append(f"{len(beside)} for bucket {bucket_of(node)}")
+        elif later:
+            exposed.append(
+                f"the reduction of bucket {bucket_of(node)} stays exposed: its sum is used before the next region"
+            )
+        else:
+            exposed.append(f"the reduction of bucket {bucket_of(node)} stays exposed: backward ends where it begins")
+    said = f"regions that each device runs while a bucket is in flight: {listed(in_flight)}"
+    return [*([said] if in_flight else []), *exposed]

@@ -16,6 +16,7 @@ from mirrorc.ir.nodes import calls_to, is_computed, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
+from mirrorc.printing.wording import numbered
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class ShareParameters:
                 "pass 'share-parameters' was given parameters that are shared already: leave one of them out"
             )
         if program.num_replicas == 1:
-            return program.evolve(stage=Stage.SCHEDULED)
-        why_not = why_memory_is_not_shared(program.devices)
-        if why_not:
+            alone = program.evolve(stage=Stage.SCHEDULED)
+            return alone.with_remarks("nothing to share: there is one device", is_kept=False)
+        if why_not := why_memory_is_not_shared(program.devices):
             remark = f"parameters are mirrored, each device has a copy: {why_not}"
-            return program.evolve(stage=Stage.SCHEDULED, remarks=(*program.remarks, remark))
+            return program.evolve(stage=Stage.SCHEDULED).with_remarks(remark)
         graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)
         reductions = {node.kwargs["bucket"]: node for node in calls_to(graph, ops.all_reduce)}
@@ -65,14 +66,28 @@ class ShareParameters:
                 _scatter(shared, bucket, reductions[bucket.index])
         for node in list(calls_to(graph, ops.broadcast)):
             _erase(node)
-        whole = [f"bucket {bucket.index}" for bucket in buckets if not bucket.rule.elementwise]
-        if whole:
-            kinds = " and ".join(sorted({bucket.rule.label for bucket in buckets if not bucket.rule.elementwise}))
-            remark = f"{', '.join(whole)}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
-            shared = shared.evolve(remarks=(*shared.remarks, remark))
         for node in list(calls_to(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
-        return shared.evolve(stage=Stage.SCHEDULED)
+        return shared.evolve(stage=Stage.SCHEDULED).with_remarks(*_remarks(shared))
+
+
+def _remarks(program: Program) -> list[str]:
+    """What is shared, why waits are reversed, and what stays whole."""
+    shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
+    whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+    kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
+    remarks = [kept + (": each device reduces and updates its share of each bucket" if shared else "")]
+    if shared and shared[-1] == program.buckets[-1].index:
+        remarks.append(
+            f"bucket {shared[-1]} is launched last, after all regions, and is waited for first: its sum tells a device that no "
+            "other reads parameters any more, so that it may write them"
+        )
+    if whole:
+        kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
+        remarks.append(
+            f"{numbered('bucket', [bucket.index for bucket in whole])}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
+        )
+    return remarks
 
 
 def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:

@@ -19,6 +19,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import update_rules
 from mirrorc.torch_internals import is_dense
@@ -81,7 +82,7 @@ def capture_program(
         arguments=captured[0].arguments,
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=shard_of_replica,
-        remarks=tuple(dict.fromkeys(remark for c in captured for remark in c.remarks)),
+        remarks=tuple(dict.fromkeys(Remark(text) for c in captured for text in c.remarks)),
     )
     return CapturedProgram(program, constants)
 

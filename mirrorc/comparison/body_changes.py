@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from mirrorc.comparison.schedule_changes import where
-from mirrorc.comparison.wording import capped, counted, listed, numbered
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
+from mirrorc.printing.wording import capped, counted, listed, numbered
 
 _LISTED = 6  # so many devices are named
 _SENTENCES = 8  # so many are said about one topic
@@ -69,10 +69,12 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def remark_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Notes that are new or gone."""
+    """Remarks that are new or gone."""
     for said, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):
-        notes = (Counter(these) - Counter(others)).elements()
-        yield from capped((f"note {said}: {note}" for note in notes), _SENTENCES, f"{{}} more notes are {said}")
+        remarks = (Counter(these) - Counter(others)).elements()
+        yield from capped(
+            (f"remark {said}: {remark}" for remark in remarks), _SENTENCES, f"{{}} more remarks are {said}"
+        )
 
 
 def _are(names: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mirrorc.comparison.wording import capped, counted, listed, numbered
 from mirrorc.printing.printed_program import PrintedBucket, PrintedProgram
+from mirrorc.printing.wording import capped, counted, listed, numbered
 
 _LISTED = 3  # so many gradients are named, others are counted
 _FEW = 2  # of so many buckets, and parts of a split or merge, it is said what is in them

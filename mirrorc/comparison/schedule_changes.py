@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mirrorc.comparison.printed_schedule import FACTORED, PACK, WAIT, WRITE, Key, Schedule, schedule_of
-from mirrorc.comparison.wording import capped, listed, numbered
 from mirrorc.ir import ops
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, split_list
+from mirrorc.printing.wording import capped, listed, numbered
 
 _SENTENCES = 8  # so many are said about one topic
 _ORDER = 8  # so many buckets of an order are listed

@@ -42,9 +42,9 @@ class PassReport:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the pass had to say."""
+        """The texts of the pass's remarks."""
         known = Counter(self.before.remarks if self.before is not None else ())
-        return tuple((Counter(self.after.remarks) - known).elements())
+        return tuple(remark.text for remark in (Counter(self.after.remarks) - known).elements())
 
     def counts(self) -> str:
         """The number of nodes, and by operation how many more or fewer than before."""
@@ -94,7 +94,8 @@ class PassReport:
 
     @staticmethod
     def _folded(program: Program) -> str:
-        return program_to_text(program).partition("\n")[2]
+        """The text without heading and remarks."""
+        return program_to_text(program.evolve(remarks=())).partition("\n")[2]
 
     def _changed_regions(self) -> list[tuple[str, str, str]]:
         """Regions with another body than before, and new ones where there were others: name, old text, new text."""

@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
+from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Variable
 
 
@@ -80,7 +81,7 @@ class Program:
         device_graphs: see above, keyed by device name.
         regions: shared pieces of forward and backward, by name.
         buckets: the bucket plan, in the order in which buckets become ready.
-        remarks: what passes have to say to a reader, such as why a gradient opened a new bucket.
+        remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text is taken for a `Remark`.
     """
 
     stage: Stage
@@ -93,7 +94,12 @@ class Program:
     device_graphs: Mapping[str, fx.GraphModule] = field(default_factory=lambda: MappingProxyType({}))
     regions: Mapping[str, Region] = field(default_factory=lambda: MappingProxyType({}))
     buckets: tuple[Bucket, ...] = ()
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.remarks, tuple) and any(isinstance(remark, str) for remark in self.remarks):
+            remarks = tuple(Remark(remark) if isinstance(remark, str) else remark for remark in self.remarks)
+            object.__setattr__(self, "remarks", remarks)
 
     @property
     def num_replicas(self) -> int:
@@ -108,6 +114,10 @@ class Program:
     def evolve(self, **changes: Any) -> Program:
         """A copy with some attributes replaced."""
         return replace(self, **changes)
+
+    def with_remarks(self, *texts: str, is_kept: bool = True) -> Program:
+        """A copy with further remarks; `Remark` says which are to be kept."""
+        return self.evolve(remarks=(*self.remarks, *(Remark(text, is_kept=is_kept) for text in texts)))
 
     def graphs(self) -> list[fx.Graph]:
         """Every graph of the program outside of its regions."""

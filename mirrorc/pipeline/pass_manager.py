@@ -7,9 +7,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.remarks import Remark
 from mirrorc.pipeline.protocol import Instrument, Pass
 
 logger = logging.getLogger(__name__)
@@ -87,12 +89,18 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
             f"pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
             f"{compiler_pass.output_stage.name}; set the stage with program.evolve(stage=...)"
         )
-    if not isinstance(after.remarks, tuple) or not all(isinstance(remark, str) for remark in after.remarks):
+    if not isinstance(after.remarks, tuple) or not all(isinstance(remark, Remark) for remark in after.remarks):
         raise PassError(
             f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
-            "texts; add one with program.evolve(remarks=(*program.remarks, 'why'))"
+            "texts; add one with program.with_remarks('why')"
         )
-    return after
+    return _signed(after, program.remarks, compiler_pass.name)
+
+
+def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:
+    """The program with the pass's name on each remark that was not there before."""
+    signed = tuple(r if r.by or r in known else replace(r, by=name) for r in program.remarks)
+    return program if signed == program.remarks else program.evolve(remarks=signed)
 
 
 def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:

@@ -153,7 +153,7 @@ class PrintedProgram:
         milliseconds: the time that the heading gives, if it does.
         report: what dumps say of a pass, below the heading.
         buckets: the bucket table.
-        remarks: the notes of the passes.
+        remarks: those of the passes that are kept, each after the name of its pass.
         functions: what the devices run.
         regions: the bodies of regions, by name; none where they were left out.
     """

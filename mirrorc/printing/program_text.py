@@ -7,7 +7,7 @@ The printed form::
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE VARIABLE[SHAPE] ... RULE [ "· shared" ] [ "· ready after REGION" ]
               | "# bucket INDEX" DTYPE SIZE "N gradients" RULE ... ( "#     VARIABLE[SHAPE]" )+
-    remark    = "# note: TEXT"
+    remark    = "# remark: " [ PASS ": " ] TEXT
     function  = "def DEVICE(NAME: TYPE, ...):" [ "# " who ] line+ "return NAME, ..."
     who       = DEVICE "runs the same as replica N; ..." | "replica N" | "will run on DEVICE, ..."
     line      = [ DEVICE "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# " ( source | NOTE ) ]
@@ -81,7 +81,7 @@ def program_to_text(
     ready = _ready_after(program)
     for bucket in program.buckets:
         lines += _bucket_lines(bucket, slots, ready.get(bucket.index, ""))
-    lines += [f"# note: {on_one_line(remark)}" for remark in program.remarks]
+    lines += [f"# remark: {on_one_line(str(remark))}" for remark in program.remarks if remark.is_kept]
     for shard, graph in enumerate(program.shard_graphs):
         users = [str(d) for d, s in zip(program.devices, program.shard_of_replica, strict=True) if s == shard]
         lines += ["", f"def one_device({_signature(graph)}):  # will run on {', '.join(users)}"]

@@ -67,12 +67,12 @@ class _Reader:
         self.expect(_AS_BEFORE not in report, "the program; this dump says that the pass before has left the same one")
         buckets = self.buckets(int(heading["buckets"]))
         remarks = []
-        while self.next.startswith("# note: "):
-            remarks.append(self.take().removeprefix("# note: "))
+        while self.next.startswith("# remark: "):
+            remarks.append(self.take().removeprefix("# remark: "))
         functions: list[PrintedFunction] = []
         regions: dict[str, PrintedRegion] = {}
         while self.number < len(self.lines) or not functions:
-            self.expect(not self.take(), "a bucket, a note, or an empty line and then a function or region")
+            self.expect(not self.take(), "a bucket, a remark, or an empty line and then a function or region")
             opening = self.match(
                 _OPENING, self.take(), "'def DEVICE(NAME: TYPE, ...):' or 'region NAME(NAME: TYPE, ...):'"
             )

@@ -2,7 +2,7 @@
 
 A file is one JSON object, data only, compressed with gzip if its name ends in ``.gz``::
 
-    {"format": "mirrorc program", "version": 1, "mirrorc": VERSION, "torch": VERSION,
+    {"format": "mirrorc program", "version": 2, "mirrorc": VERSION, "torch": VERSION,
      "program": {FIELD: ...},            the fields of `mirrorc.ir.program.Program`
      "tables": {TABLE: [...]}}           what nodes refer to, see `mirrorc.serialization.graph_data`
 
@@ -33,7 +33,7 @@ from mirrorc.serialization.record_data import check_keys, decode_record, encode_
 from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
-VERSION = 1
+VERSION = 2
 """Of the files that are written; one more with every change that older readers would not understand."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
@@ -105,6 +105,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"cannot load {path}: it has version {version} of the format, this mirrorc reads up to {VERSION}; use mirrorc "
             f"{data.get('mirrorc')}, which has written it, or later"
+        )
+    if type(version) is int and 0 < version < VERSION:
+        raise ValueError(
+            f"cannot load {path}: it has version {version} of the format, this mirrorc reads version {VERSION}; save the program "
+            f"again, or use mirrorc {data.get('mirrorc')}, which has written it"
         )
     return data
 

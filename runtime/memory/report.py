@@ -177,7 +177,7 @@ class MemoryReport:
         return [
             line
             for remark in self.remarks
-            for line in textwrap.wrap(f"note: {remark}", _TEXT_WIDTH, subsequent_indent="  ")
+            for line in textwrap.wrap(f"remark: {remark}", _TEXT_WIDTH, subsequent_indent="  ")
         ]
 
 

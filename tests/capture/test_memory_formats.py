@@ -189,7 +189,7 @@ def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Cal
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
             losses = [step(torch.randn(6, 3, 6, 6), target=torch.arange(6) % 5).item() for _ in range(3)]
-            said = any("not laid channels-last: " in remark for remark in step.program.remarks)
+            said = any("not laid channels-last: " in remark.text for remark in step.program.remarks)
             assert said == (channels_last and make is LooksAtStrides)
         trained.append((losses, list(model.parameters())))
     (losses, parameters), (same_losses, same_parameters) = trained

@@ -140,8 +140,11 @@ def test_a_diff_shows_the_regions_that_a_pass_changed() -> None:
 def test_remarks_stand_with_the_pass_that_makes_them() -> None:
     texts = dumped()
     assert "# remark of this pass: fc1.weight opens a new bucket" in texts.of("plan-buckets.txt")
-    assert "# note: fc1.weight opens a new bucket" in texts.of("outline-regions.txt")
-    assert "# remark of this pass" not in texts.of("outline-regions.txt")
+    assert "# remark of this pass: 2 pieces of backward" in texts.of("outline-regions.txt")
+    for name in ("outline-regions.txt", "lower-devices.txt"):
+        assert "# remark: plan-buckets: 2 gradients in 2 buckets" in texts.of(name)
+        assert "# remark of this pass: 2 gradients" not in texts.of(name) and "opens a new bucket" not in texts.of(name)
+    assert "pieces of backward" not in texts.of("replicate.txt")  # of interest in the dump of its own pass alone
     row = next(row for row in texts["index.md"].splitlines() if "plan-buckets" in row)
     assert "fc1.weight opens a new bucket" in row
 

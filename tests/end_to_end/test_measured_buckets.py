@@ -92,12 +92,12 @@ def test_an_optimizer_that_runs_by_itself_is_left_out_of_the_measurement(measure
 
 def test_pinned_numbers_give_the_same_program_apart_from_the_remark(measured: list[Cast]) -> None:
     auto = prepared()
-    [remark] = [remark for remark in auto.remarks if remark.startswith("bucket sizes by measurement")]
+    [remark] = [remark.text for remark in auto.remarks if remark.text.startswith("bucket sizes by measurement")]
     assert remark.startswith(
         "bucket sizes by measurement: bucket_cap_mb=1, first_bucket_mb=1 (give these to pin them); "
     )
     pinned = prepared(bucket_cap_mb=1, first_bucket_mb=1)
-    assert auto.to_text(regions=True).replace(f"# note: {remark}\n", "") == pinned.to_text(regions=True)
+    assert auto.to_text(regions=True).replace(f"# remark: {remark}\n", "") == pinned.to_text(regions=True)
     assert len(measured) == 1
 
 
@@ -122,7 +122,7 @@ def test_one_device_measures_nothing_and_says_so(measured: list[Cast]) -> None:
     assert measured == []
     assert (
         "bucket sizes not measured, as one device has nobody to communicate with: bucket_cap_mb=25, first_bucket_mb=1"
-        in (program.remarks)
+        in [remark.text for remark in program.remarks]
     )
     assert program.buckets == prepared(1, bucket_cap_mb=25.0).buckets
 
@@ -152,7 +152,7 @@ def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
     remark = "bucket sizes by measurement: bucket_cap_mb=1, first_bucket_mb=1"
     assert all(remark in (folder / name).read_text() for name in ("00-capture.txt", "01-plan-buckets.txt", "index.md"))
     captured = mirrorc.Program.load(folder / "00-capture.json.gz")
-    assert captured.remarks[0].startswith(remark)
+    assert captured.remarks[0].text.startswith(remark)
     monkeypatch.setenv("MIRRORC_CACHE_DIR", str(tmp_path / "none"))
     replayed = PlanBuckets(bucket_cap_mb=1, first_bucket_mb=1).run(captured)
     assert [bucket.slots for bucket in replayed.buckets] == [bucket.slots for bucket in program.buckets]

@@ -106,7 +106,9 @@ def test_a_gradient_that_is_worth_it_on_one_shard_alone_is_not_factored() -> Non
 
 def test_one_device_has_nothing_to_share() -> None:
     program = outlined(TwoLayers(), num_devices=1)
-    assert FactorGradients(min_elements=0).run(program) is program
+    after = FactorGradients(min_elements=0).run(program)
+    assert after.shard_graphs == program.shard_graphs and after.regions is program.regions
+    assert after.remarks[-1].text == "no gradient stays factors: one device has no share to make"
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,14 @@ def test_the_first_bucket_has_a_cap_of_its_own() -> None:
 
 def test_a_new_bucket_is_explained_in_a_remark() -> None:
     program = plan([Weight("a", (16,)), Weight("b", (16,))], cap=1.0, first=64 / 2**20)
-    assert any(remark.startswith("a opens a new bucket") for remark in program.remarks)
-    assert plan([Weight("a")], cap=1.0, first=1.0).remarks == ()
+    assert any(remark.text.startswith("a opens a new bucket") for remark in program.remarks)
+    assert [remark.text for remark in plan([Weight("a")], cap=1.0, first=1.0).remarks] == ["1 gradient in one bucket"]
 
 
 def test_kinds_of_bucket_are_explained_in_a_remark() -> None:
     program = plan([Weight("a"), Weight("b", rule=MUON)], cap=1.0, first=1.0)
     assert len(program.buckets) == 2
-    assert any(remark.startswith("2 kinds of bucket") for remark in program.remarks)
+    assert any(remark.text.startswith("2 kinds of bucket") for remark in program.remarks)
 
 
 def test_the_graph_stays_as_it_is() -> None:

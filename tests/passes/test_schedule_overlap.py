@@ -43,8 +43,8 @@ def test_launches_keep_the_order_in_which_buckets_become_ready() -> None:
 
 def test_an_exposed_all_reduce_is_explained_in_a_remark() -> None:
     program = run_up_to("schedule-overlap", handmade(2), **SMALL_BUCKETS)
-    assert [remark for remark in program.remarks if "exposed" in remark] == [
-        "the reduction of bucket 1 stays exposed: backward ends where it begins"
+    assert [str(remark) for remark in program.remarks if "exposed" in remark.text] == [
+        "schedule-overlap: the reduction of bucket 1 stays exposed: backward ends where it begins"
     ]
 
 

@@ -56,7 +56,7 @@ def test_devices_without_a_common_memory_keep_their_copies_and_say_why() -> None
     after = ShareParameters().run(program)
     assert {bucket.placement for bucket in after.buckets} == {Placement.MIRRORED}
     assert str(after.mirrored_graph) == str(program.mirrored_graph)
-    assert any("do not share one memory" in remark for remark in after.remarks)
+    assert any("do not share one memory" in remark.text for remark in after.remarks)
 
 
 def test_one_replica_has_nothing_to_share() -> None:

@@ -147,6 +147,12 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
         load_data(data, tmp_path)
 
 
+def test_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    data = {"format": "mirrorc program", "version": VERSION - 1, "mirrorc": "0.1", "something": "else"}
+    with pytest.raises(ValueError, match=rf"version {VERSION - 1} .* reads version {VERSION}; .* or use mirrorc 0.1"):
+        load_data(data, tmp_path)
+
+
 UNKNOWN = (
     "gone.scale.default", "aten.mm.gone", "aten.mm", "ops.gone", "ops.replica_of", "ops.Any", "operator.add", "os.system",
     "load_library.__func__.x", "aten.__class__.mro", "higher_order.cond", "", "...", "aten.m\x00m.default", "ä.ö.ü",

@@ -40,7 +40,7 @@ def test_text() -> None:
 
 def test_one_device_needs_no_sum_and_other_peaks_are_said_apart() -> None:
     alone = MemoryReport(REPORT.devices[:1], (), ("something is not known",))
-    assert "\nall " not in str(alone) and str(alone).endswith("note: something is not known")
+    assert "\nall " not in str(alone) and str(alone).endswith("remark: something is not known")
     none = ActivationPeak(0, "", "", "", ())
     other = MemoryReport((REPORT.devices[0], replace(REPORT.devices[1], peak=none)), (SHARED,), ())
     assert "activations on cpu:0 are" in str(other) and str(other).endswith("activations on cpu:1: none")

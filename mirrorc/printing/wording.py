@@ -13,9 +13,9 @@ def listed(items: Iterable[object], most: int = 3) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 gradient``, ``12 gradients``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 gradient``, ``12 gradients``; ``plural`` where that is not the noun with an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
@@ -24,7 +24,7 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first sentences; then one that says how many more there are: ``rest``, such as ``... and {} more notes``."""
+    """The first sentences; then one that says how many more there are: ``rest``, such as ``... and {} more remarks``."""
     left_out = 0
     for i, sentence in enumerate(sentences):
         if i < most:
