@@ -129,7 +129,8 @@ class FactorGradients:
                 if not split.results:  # it only put together what others had given it
                     del regions[name]
         factored = program.evolve(shard_graphs=graphs, regions=regions)
-        return factored.with_remarks(_remark(factored, whole))
+        is_factored = any(node.target in ops.FACTORED for graph in graphs for node in graph.nodes)
+        return factored.with_remarks(_remark(factored, whole), is_kept=is_factored)
 
     def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
         """Why a gradient stays whole whatever makes it; empty if it need not."""

@@ -71,28 +71,37 @@ class PlaceGradients:
                 for node in nodes:
                     _pass_slots(placed, node, list(places), names, slots)
         placed = program.evolve(shard_graphs=graphs, regions=regions)
-        return placed.with_remarks(_remark(placed, names, set(left)))
+        ways = _ways_into_slots(placed, names)
+        return placed.with_remarks(_counts(ways), is_kept=False).with_remarks(*_left_to_pack(ways, set(left)))
 
 
-def _remark(program: Program, names: Mapping[fx.Node, str], used_twice: Collection[str]) -> str:
-    """How many gradients get into their slots in which way, and which are left to `pack`."""
-    ways: dict[str, str] = {}  # by variable; one that a shard shape leaves to pack is left to pack
+def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
+    """How each gradient gets into its slot, by variable. One that some shard shape leaves to `pack` is left to `pack`."""
+    ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
         for variable, gradient in output["gradients"].items():
             way = _way_into_slot(program, gradient) if gradient in names else "pack"
             ways[variable] = "pack" if "pack" in (way, ways.get(variable)) else way
+    return ways
+
+
+def _counts(ways: Mapping[str, str]) -> str:
     counts = Counter(ways.values())
     said = f"of {counted(len(ways), 'gradient')}, {counts['operator']} computed into their slots by the operator that makes them"
     said += f", {counts['copy']} written there at the end of their region"
     said += f", {counts['factors']} left as factors" if counts["factors"] else ""
-    for is_used, why in (
-        (True, "something else uses the gradient as well"),
-        (False, "its region does not give it in every call"),
-    ):
-        left = sorted(name for name, way in ways.items() if way == "pack" and (name in used_twice) is is_used)
-        said += f"; {listed(left)}: copied by pack, {why}" if left else ""
-    return said
+    return said + (f", {counts['pack']} left to pack" if counts["pack"] else "")
+
+
+def _left_to_pack(ways: Mapping[str, str], used_twice: Collection[str]) -> list[str]:
+    """Which gradients `pack` has to copy, and why."""
+    left = sorted(name for name, way in ways.items() if way == "pack")
+    reasons = {
+        "something else uses the gradient as well": [name for name in left if name in used_twice],
+        "its region does not give it in every call": [name for name in left if name not in used_twice],
+    }
+    return [f"{listed(named)}: copied by pack, {why}" for why, named in reasons.items() if named]
 
 
 def _way_into_slot(program: Program, gradient: fx.Node) -> str:

@@ -83,9 +83,10 @@ def _remarks(program: Program) -> list[str]:
             "other reads parameters any more, so that it may write them"
         )
     if whole:
+        names = numbered("bucket", [bucket.index for bucket in whole])
         kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
         remarks.append(
-            f"{numbered('bucket', [bucket.index for bucket in whole])}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
+            f"{names}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
         )
     return remarks
 

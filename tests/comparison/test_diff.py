@@ -135,8 +135,7 @@ CHANGES: dict[str, Change] = {
         lambda: mlp(**THREE_BUCKETS, link="copy"),
         [
             "link copy instead of shared-memory for reduce_scatter of buckets 0, 1 and 2, on every device",
-            "remark new: lower-collectives: link copy: asked for; nothing moves between a launch and its wait, and the wait does "
-            "all the work",
+            "remark new: lower-collectives: link copy: asked for; nothing moves before the wait, which does all the work",
         ],
     ),
     "parameters not shared": (

@@ -36,8 +36,7 @@ def test_logical_cpus_share_memory() -> None:
     program = run_up_to("lower-collectives", handmade(2, MIXED), **SMALL_BUCKETS)
     assert links(program) == all_links("shared-memory", "shared-memory")
     assert said(program) == (
-        "link shared-memory: the best for these devices; nothing moves between a launch and its wait, and the wait does all "
-        "the work"
+        "link shared-memory: the best for these devices; nothing moves before the wait, which does all the work"
     )
 
 
