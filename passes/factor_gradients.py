@@ -15,12 +15,11 @@ from mirrorc.analysis.region_gradients import (
     calls_by_region,
     gradient_names,
     gradient_places,
-    matrix_product,
-    table_gradient,
 )
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
+from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.links import why_memory_is_not_shared
@@ -28,26 +27,6 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, lazy_graph_module
-
-
-@dataclass(frozen=True)
-class _Factored:
-    """A gradient in a region's body, as two factors.
-
-    Attributes:
-        target: the operation that is to make it: one of `ops.FACTORED`.
-        factors: what it makes it of.
-        details: further keywords of that operation.
-    """
-
-    target: Any
-    factors: tuple[fx.Node, fx.Node]
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def sides(self) -> tuple[str, str]:
-        """What the factors are called."""
-        return ("left", "right") if self.target is ops.product else ("rows", "indices")
 
 
 @dataclass(frozen=True)
@@ -175,7 +154,7 @@ def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
 
 def _factors(
     program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
-) -> dict[int, _Factored]:
+) -> dict[int, FactoredGradient]:
     """For each gradient that is worth it, by its place among a region's results, how it is left in the region's body.
 
     ``whole`` gets the reason for every other.
@@ -187,15 +166,14 @@ def _factors(
     for place in places[0]:
         if not all(place in own for own in places):
             continue
-        gradient = _as_factors(results[place])
+        gradient = recognize(results[place])
         variables = [own[place] for own in places]
         if gradient is None or results.count(results[place]) > 1:
-            whole.update(dict.fromkeys(variables, "neither a product of two matrices nor a table's"))
+            whole.update(dict.fromkeys(variables, _of_no_form()))
             continue
-        num_elements = sum(factor.meta["val"].numel() for factor in gradient.factors)
         sources = [source for factor in gradient.factors for source in given.get(viewed(factor), ())]
         is_of_variable = any(viewed_variable(program, source) is not None for source in sources)
-        if num_elements >= results[place].meta["val"].numel():
+        if not gradient.form.is_worth_it(results[place].meta["val"], [f.meta["val"] for f in gradient.factors]):
             whole.update(dict.fromkeys(variables, "no larger than their factors"))
         elif is_of_variable:
             whole.update(dict.fromkeys(variables, "with a parameter as a factor, which an update writes"))
@@ -204,14 +182,9 @@ def _factors(
     return found
 
 
-def _as_factors(gradient: fx.Node) -> _Factored | None:
-    product, of_table = matrix_product(gradient), table_gradient(gradient)
-    if product is not None:
-        return _Factored(ops.product, product.args)  # type: ignore[arg-type]
-    if of_table is not None:
-        rows, indices, _, padding_idx, _ = of_table.args
-        return _Factored(ops.index_add, (rows, indices), {"padding_idx": padding_idx} if padding_idx != -1 else {})  # type: ignore[arg-type]
-    return None
+def _of_no_form() -> str:
+    *first, last = (form.description for form in FORMS.values())
+    return f"neither {', '.join(first)} nor {last}"
 
 
 def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -235,11 +208,11 @@ class _Split:
     kept: list[int]
     results: list[fx.Node]
     arguments: list[int]
-    factored: Mapping[int, _Factored]
+    factored: Mapping[int, FactoredGradient]
     given: Mapping[fx.Node, list[fx.Node]]
 
 
-def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, _Factored]) -> _Split:
+def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
     """Makes a body give factors instead of gradients; a factor that it was given itself need not be given back."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
@@ -271,8 +244,8 @@ def _rewire(
     outside = {inside: given[number] for inside, given in split.given.items()}
     called: dict[fx.Node, str] = {}  # a region that is called twice gives the factors of other variables each time
     for place, made in split.factored.items():
-        for factor, side in zip(made.factors, made.sides, strict=True):
-            called.setdefault(factor, f"{identifier(names[parts[place]])}_{side}")
+        for factor, name in zip(made.factors, made.form.factor_names, strict=True):
+            called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")
     for new, result in enumerate(split.results):
         if new < len(split.kept):
             part = parts[split.kept[new]]
@@ -286,7 +259,7 @@ def _rewire(
         gradient, variable = parts[place], names[parts[place]]
         with graph.inserting_after(last):
             tags = {"bucket": buckets[variable], "variable": variable, **made.details}
-            last = call(graph, made.target, tuple(outside[factor] for factor in made.factors), tags)
+            last = call(graph, made.form.operation, tuple(outside[factor] for factor in made.factors), tags)
         last.meta.update(gradient.meta)
         gradient.replace_all_uses_with(last)
         graph.erase_node(gradient)

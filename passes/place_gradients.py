@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.region_gradients import calls_by_region, gradient_names, gradient_places, matrix_product
+from mirrorc.analysis.region_gradients import calls_by_region, gradient_names, gradient_places
 from mirrorc.custom_ops import matmul
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
+from mirrorc.ir.gradient_forms import matrix_product
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import region_of

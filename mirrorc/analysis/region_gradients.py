@@ -1,4 +1,4 @@
-"""Gradients as results of regions: which they are, and which of them are matrix products or those of tables."""
+"""Gradients as results of regions: which results of which calls they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from mirrorc.ir import ops
@@ -45,23 +44,3 @@ def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[i
             else:
                 left.append(names[part])
     return own, left
-
-
-def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The product whose memory a gradient is, as it lies there, if nothing else uses it."""
-    node = gradient
-    while node.target in ops.VIEWS and len(node.users) == 1:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
-        return None
-    value, product = gradient.meta["val"], node.meta["val"]
-    is_same = value.shape == product.shape and value.is_contiguous() and product.is_contiguous()
-    return node if is_same else None
-
-
-def table_gradient(gradient: fx.Node) -> fx.Node | None:
-    """The operator that makes a gradient of a table out of the rows that were looked up, if nothing else uses it."""
-    is_one = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
-    return gradient if is_one and not gradient.args[4] and gradient.meta["val"].is_contiguous() else None

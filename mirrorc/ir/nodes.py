@@ -78,19 +78,6 @@ def origin_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def stays_factored(gradient: Any) -> bool:
-    """Whether a gradient is two factors that nothing but `pack` looks at, so that nobody need make it whole before."""
-    return is_of(gradient, Kind.FACTORED) and all(is_of(user, Kind.PACK) for user in gradient.users)
-
-
-def made_whole(gradient: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator of torch that makes a factored gradient whole, and its arguments."""
-    if name_of(gradient) == "product":
-        return torch.ops.aten.mm.default, gradient.args
-    sizes = (gradient.meta["val"].shape[0], gradient.kwargs.get("padding_idx", -1), False)
-    return torch.ops.aten.embedding_dense_backward.default, (*gradient.args, *sizes)
-
-
 def name_of(node: fx.Node) -> str:
     """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))

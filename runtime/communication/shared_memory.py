@@ -10,7 +10,8 @@ from mirrorc.ir.buckets import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous
-from mirrorc.runtime.state.gradient_shares import FactoredBucket, make_share
+from mirrorc.runtime.state.gradient_shares import make_share
+from mirrorc.runtime.state.share_pieces import FactoredBucket
 
 
 @register_communicator
@@ -34,7 +35,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """See `Communicator`; or a bucket of which some gradients are two factors, as on all replicas."""
+        """See `Communicator`; or a bucket in which some gradients are left as factors, on all replicas the same."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:

@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, stays_factored
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_compute, made_whole, stays_factored
+from mirrorc.ir.gradient_forms import details_of, form_of
+from mirrorc.ir.nodes import bucket_of, is_compute
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.state.gradient_shares import (
-    FactoredBucket,
-    Factors,
-    Piece,
-    factored_slots,
-    is_left_to_shares,
-    make_whole,
-    pieces_of_share,
-)
+from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
@@ -44,7 +39,7 @@ class Binder:
         communicators: what carries collectives, by link.
 
     Attributes:
-        pieces: what the shares of buckets with factored gradients consist of, as far as they are bound.
+        pieces: what the shares of buckets consist of in which gradients are left as factors, as far as they are bound.
     """
 
     def __init__(
@@ -87,30 +82,31 @@ class Binder:
         factored = factored_slots(node)
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
-        pieces = pieces_of_share(flat.bucket, factored, replica, self.program.num_replicas)
+        is_left = is_left_to_shares(node)
+        share = (replica, self.program.num_replicas) if is_left else (0, 1)
+        pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
         self.pieces += pieces
-        is_left = bool(factored) and is_left_to_shares(node)
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
             for i in plain:
                 if gradients[i] is not slots[i]:  # else backward wrote it there
                     slots[i].copy_(gradients[i])
+            if not factored:
+                return whole
+            bucket = FactoredBucket(whole, [gradients[i] for i in left], pieces)
             if is_left:
-                return FactoredBucket(whole, [gradients[i] for i in left], pieces)
-            if factored:
-                make_whole(whole, flat.bucket, factored, [gradients[i] for i in left])
+                return bucket
+            make_whole(bucket)
             return whole
 
         return pack
 
     @binds(ops.FACTORED)
     def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        is_left, make = stays_factored(node), _maker(node)
-
-        def factored(one: torch.Tensor, other: torch.Tensor, **_: Any) -> Factors | torch.Tensor:
-            return (one, other) if is_left else make(one, other)
-
-        return factored
+        form, details, shape = form_of(node), details_of(node), node.meta["val"].shape
+        if stays_factored(node):
+            return _factors
+        return lambda *factors, **_: form.make_whole(_apply, factors, shape, **details)
 
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
@@ -196,7 +192,9 @@ class Binder:
         return write
 
 
-def _maker(gradient: fx.Node) -> Callable[..., torch.Tensor]:
-    """The function of two factors that makes a gradient whole."""
-    target, (_, _, *others) = made_whole(gradient)
-    return lambda one, other: target(one, other, *others)
+def _factors(*factors: torch.Tensor, **_: Any) -> Factors:
+    return factors
+
+
+def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)

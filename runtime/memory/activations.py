@@ -12,16 +12,17 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import is_view
+from mirrorc.analysis.factored_gradients import factor_values, factored_slots, left_to_shares, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of, stays_factored
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, DryStep, Held
-from mirrorc.runtime.state.gradient_shares import copied_elements, factored_slots, is_left_to_shares, pieces_of_share
+from mirrorc.runtime.state.gradient_shares import pieces_of_share, temporary_bytes
 
 
 @dataclass(eq=False)
@@ -225,7 +226,7 @@ class _Walk:
 
     @accounts(ops.pack)
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(factored_of(node)), 0  # all else lies in the bucket
+        return self._of(left_to_shares(node)), 0  # all else lies in the bucket
 
     @accounts(ops.REDUCTIONS)
     def _reduction(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -248,29 +249,25 @@ class _Walk:
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
-            return (), self._copied_factors(operand)
+            return (), self._temporary_bytes(operand)
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
 
     def _has_other_devices(self) -> bool:
         return not share_one_memory(self.program.devices)
 
-    def _copied_factors(self, pack: fx.Node) -> int:
-        """Bytes of the factors that are copied to make a share."""
+    def _temporary_bytes(self, pack: fx.Node) -> int:
+        """Bytes that a device takes to make its share of a bucket with gradients as factors."""
+        if not left_to_shares(pack):
+            return 0
         index = bucket_of(pack)
-        bucket = self.program.buckets[index]
         packs = [
             next(node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == index)
             for module in self.program.device_graphs.values()
         ]
-        if not factored_of(pack):
-            return 0
-        factors: Any = [
-            [tuple(f.meta["val"] for f in gradient.args if isinstance(f, fx.Node)) for gradient in factored_of(own)]
-            for own in packs
-        ]
-        pieces = pieces_of_share(bucket, factored_slots(pack), self.replica, self.program.num_replicas)
-        return copied_elements(pieces, factors) * bucket.dtype.itemsize
+        factors = [[factor_values(gradient) for gradient in left_to_shares(own)] for own in packs]
+        bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
+        return temporary_bytes(pieces_of_share(bucket, factored_slots(pack), self.replica, num_replicas), factors)
 
     @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -278,9 +275,3 @@ class _Walk:
         start, stop = bucket.share(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args))  # as the parameter's gradient
         return (), round(self.temporary_bytes[bucket.index] * (stop - start))
-
-
-def factored_of(pack: fx.Node) -> list[fx.Node]:
-    """The gradients of a packed bucket that are left as factors to those who make shares of it."""
-    gradients = [gradient for gradient in pack.args if stays_factored(gradient)]
-    return [gradient for gradient in gradients if isinstance(gradient, fx.Node)] if is_left_to_shares(pack) else []

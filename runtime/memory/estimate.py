@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mirrorc.analysis.factored_gradients import left_to_shares
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
@@ -13,7 +14,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Placement, Role, Synchronization, Variable
 from mirrorc.runtime.codegen.regions import RegionFunction
-from mirrorc.runtime.memory.activations import Activations, activations_of, factored_of
+from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
 from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
@@ -108,7 +109,7 @@ class _Tally:
             self._add(owners, "parameters", bucket.num_bytes)
         for replica, (name, module) in enumerate(self.program.device_graphs.items()):
             packs = [node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == bucket.index]
-            left = {str(gradient.kwargs["variable"]) for pack in packs for gradient in factored_of(pack)}
+            left = {str(gradient.kwargs["variable"]) for pack in packs for gradient in left_to_shares(pack)}
             # they are made by shares, in the first replica's bucket: nobody writes to their pages in another's
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import fx
 
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import (
     bucket_of,
     is_compute,
     is_computed,
     is_region_call,
-    made_whole,
     region_of,
     replica_of,
     target_name,
@@ -133,6 +134,13 @@ def _say_operation(key: Any) -> str:
     return str(key[1]) if key[0] == "region" else "" if isinstance(key[0], str) else target_name(key[0])
 
 
+@dataclass(frozen=True)
+class _Value:
+    """An expression's number, where an operator's argument may be a number, too."""
+
+    number: int
+
+
 class _Expressions:
     """Numbers expressions, so that equal ones have equal numbers, over all programs that share the table.
 
@@ -229,8 +237,7 @@ class _Expressions:
                     source[index] if isinstance(source, tuple) else self._number("part", ("value", source), index)
                 )
             elif node.target in ops.FACTORED:
-                target, args = made_whole(node)
-                numbered[node] = self._number(target, _hashable(args, numbered), ())
+                numbered[node] = self._whole(node, numbered)
             elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif is_compute(node) and node.target._schema.is_mutable:
@@ -254,6 +261,16 @@ class _Expressions:
 
     def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
         return self._number(node.target, _hashable(node.args, numbered), _hashable(node.kwargs, numbered))
+
+    def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """A gradient as factors is the expression of the whole."""
+
+        def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
+            return _Value(self._number(target, _hashable(args, numbered), _hashable(kwargs, numbered)))
+
+        whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
+        assert isinstance(whole, _Value), "a form of gradient makes it by operators"
+        return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
         """An operator that writes its first argument, which is from then on what was written."""
@@ -297,6 +314,8 @@ def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
     """An argument as part of a key, nodes in it by their numbers."""
     if isinstance(value, fx.Node) and numbered is not None:
         return ("value", numbered[value])
+    if isinstance(value, _Value):
+        return ("value", value.number)
     if isinstance(value, list | tuple):
         return tuple([_hashable(item, numbered) for item in value])
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed_variable
+from mirrorc.analysis.factored_gradients import stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
     bucket_of,
@@ -22,7 +23,6 @@ from mirrorc.ir.nodes import (
     origin_of,
     region_of,
     replica_of,
-    stays_factored,
 )
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import Violation, scopes
@@ -132,7 +132,7 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
 
 
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
-    """All replicas pack the same gradients of a bucket as two factors: what is not, of some, nobody could add up."""
+    """All replicas pack the same gradients of a bucket as factors: nobody could add factors to a whole gradient."""
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -143,7 +143,7 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
             if found != others:
                 names = ", ".join(sorted(found ^ others))
                 yield Violation(
-                    f"bucket {index}: {names} is left as two factors on one of {first} and {device} alone", node
+                    f"bucket {index}: {names} is left as factors on one of {first} and {device} alone", node
                 )
 
 

@@ -5,16 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mirrorc.analysis.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
-from mirrorc.runtime.state.gradient_shares import (
-    FactoredBucket,
-    FactoredSlot,
-    copied_elements,
-    forget_what_is_written,
-    make_share,
-    pieces_of_share,
-)
+from mirrorc.runtime.state.gradient_shares import forget_what_is_written, make_share, pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.share_pieces import FactoredBucket
 from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)
@@ -40,7 +36,7 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
 ) -> None:
     """Whatever is factored, on any number of replicas, with batches of any size; nothing is written outside of a share."""
     bucket, num_replicas = bucket_of(shapes), len(rows)
-    factored = [FactoredSlot(i) for i in range(len(shapes)) if which[i]]
+    factored = [FactoredSlot(i, PRODUCT) for i in range(len(shapes)) if which[i]]
     expected = torch.zeros(bucket.num_elements, dtype=torch.float64)
     buckets = []
     for replica, k in enumerate(rows):
@@ -74,7 +70,7 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
     pairs = [(torch.rand(k, 96, dtype=dtype).t(), torch.rand(k, 64, dtype=dtype)) for _ in range(2)]
     flats = [torch.zeros(bucket.num_elements, dtype=dtype) for _ in pairs]
     buckets = [
-        FactoredBucket(flat, [pair], pieces_of_share(bucket, [FactoredSlot(0)], replica, 2))
+        FactoredBucket(flat, [pair], pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], replica, 2))
         for replica, (flat, pair) in enumerate(zip(flats, pairs, strict=True))
     ]
     for replica in range(2):
@@ -87,7 +83,7 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
 def test_no_rows_at_all_give_zeros() -> None:
     bucket = bucket_of([(8, 4)])
     flat = torch.full((bucket.num_elements,), 7.0)
-    pieces = pieces_of_share(bucket, [FactoredSlot(0)], 0, 1)
+    pieces = pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], 0, 1)
     make_share([FactoredBucket(flat, [(torch.rand(8, 0), torch.rand(0, 4))], pieces)], 0)
     assert torch.equal(flat[:32], torch.zeros(32))
 
@@ -110,7 +106,7 @@ def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
     forgets: list[bool],
 ) -> None:
     """Nothing of a step is left in the next one's; a table lies between slots that are added up."""
-    bucket, kind = bucket_of([(2, 3), shape, (5, 1)]), FactoredSlot(1, True, padding_idx)
+    bucket, kind = bucket_of([(2, 3), shape, (5, 1)]), FactoredSlot(1, TABLE, {"padding_idx": padding_idx})
     before, table, after = (slice(slot.offset, slot.offset + slot.num_elements) for slot in bucket.slots)
     pieces = [pieces_of_share(bucket, [kind], replica, num_replicas) for replica in range(num_replicas)]
     flats = [torch.full((bucket.num_elements,), 777.0, dtype=torch.float64) for _ in range(num_replicas)]
@@ -138,7 +134,7 @@ def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
 def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     """It is known that they are zero: filling a large table again would cost more than all else."""
     bucket = bucket_of([(50, 4)])
-    pieces = pieces_of_share(bucket, [FactoredSlot(0, True)], 0, 1)
+    pieces = pieces_of_share(bucket, [FactoredSlot(0, TABLE)], 0, 1)
     flat = torch.full((bucket.num_elements,), 777.0)
     made = FactoredBucket(flat, [(torch.ones(2, 4), torch.tensor([3, 7]))], pieces)
     make_share([made], 0)
@@ -154,9 +150,9 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     rows=st.lists(st.integers(1, 10), min_size=1, max_size=4),
 )
 def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows: list[int]) -> None:
-    """The elements of factors that are put side by side, counted against what torch allocates."""
+    """The bytes of factors that are put side by side, counted against what torch allocates."""
     bucket, num_replicas = bucket_of(shapes), len(rows)
-    factored = [FactoredSlot(i) for i in range(len(shapes))]
+    factored = [FactoredSlot(i, PRODUCT) for i in range(len(shapes))]
     pairs = [
         [(torch.ones(m, k, dtype=torch.float64), torch.ones(k, n, dtype=torch.float64)) for m, n in shapes]
         for k in rows
@@ -166,4 +162,4 @@ def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows
         buckets = [FactoredBucket(torch.zeros(bucket.num_elements, dtype=torch.float64), own, pieces) for own in pairs]
         given_ = [own.tensor for own in buckets] + [factor for own in pairs for pair in own for factor in pair]
         taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
-        assert taken == 8 * copied_elements(pieces, pairs)
+        assert taken == temporary_bytes(pieces, pairs)

@@ -1,0 +1,85 @@
+"""Gradients as factors outside of regions: which of them stay so until their bucket is packed, and who makes them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import GradientForm, details_of, form_of
+from mirrorc.ir.links import link_named
+
+
+class Maker(Enum):
+    """Who makes a gradient of its factors."""
+
+    SHARES = "by shares at the wait"
+    """Each device makes its share of the sum over all replicas, when it waits for the bucket."""
+    PACK = "by pack"
+    """Each replica makes its own, whole, in its bucket."""
+    AT_ONCE = "at once"
+    """Each replica makes its own before something else than `pack` uses it."""
+
+
+@dataclass(frozen=True)
+class FactoredSlot:
+    """A slot whose gradient is packed as factors.
+
+    Attributes:
+        place: its number among the bucket's slots; the slot is contiguous.
+        form: how the gradient is made of the factors.
+        details: what else it depends on, by the keywords of the form's operation.
+    """
+
+    place: int
+    form: GradientForm
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def stays_factored(gradient: Any) -> bool:
+    """Whether a gradient is factors that `pack` alone uses, so that nobody has to make it whole before."""
+    return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
+
+
+def is_left_to_shares(pack: fx.Node) -> bool:
+    """Whether everything that uses a packed bucket makes shares of it, in the memory that replicas share."""
+    return all(u.target is ops.reduce_scatter and link_named(u.kwargs["link"]).reads_one_memory for u in pack.users)
+
+
+def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
+    """The slots of a packed bucket whose gradients are packed as factors."""
+    gradients: Any = pack.args
+    return [
+        FactoredSlot(place, form_of(gradient), details_of(gradient))
+        for place, gradient in enumerate(gradients)
+        if stays_factored(gradient)
+    ]
+
+
+def left_to_shares(pack: fx.Node) -> list[fx.Node]:
+    """The gradients of a packed bucket of which devices make shares, in order of their slots."""
+    gradients: Any = pack.args
+    return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
+
+
+def factor_values(gradient: Any) -> tuple[torch.Tensor, ...]:
+    """The (fake) tensors of a gradient's factors."""
+    return tuple(factor.meta["val"] for factor in gradient.args)
+
+
+def maker_of(gradient: fx.Node) -> Maker | None:
+    """Who makes a gradient as factors whole; None while the program does not say: it is not packed, or no link is chosen."""
+    users = list(gradient.users)
+    if any(user.op == "output" for user in users):
+        return None
+    if not stays_factored(gradient):
+        return Maker.AT_ONCE
+    takers = [taker for pack in users for taker in pack.users]
+    if any(taker.op == "output" or taker.kwargs.get("link", "") is None for taker in takers):
+        return None
+    return Maker.SHARES if all(map(is_left_to_shares, users)) else Maker.PACK

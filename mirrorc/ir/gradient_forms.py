@@ -1,0 +1,201 @@
+"""Forms of gradient: the factors as which a gradient may leave its region, and the gradient that they make.
+
+A gradient that is a tensor is whole. One that has a form is a few smaller tensors, its factors, until its bucket is packed or
+each device makes its share of it. A form is one class here and one in `mirrorc.runtime.state`, which makes the shares.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+
+Apply = Callable[..., Any]
+"""Applies an operator of torch, which is its first argument, to values: to tensors, or to whatever stands for them."""
+
+_TAGS = ("bucket", "variable", "replica")
+
+
+@dataclass(frozen=True)
+class FactoredGradient:
+    """A gradient in a region's body, as the factors that it is made of.
+
+    Attributes:
+        form: how it is made of them.
+        factors: nodes of the body.
+        details: what else the gradient depends on, by the keywords of the form's operation.
+    """
+
+    form: GradientForm
+    factors: tuple[fx.Node, ...]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GradientForm(ABC):
+    """A form of gradient.
+
+    Args:
+        operation: the operation of the IR that stands for a gradient of this form. Its arguments are the factors, its
+            keywords ``bucket``, ``variable``, ``replica`` and the form's own details.
+
+    Attributes:
+        operation: see above.
+        factor_names: what the factors are called, in the order of the arguments.
+        description: what a gradient of this form is, for remarks: "a product of two matrices".
+    """
+
+    factor_names: ClassVar[tuple[str, ...]]
+    description: ClassVar[str]
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        self.operation = operation
+
+    @abstractmethod
+    def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
+        """The factors of a result of a region's body; None if it is no gradient of this form, or if others use what makes it."""
+
+    @abstractmethod
+    def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
+        """Makes the whole gradient by operators of torch, those that the captured graph had: the verifier compares them.
+
+        Args:
+            apply: applies an operator; the verifier's gives an expression in place of a tensor.
+            factors: the factors.
+            shape: the gradient's.
+            details: the form's own keywords, where the gradient has them.
+        """
+
+    @abstractmethod
+    def expression(self, *factors: str) -> str:
+        """The form in print, with texts for the factors, such as their names or their types: ``left @ right``."""
+
+    def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
+        """The elements of the factors, which are held and moved in place of the gradient's; tensors may be fake."""
+        return sum(factor.numel() for factor in factors)
+
+    def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
+        """Whether the factors are smaller than the gradient, so that it pays to leave it to the devices' shares."""
+        return self.num_elements(factors) < gradient.numel()
+
+
+FORMS: dict[Any, GradientForm] = {}
+"""The registered forms by their operations, in the order in which they are tried."""
+
+
+def register(form: GradientForm) -> None:
+    """Lets the passes recognize a form, and graphs have gradients of it.
+
+    Raises:
+        ValueError: its operation gives no gradient as factors, or is another form's.
+    """
+    name = form.operation.__name__
+    if form.operation not in ops.FACTORED:
+        raise ValueError(
+            f"{type(form).__name__}: {name} is not declared as an operation that gives a gradient as factors"
+        )
+    if form.operation in FORMS:
+        raise ValueError(
+            f"{type(form).__name__}: the operation {name} is already that of {type(FORMS[form.operation]).__name__}"
+        )
+    FORMS[form.operation] = form
+
+
+def unregister(form: GradientForm) -> None:
+    """Takes a form back."""
+    del FORMS[form.operation]
+
+
+def form_of(gradient: fx.Node) -> GradientForm:
+    """The form of a gradient as factors, which is a node of one of `ops.FACTORED`.
+
+    Raises:
+        LookupError: no form has its operation.
+    """
+    form = FORMS.get(gradient.target)
+    if form is None:
+        name = getattr(gradient.target, "__name__", gradient.target)
+        raise LookupError(f"{gradient.name}: no form of gradient has the operation {name}; register it, see {__name__}")
+    return form
+
+
+def recognize(gradient: fx.Node) -> FactoredGradient | None:
+    """The factors of a result of a region's body, by the first form that recognizes it; None if it has to stay whole."""
+    for form in FORMS.values():
+        found = form.recognize(gradient)
+        if found is not None:
+            return found
+    return None
+
+
+def details_of(gradient: fx.Node) -> dict[str, Any]:
+    """What a gradient as factors depends on besides its factors, by keyword."""
+    return {key: value for key, value in gradient.kwargs.items() if key not in _TAGS}
+
+
+def matrix_product(gradient: fx.Node) -> fx.Node | None:
+    """The product in whose memory a gradient lies, as it lies there; None if it is no product, or if others use that."""
+    node = gradient
+    while node.target in ops.VIEWS and len(node.users) == 1:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
+        return None
+    value, product = gradient.meta["val"], node.meta["val"]
+    is_same = value.shape == product.shape and value.is_contiguous() and product.is_contiguous()
+    return node if is_same else None
+
+
+class ProductForm(GradientForm):
+    """A matrix product, as the gradient of a linear layer's weight is: ``left`` [m, k] times ``right`` [k, n]."""
+
+    factor_names = ("left", "right")
+    description = "a product of two matrices"
+
+    def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
+        product = matrix_product(gradient)
+        return FactoredGradient(self, product.args) if product is not None else None  # type: ignore[arg-type]
+
+    def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
+        return apply(torch.ops.aten.mm.default, *factors)
+
+    def expression(self, *factors: str) -> str:
+        return " @ ".join(factors)
+
+
+class TableForm(GradientForm):
+    """The gradient of an embedding's table [m, n]: ``rows`` [..., n] that are added up at ``indices`` [...].
+
+    Its detail ``padding_idx`` is the row to which nothing is added.
+    """
+
+    factor_names = ("rows", "indices")
+    description = "a table's"
+
+    def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
+        is_one = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
+        if not is_one or not gradient.meta["val"].is_contiguous():
+            return None
+        rows, indices, _, padding_idx, is_scaled_by_counts = gradient.args
+        if is_scaled_by_counts:  # those of a replica's own batch, which are not the whole batch's
+            return None
+        return FactoredGradient(self, (rows, indices), {"padding_idx": padding_idx} if padding_idx != -1 else {})  # type: ignore[arg-type]
+
+    def make_whole(
+        self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], padding_idx: int = -1, **details: Any
+    ) -> Any:
+        return apply(torch.ops.aten.embedding_dense_backward.default, *factors, shape[0], padding_idx, False)
+
+    def expression(self, *factors: str) -> str:
+        return f"index_add({', '.join(factors)})"
+
+
+PRODUCT, TABLE = ProductForm(ops.product), TableForm(ops.index_add)
+register(PRODUCT)
+register(TABLE)

@@ -1,0 +1,115 @@
+"""Makes shares of the forms of gradient that mirrorc has: matrix products, and gradients of embeddings' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Slot
+from mirrorc.runtime.state.share_pieces import FactoredPiece, Factors, makes_shares_of
+
+
+@dataclass
+class Rectangle(FactoredPiece):
+    """A rectangle of a matrix.
+
+    Attributes:
+        rows: of the matrix.
+        columns: of the matrix.
+    """
+
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        """Elements that follow each other are the end of a row, whole rows, and the beginning of a row."""
+        width = slot.shape[1]
+        while first < last:
+            row, column = divmod(first - slot.offset, width)
+            num_rows = (last - first) // width if column == 0 else 0
+            if num_rows:
+                stop, rows, columns = first + num_rows * width, slice(row, row + num_rows), slice(0, width)
+            else:
+                stop = min(last, first - column + width)
+                rows, columns = slice(row, row + 1), slice(column, column + stop - first)
+            yield cls(first, stop, factored, rows, columns, **details)
+            first = stop
+
+
+@makes_shares_of(ops.product)
+@dataclass
+class ProductPiece(Rectangle):
+    """A rectangle of the sum of matrix products."""
+
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        """Multiplies all factors side by side, or one pair after the other, whichever moves less memory.
+
+        Side by side, the factors are copied together; one after the other, the result is read and written for each replica.
+        """
+        pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
+        (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
+        out, num_inner = total.view(m, n), sum(left.shape[1] for left, _ in pairs)
+        if _is_one_product(m, n, num_inner, len(pairs)):
+            left = torch.cat([left.t() for left, _ in pairs]).t()
+            torch.mm(left, torch.cat([right for _, right in pairs]), out=out)
+            return
+        torch.mm(*pairs[0], out=out)
+        for left, right in pairs[1:]:
+            torch.addmm(out, left, right, out=out)
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
+        m, n = (part.stop - part.start for part in (self.rows, self.columns))
+        lefts = [own[self.factored][0] for own in factors]
+        num_inner = sum(left.shape[1] for left in lefts)
+        is_copied = _is_one_product(m, n, num_inner, len(factors))
+        return num_inner * (m + n) * lefts[0].itemsize if is_copied else 0
+
+
+def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
+    return num_inner * (m + n) < m * n * (num_pairs - 1)
+
+
+@makes_shares_of(ops.index_add)
+@dataclass
+class TablePiece(Rectangle):
+    """A rectangle of a table's gradient, in memory that stays zero but for the few rows of a step.
+
+    Attributes:
+        padding_idx: the row of the table that is left out.
+        written: the rows that the last step added to, counted from the rectangle's first, a tensor for each replica; None if
+            it is not known what the memory holds.
+    """
+
+    padding_idx: int = -1
+    written: Sequence[torch.Tensor] | None = None
+
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        """Clears the rows of the last step and adds those of this one; what is zero already is not touched."""
+        first, last = self.rows.start, self.rows.stop
+        out = total.view(last - first, -1)
+        written, self.written = self.written, None
+        if written is None:
+            out.zero_()
+        for places in written or ():
+            out.index_fill_(0, places, 0.0)
+        found = []
+        for rows, indices in factors:
+            places = indices.reshape(-1)
+            is_own = (places >= first) & (places < last) & (places != self.padding_idx)
+            own = is_own.nonzero().squeeze(1)
+            found.append(places[own].long() - first)
+            out.index_add_(0, found[-1], rows.reshape(-1, rows.shape[-1])[:, self.columns][own])
+        self.written = found
+
+    def forget(self) -> None:
+        self.written = None
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
+        """Those of the rows that are picked from a replica's: the share is taken to get an even part of them."""
+        rows = max((own[self.factored][0] for own in factors), key=torch.Tensor.numel)
+        return rows.numel() // len(factors) * rows.itemsize

@@ -1,0 +1,113 @@
+"""Pieces of a replica's share of a bucket: elements that are made in one go, by the class for their form of gradient."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from mirrorc.ir.buckets import Slot
+from mirrorc.ir.operation import Handlers
+
+Factors = tuple[torch.Tensor, ...]
+"""What a gradient is made of, in the order of its form's `factor_names`."""
+
+
+@dataclass(frozen=True)
+class FactoredBucket:
+    """A replica's bucket, in which some gradients are not made yet.
+
+    Attributes:
+        tensor: the bucket, 1-D; the slots of gradients as factors are not written.
+        factors: of these gradients, in order of their slots.
+        pieces: what the replica's share consists of.
+    """
+
+    tensor: torch.Tensor
+    factors: Sequence[Factors]
+    pieces: Sequence[Piece]
+
+
+@dataclass
+class Piece(ABC):
+    """Elements of a bucket that a replica makes in one go.
+
+    Attributes:
+        start: the first element, counted from the bucket's first.
+        stop: the one after the last.
+    """
+
+    start: int
+    stop: int
+
+    @abstractmethod
+    def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
+        """Makes the sum over all replicas.
+
+        Args:
+            buckets: of all replicas, in order.
+            total: the elements in the first replica's bucket, 1-D, to be written.
+        """
+
+    def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
+        """Forgets what earlier steps wrote: something else may have written to the bucket since."""
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
+        """Bytes that `make` takes besides, at most.
+
+        Args:
+            factors: of each replica, of the bucket's gradients as factors; tensors may be fake.
+        """
+        return 0
+
+
+@dataclass
+class SumPiece(Piece):
+    """Elements of whole gradients, which are added up in the order of replicas."""
+
+    def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
+        for bucket in buckets[1:]:
+            total.add_(bucket.tensor[self.start : self.stop])
+
+
+@dataclass
+class FactoredPiece(Piece):
+    """Elements of a gradient that is left as factors; each form of gradient has a subclass.
+
+    Attributes:
+        factored: which of the bucket's gradients as factors.
+    """
+
+    factored: int
+
+    @classmethod
+    @abstractmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        """Cuts those elements of a slot that fall into a share into pieces, in order and without gaps.
+
+        Args:
+            slot: the slot.
+            factored: see the class.
+            first: the first element in the share, counted from the bucket's first.
+            last: the one after the last.
+            details: those of the gradient, see `mirrorc.ir.gradient_forms.GradientForm`.
+        """
+
+    @abstractmethod
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        """Writes the sum over all replicas.
+
+        Args:
+            factors: the gradient's factors on each replica, in order.
+            total: the piece's elements, 1-D; they hold what the last step left there.
+        """
+
+    def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
+        self.add_up([bucket.factors[self.factored] for bucket in buckets], total)
+
+
+makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")
+"""The subclass of `FactoredPiece` for the operation of each form of gradient: a class registers itself as its decorator says."""
