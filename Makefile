@@ -29,7 +29,7 @@ test-slow: $(VENV)/.installed
 
 # Everything there is: both of the above, whole tables, long fuzzing, and the table of what the verifier makes of mutants.
 test-all: $(VENV)/.installed
-	$(PYTEST)
+	MIRRORC_FUZZING=10 $(PYTEST)
 	$(BIN)/python tests/support/mutants.py
 
 # The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.

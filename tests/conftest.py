@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -40,6 +41,15 @@ def _reproducers_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproducer, "tempfile", SimpleNamespace(mkdtemp=mkdtemp))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_programs_stay_as_they_are() -> Iterator[None]:
+    """Captured programs are made once for all tests of a process, so no test may change one."""
+    yield
+    shared = sys.modules.get("saved_programs")  # where no test has asked for one, it is not there
+    changed = shared.changed_programs() if shared is not None else []
+    assert not changed, f"some test has changed the programs of {', '.join(changed)}: let it copy them first"
 
 
 @pytest.fixture(autouse=True)

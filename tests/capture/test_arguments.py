@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mirrorc
@@ -56,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@settings(deadline=None, max_examples=150)
+@fuzzed(150)
 @given(st.lists(values_strategy, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values_strategy))
 def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any]) -> None:
     call = flatten_call(["x"], tuple(args), kwargs)
@@ -66,7 +67,7 @@ def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any
     assert call.structure == again.structure and hash(call.structure) == hash(again.structure)
 
 
-@settings(deadline=None, max_examples=80)
+@fuzzed(80)
 @given(num_replicas=st.integers(1, 6), extra=st.integers(0, 20), width=st.integers(1, 3))
 def test_shards_differ_by_one_example_at_most_and_are_the_batch(num_replicas: int, extra: int, width: int) -> None:
     total = num_replicas + extra

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from saved_programs import LARGE_MODELS, SMALL_MODELS, captured, on_devices, stages_of
 from selections import slow
@@ -492,7 +493,7 @@ def mutated(lines: list[str], kind: str, i: int, j: int) -> list[str]:
     return lines
 
 
-@settings(max_examples=300, deadline=None)
+@fuzzed(300)
 @given(
     st.sampled_from(["drop", "double", "swap", "digit"]), st.integers(0, len(LINES) - 1), st.integers(0, len(LINES) - 1)
 )

@@ -362,6 +362,7 @@ step_with(dump="{dump}").close()
 """
 
 
+@pytest.mark.slow
 def test_torchs_structured_trace_gets_the_same_artifacts(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", TRACED.format(dump=tmp_path / "dump")],

@@ -74,6 +74,7 @@ def test_only_our_files_are_removed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processes_that_run_at_the_same_time_have_folders_of_their_own(tmp_path: Path) -> None:
     with another_process(tmp_path, 2) as of_another:
         mine = DumpFolder(tmp_path)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from recorded_calls import CallRecorder
 from torch import nn
@@ -193,7 +194,7 @@ def test_two_shapes_in_turn_have_a_graph_each(recorder: CallRecorder) -> None:
     assert [graph.num_replays for graph in recorder.graphs] == [7 - NUM_WARM_UP_STEPS] * 2
 
 
-@settings(max_examples=10, deadline=None)
+@fuzzed(10)
 @given(
     actions=st.lists(
         st.sampled_from([halves_the_rate, loads_the_model, loads_the_optimizer, decays_from_step_6]), max_size=3

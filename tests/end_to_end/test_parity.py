@@ -158,6 +158,26 @@ def test_compiled_regions_agree_with_one_device(
     assert_same_training(mirrored, single, DOUBLE_TOLERANCE if dtype is torch.float64 else SINGLE_TOLERANCE)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt2", "bert", "vit"])
+def test_every_model_agrees_on_any_number_of_devices(name: str, num_devices: int, backend: str) -> None:
+    for num_examples in (2 * num_devices, 2 * num_devices + 1):
+        mirrored, single = both(name, torch.float64, num_devices, num_examples, backend=backend)
+        assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_agrees_on_any_number_of_devices(name: str, num_devices: int, backend: str) -> None:
+    mirrored, single = both("mlp", torch.float64, num_devices, 7, OPTIMIZERS[name], backend=backend)
+    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+    assert_same_state(mirrored.optimizer, single.optimizer, DOUBLE_TOLERANCE)
+
+
 @pytest.mark.parametrize(("num_devices", "num_examples"), [(1, 4), (2, 7), (3, 6), (4, 9)])
 def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_examples: int) -> None:
     tiny = MODELS["resnet"]

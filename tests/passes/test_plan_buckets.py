@@ -3,7 +3,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_programs import MUON, Weight, handmade, outputs
 from torch import fx
@@ -42,7 +43,7 @@ weights_strategy = st.lists(
 caps_strategy = st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 4.0, math.inf]).map(lambda kib: kib * KIB)
 
 
-@settings(deadline=None, max_examples=150)
+@fuzzed(150)
 @given(weights=weights_strategy, cap=caps_strategy, first=caps_strategy)
 def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
     weights: list[Weight], cap: float, first: float

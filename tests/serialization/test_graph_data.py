@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzzed
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from saved_programs import called, described, one_call, reload, with_graph
 from torch import fx, nn
@@ -14,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.source_lines import source_line
 
 aten = torch.ops.aten
-one_folder_for_all = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+one_folder_for_all = fuzzed(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PLAIN = (
     st.none()

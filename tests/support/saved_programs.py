@@ -57,7 +57,7 @@ def captured(name: str) -> Program:
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     training_call = TrainingCall(model, tiny.loss_fn, call.structure)
     state, shards = ModelState(model, tiny.loss_fn), split_call(call, num_devices)
-    return capture_program(training_call, call, shards, devices, state, optimizer, {}).program
+    return _shared(name, capture_program(training_call, call, shards, devices, state, optimizer, {}).program)
 
 
 def on_devices(program: Program, num_devices: int) -> Program:
@@ -72,7 +72,31 @@ def on_devices(program: Program, num_devices: int) -> Program:
 @functools.cache
 def stages_of(name: str) -> Mapping[str, Program]:
     """A captured model at every stage; every test of a process gets the same programs."""
-    return MappingProxyType({"capture": captured(name), **every_stage(captured(name))})
+    after = {made_by: _shared(f"{name} after {made_by}", p) for made_by, p in every_stage(captured(name)).items()}
+    return MappingProxyType({"capture": captured(name), **after})
+
+
+_SHARED: dict[str, tuple[Program, list[str]]] = {}
+
+
+def _shared(name: str, program: Program) -> Program:
+    """The program, which tests share from now on: it is remembered what it is."""
+    _SHARED[name] = program, _contents(program)
+    return program
+
+
+def _contents(program: Program) -> list[str]:
+    """What is in all graphs of a program: whatever a test could write to."""
+    return [
+        f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {sorted(node.meta)}"
+        for graph in graphs_of(program)
+        for node in graph.nodes
+    ]
+
+
+def changed_programs() -> list[str]:
+    """The names of shared programs that some test has changed: every later test of the process got something else."""
+    return [name for name, (program, contents) in _SHARED.items() if _contents(program) != contents]
 
 
 HANDMADE: dict[str, Callable[[], Program]] = {

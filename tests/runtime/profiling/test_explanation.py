@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
 from torch import fx
@@ -330,7 +331,7 @@ CALLS = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@fuzzed(60)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(["shared-memory", "nccl"]), st.integers(1, 3))
 def test_figures_always_add_up(num_devices: int, seed: int, link: str, num_steps: int) -> None:
     draw = random.Random(seed)

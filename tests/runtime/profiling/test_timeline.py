@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_programs import SMALL_BUCKETS, handmade
 from torch import fx
@@ -131,7 +132,7 @@ def test_steps_whose_clocks_overlap_are_cut() -> None:
     check(trace_events(program, [step, step_of(program, step.ended_ns - 3_000)]))
 
 
-@settings(max_examples=40, deadline=None)
+@fuzzed(40)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.integers(1, 3))
 def test_traces_are_always_valid(num_devices: int, seed: int, num_steps: int) -> None:
     program = program_of(num_devices)

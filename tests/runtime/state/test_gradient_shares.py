@@ -2,7 +2,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
@@ -25,7 +26,7 @@ def bucket_of(shapes: Sequence[tuple[int, int]]) -> Bucket:
     return Bucket(0, torch.float64, tuple(slots), offset, RULE, Placement.SHARED)
 
 
-@settings(max_examples=60, deadline=None)
+@fuzzed(60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
     which=st.lists(st.booleans(), min_size=5, max_size=5),
@@ -88,7 +89,7 @@ def test_no_rows_at_all_give_zeros() -> None:
     assert torch.equal(flat[:32], torch.zeros(32))
 
 
-@settings(max_examples=60, deadline=None)
+@fuzzed(60)
 @given(
     shape=st.tuples(st.integers(1, 60), st.integers(1, 40)),
     batches=st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4),
@@ -144,7 +145,7 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
 
 
-@settings(max_examples=40, deadline=None)
+@fuzzed(40)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=3),
     rows=st.lists(st.integers(1, 10), min_size=1, max_size=4),
