@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow
 from tiny_models import make_mlp, mlp_batch
 from torch import fx
 from torch.nn import functional as F
@@ -92,12 +93,25 @@ def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> fl
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("place", ["insert-all-reduce", "schedule-overlap", "share-parameters"])
-@pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+MIRRORED = ("share-parameters",)
+# Where the pass stands, what is disabled, and the number of devices that every run tries; all others are slow.
+STANDS: list[tuple[str, tuple[str, ...], int]] = [
+    ("insert-all-reduce", (), 2),
+    ("insert-all-reduce", MIRRORED, 3),
+    ("schedule-overlap", (), 1),
+    ("schedule-overlap", MIRRORED, 2),
+    ("share-parameters", (), 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "place", "disabled"),
+    [
+        *((often, place, disabled) for place, disabled, often in STANDS),
+        *slow(*((n, place, disabled) for place, disabled, often in STANDS for n in (1, 2, 3) if n != often)),
+    ],
+)
 def test_bfloat16_on_the_wire(num_devices: int, place: str, disabled: tuple[str, ...]) -> None:
-    if place in disabled:
-        pytest.skip("the pass to stand next to is disabled")
     half = custom_pass.Bfloat16OnTheWire()
     if place == "insert-all-reduce":
         half = EarlyBfloat16()

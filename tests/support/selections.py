@@ -15,7 +15,9 @@ def slow(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 def thinned(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination of one value of each axis, of which all are slow but a few that have every pair of values. There are two axes or more.
+    """Every combination of one value of each axis, of which all are slow but a few that have every pair of values.
+
+    There are two axes or more.
 
     Example:
         With axes of 3, 3, 2 and 2 values there are 36 combinations; 9 or 10 of them have, for any two axes, each value of the

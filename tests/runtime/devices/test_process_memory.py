@@ -23,6 +23,7 @@ print(before - resident())
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_goes_back_to_the_system() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
@@ -56,6 +57,7 @@ print(found[0], found[-1])
 """
 
 
+@pytest.mark.slow
 def test_a_step_finds_the_memory_that_the_last_one_freed() -> None:
     """Sixteen MiB in blocks of two; a page has four KiB or more."""
     if not sys.platform.startswith("linux"):
