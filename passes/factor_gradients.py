@@ -1,4 +1,4 @@
-"""Leaves gradients as two factors, of which each device makes its share alone."""
+"""Leaves gradients as factors, of which each device makes its own share alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Takes the last operator that makes a gradient out of its region, if what it makes it of is smaller than the gradient::
+    """Takes the operator that makes a gradient out of its region, if the operator's arguments are smaller than the gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
@@ -43,20 +43,22 @@ class FactorGradients:
             mm = aten.mm(t, x)                      ->        return [t]
             return [mm]
 
-    The gradient of a linear layer's weight is such a product, over the examples of the batch. That of an embedding's table is
-    zero but for the rows that were looked up: ``index_add(rows, indices)``. On devices that share one memory and update a
-    share of the parameters each, none of them needs the whole: each makes the rows of its own share, from the factors of all
-    replicas. As much is multiplied as before, but every gradient is written once, not once by each replica, and there is
-    nothing left to add up in memory; of a table's, only the rows of this step and the last are written. Otherwise `pack`
-    makes it.
+    The arguments are the gradient's factors, and how it is made of them is its form (`mirrorc.ir.gradient_forms`). The
+    gradient of a linear layer's weight is a matrix product over the examples of the batch. The gradient of an embedding's
+    table is zero but for the rows that were looked up: ``index_add(rows, indices)``.
+
+    Devices that share one memory update a share of the parameters each, so none of them needs the whole gradient: each makes
+    its own share from the factors of all replicas. The products are as many as before, but each gradient is written once
+    instead of once per replica, and nothing is left to add up in memory. Of a table's gradient, only the rows of this step
+    and of the last one are written. Where devices share no parameters, `pack` makes the gradient.
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: what a gradient is made of stays the same. Factors are values of the step, never variables or views of them, which
-        an update may have written by the time that the gradient is made.
+    Guarantees: what a gradient is made of stays the same. Factors are values of the step, never variables or views of
+        variables, because an update may write those before the gradient is made.
 
     Attributes:
-        min_elements: gradients with fewer are left as they are: they stay in cache, where adding costs less than the calls
-            that a product by shares needs (measured: even at 256 x 256, a seventh of the step saved at 512 x 512).
+        min_elements: gradients with fewer elements stay whole: they stay in cache, where adding costs less than the calls
+            that a product by shares needs (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
 
     Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016), here without the sending.
     """
@@ -89,7 +91,7 @@ class FactorGradients:
         for name, nodes in calls.items():
             bodies[name] = copied(program.regions[name].graph_module.graph)
             found[name] = _factors(program, bodies[name], nodes, names, whole)
-        # all replicas must give the same gradients as factors, whatever their shards
+        # All replicas must give the same gradients as factors, whatever the sizes of their shards.
         counts = Counter(
             names[part] for name, own in found.items() for place in own for part in _parts(calls[name], place)
         )
@@ -105,7 +107,7 @@ class FactorGradients:
                 for number, node in enumerate(calls[name]):
                     _rewire(node, number, split, names, buckets)
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
-                if not split.results:  # it only put together what others had given it
+                if not split.results:  # all that the region did was to make gradients of what it was given
                     del regions[name]
         factored = program.evolve(shard_graphs=graphs, regions=regions)
         is_factored = any(node.target in ops.FACTORED for graph in graphs for node in graph.nodes)
@@ -136,7 +138,7 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     number = f"{len(factored)} of {counted(len(gradients), 'gradient')}"
     said = (
         f"{number} ({size_text(whole_bytes)} of {size_text(sum(sizes.values()))}) "
-        f"leave their regions as two factors ({size_text(factor_bytes)} on each device), so that each device can make its own "
+        f"leave their regions as factors ({size_text(factor_bytes)} on each device), so that each device can make its own "
         "share of them"
     )
     return said + (f"; the others are made whole: {others}" if others else "")
@@ -195,14 +197,14 @@ def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]
 
 @dataclass(frozen=True)
 class _Split:
-    """A region that leaves it to others to make some gradients.
+    """A region that gives factors in place of some gradients.
 
     Attributes:
-        kept: places of the results that stay, in order; they come first.
-        results: the body's new results: those that stay, then factors.
-        arguments: places of the arguments that are still used.
-        factored: place of each gradient that is made elsewhere, to what it is made of in the body.
-        given: the body's former placeholders, with what the calls give for them.
+        kept: the former places of the results that stay, in order.
+        results: the body's new results: those that stay, then the factors.
+        arguments: the former places of the arguments that are still used.
+        factored: for the former place of each gradient that became factors, the factors in the body.
+        given: for each of the body's former placeholders, what the calls give for it.
     """
 
     kept: list[int]
@@ -213,7 +215,7 @@ class _Split:
 
 
 def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
-    """Makes a body give factors instead of gradients; a factor that it was given itself need not be given back."""
+    """Makes a body give factors instead of gradients, except for factors that are the body's own arguments."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]
@@ -232,7 +234,7 @@ def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Map
 def _rewire(
     node: fx.Node, number: int, split: _Split, names: Mapping[fx.Node, str], buckets: Mapping[str, int]
 ) -> None:
-    """Gives what a split region no longer makes to the graph of one of its calls."""
+    """Adapts one call of a split region, and adds the gradients as factors to the call's graph."""
     parts: dict[int, fx.Node] = {part.args[1]: part for part in node.users}  # type: ignore[misc]
     last, graph = max([node, *parts.values()]), node.graph
     gradients: Any = node.kwargs["gradients"]
@@ -242,7 +244,7 @@ def _rewire(
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: given[number] for inside, given in split.given.items()}
-    called: dict[fx.Node, str] = {}  # a region that is called twice gives the factors of other variables each time
+    called: dict[fx.Node, str] = {}  # here, as each call of a region gives factors for other variables
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")

@@ -28,10 +28,10 @@ from mirrorc.torch_internals import lazy_graph_module
 
 @dataclass(frozen=True)
 class PlaceGradients:
-    """Gives regions the slots of their gradients as arguments and writes each gradient there, inside of the region.
+    """Gives each region the slots of its gradients as arguments, and makes the region write each gradient into its slot.
 
-    A matrix product, such as the gradient of a linear layer's weight, is computed into the slot. Any other gradient is
-    copied into it at the region's end, which Inductor fuses with the operator that makes it::
+    A matrix product, such as the gradient of a linear layer's weight, is computed into the slot. Any other gradient is copied
+    into its slot at the region's end, and Inductor fuses the copy with the operator that makes the gradient::
 
         bwd_0 = call_region(x, dy, region=bwd_0)          slot  = slot(bucket=0, variable=w)
         g     = bwd_0[0]                            ->    bwd_0 = call_region(x, dy, slot, region=bwd_0)
@@ -43,8 +43,8 @@ class PlaceGradients:
             return [mm]                                       return [w_slot]
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: a region's outputs keep their places and values. A gradient that something else in the program uses as well,
-        or that only some calls of a shared region give, stays as it is and is copied by `pack`.
+    Guarantees: a region's outputs keep their places and values. `pack` copies the gradients that stay as they are: those that
+        something else in the program uses as well, and those that only some calls of a shared region give.
     Source: TensorFlow's ScopedAllocator gave its collectives one buffer in this way.
     """
 

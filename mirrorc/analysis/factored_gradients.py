@@ -80,6 +80,8 @@ def maker_of(gradient: fx.Node) -> Maker | None:
     if not stays_factored(gradient):
         return Maker.AT_ONCE
     takers = [taker for pack in users for taker in pack.users]
-    if any(taker.op == "output" or taker.kwargs.get("link", "") is None for taker in takers):
+    if any(
+        taker.op == "output" or (taker.target in ops.REDUCTIONS and not taker.kwargs.get("link")) for taker in takers
+    ):
         return None
     return Maker.SHARES if all(map(is_left_to_shares, users)) else Maker.PACK

@@ -215,11 +215,11 @@ def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Gradients that are left as two factors, or no longer."""
+    """Gradients that are left as factors, or no longer."""
     factored = [[event.subject for event in schedule.of(FACTORED)] for schedule in (old, new)]
     for these, others, said in (
-        (factored[1], factored[0], "left as two factors, of which each device makes its share"),
-        (factored[0], factored[1], "made whole, no longer left as two factors"),
+        (factored[1], factored[0], "left as factors, of which each device makes its share"),
+        (factored[0], factored[1], "made whole, no longer left as factors"),
     ):
         names = [name for name in these if name not in others]
         if names:

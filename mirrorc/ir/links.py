@@ -36,7 +36,7 @@ class Link:
         preference: of the links that can join the devices, the one with the highest number is chosen if none is asked
             for; None for a link that is used only when it is asked for.
         reads_one_memory: whether every replica reads what the others offer where it lies. Then a bucket may be offered
-            with gradients that are still two factors, and a wait needs nothing but that the others have launched.
+            with gradients that are left as factors, and a wait needs nothing but that the others have launched.
         moves_by_itself: whether buckets are moved while devices compute, between a launch and its wait; else the wait
             does all the work.
         carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``).

@@ -73,14 +73,14 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(left: Any, right: Any, *, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A variable's gradient as two factors, ``left @ right``: made whole by `pack`, or by each device for its share alone."""
+    """A variable's gradient as the factors ``left @ right``: `pack` makes it whole, or each device makes its share of it."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
 def index_add(
     rows: Any, indices: Any, *, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None
 ) -> Any:
-    """A table's gradient as two factors: ``rows`` [..., width], added up where ``indices`` [...] say, and zero elsewhere.
+    """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
     What is to be added at ``padding_idx`` is left out. As of `product`, it is for `pack` or the devices' shares to make it.
     """

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,72 +20,9 @@ from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
-from mirrorc.runtime.memory.dry_run import DryRun, DryStep, Held
+from mirrorc.runtime.memory.dry_run import DryRun, Held
+from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import pieces_of_share, temporary_bytes
-
-
-@dataclass(eq=False)
-class Block:
-    """Memory that one value, and views of it, live in."""
-
-    num_bytes: int
-    name: str
-    type: str
-
-
-Where = tuple[fx.Node, DryStep | None]
-"""A node of the device's graph and, if it is a region, a statement of its code."""
-
-
-@dataclass
-class _Ledger:
-    """Which blocks are held, by how many; remembers when they were most."""
-
-    holders: Counter[Block] = field(default_factory=Counter)
-    total: int = 0
-    peak: int = 0
-    peak_at: Where | None = None
-    history: list[tuple[Block, bool]] = field(default_factory=list)  # taken or given back
-    _peak_length: int = 0
-    _left: set[Block] = field(default_factory=set)
-
-    def hold(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self.holders[block] += 1
-            if self.holders[block] == 1 and block not in self._left:
-                self._count(block, True)
-
-    def drop(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self.holders[block] -= 1
-            if self.holders[block] == 0 and block not in self._left:
-                self._count(block, False)
-
-    def leave(self, blocks: Iterable[Block]) -> int:
-        """Takes blocks out of the account: who keeps them until the next step lets go of the last step's. Gives their bytes."""
-        new = [block for block in dict.fromkeys(blocks) if block not in self._left]
-        for block in new:
-            self._count(block, False)
-        self._left.update(new)
-        return sum(block.num_bytes for block in new)
-
-    def _count(self, block: Block, is_taken: bool) -> None:
-        self.total += block.num_bytes if is_taken else -block.num_bytes
-        self.history.append((block, is_taken))
-
-    def note(self, where: Where) -> None:
-        if self.total > self.peak:
-            self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
-
-    def at_peak(self) -> list[Block]:
-        """The blocks that were held then, the largest first."""
-        alive: dict[Block, None] = {}
-        for block, is_taken in self.history[: self._peak_length]:
-            if is_taken:
-                alive[block] = None
-            else:
-                del alive[block]
-        return sorted(alive, key=lambda block: -block.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -136,7 +72,7 @@ class _Walk:
         self.graph = list(program.device_graphs.values())[replica].graph
         self.device = program.devices[replica].torch_device
         self.names = PrintedValues(program, self.graph)
-        self.ledger = _Ledger()
+        self.ledger = Ledger()
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
         self.kept = 0
 

@@ -540,8 +540,8 @@ def test_gradients_that_are_left_as_factors_are_named() -> None:
 
     whole, factored = program(10_000), program(0)
     said, *remarks = sentences(diff_programs(whole, factored))
-    assert said == "d(0.weight) is left as two factors, of which each device makes its share, on every device"
+    assert said == "d(0.weight) is left as factors, of which each device makes its share, on every device"
     assert any(remark.startswith("remark new: factor-gradients: 1 of 4 gradients") for remark in remarks)
     said, *remarks = sentences(diff_programs(factored, whole))
-    assert said == "d(0.weight) is made whole, no longer left as two factors, on every device"
+    assert said == "d(0.weight) is made whole, no longer left as factors, on every device"
     assert all(remark.startswith(("remark new: ", "remark gone: ")) for remark in remarks)

@@ -48,7 +48,7 @@ def test_a_pass_that_does_nothing_says_why() -> None:
 def test_gradients_are_counted_by_what_becomes_of_them() -> None:
     said = remarks_of(captured_two_layers(2, rows=2), min_factored_elements=10)
     assert said["factor-gradients"] == [
-        "2 of 4 gradients (0.2 KiB of 0.2 KiB) leave their regions as two factors (0.1 KiB on each device), so that each device "
+        "2 of 4 gradients (0.2 KiB of 0.2 KiB) leave their regions as factors (0.1 KiB on each device), so that each device "
         "can make its own share of them; the others are made whole: 2 of fewer than 10 elements"
     ]
     assert said["place-gradients"] == [

@@ -1,0 +1,78 @@
+"""An account of the memory that values hold, and of its peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mirrorc.runtime.memory.dry_run import DryStep
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory that one value, and views of it, live in."""
+
+    num_bytes: int
+    name: str
+    type: str
+
+
+Where = tuple[fx.Node, DryStep | None]
+"""A node of the device's graph and, if it is a region, a statement of its code."""
+
+
+@dataclass
+class Ledger:
+    """Which blocks are held, and by how many values; keeps the moment at which they take the most bytes."""
+
+    holders: Counter[Block] = field(default_factory=Counter)
+    total: int = 0
+    peak: int = 0
+    peak_at: Where | None = None
+    history: list[tuple[Block, bool]] = field(default_factory=list)  # taken or given back
+    _peak_length: int = 0
+    _left: set[Block] = field(default_factory=set)
+
+    def hold(self, blocks: Iterable[Block]) -> None:
+        """One value more holds these blocks."""
+        for block in blocks:
+            self.holders[block] += 1
+            if self.holders[block] == 1 and block not in self._left:
+                self._count(block, True)
+
+    def drop(self, blocks: Iterable[Block]) -> None:
+        """One value less holds these blocks; those that nothing holds are freed."""
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0 and block not in self._left:
+                self._count(block, False)
+
+    def leave(self, blocks: Iterable[Block]) -> int:
+        """Takes blocks out of the account that stay until the next step replaces them; gives their bytes."""
+        new = [block for block in dict.fromkeys(blocks) if block not in self._left]
+        for block in new:
+            self._count(block, False)
+        self._left.update(new)
+        return sum(block.num_bytes for block in new)
+
+    def _count(self, block: Block, is_taken: bool) -> None:
+        self.total += block.num_bytes if is_taken else -block.num_bytes
+        self.history.append((block, is_taken))
+
+    def note(self, where: Where) -> None:
+        """A moment at which the blocks that are held may be the most so far."""
+        if self.total > self.peak:
+            self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
+
+    def at_peak(self) -> list[Block]:
+        """The blocks that were held at the peak, the largest first."""
+        alive: dict[Block, None] = {}
+        for block, is_taken in self.history[: self._peak_length]:
+            if is_taken:
+                alive[block] = None
+            else:
+                del alive[block]
+        return sorted(alive, key=lambda block: -block.num_bytes)
