@@ -23,7 +23,8 @@ from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
-from mirrorc.runtime.profiling.explanation import Explanation, explain_steps
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers

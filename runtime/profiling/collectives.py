@@ -73,6 +73,15 @@ def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]])
     return Launch(replica, node, wait, tuple(sources_of(node)), tuple(awaited) or ((replica, node),))
 
 
+def skew_ns(step: RecordedStep, launch: Launch) -> int:
+    """How long a device was in its wait before the last device that it needs had launched; 0 if it does not wait."""
+    if launch.wait is None:
+        return 0
+    wait = step.call_of[launch.wait]
+    last_launch_ns = max(step.call_of[node].end_ns for _, node in launch.awaited)
+    return min(wait.end_ns, max(wait.start_ns, last_launch_ns)) - wait.start_ns
+
+
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that make what a node is given: regions, and what has an effect, as waits do; all else is looked through."""
     for source in node.all_input_nodes:

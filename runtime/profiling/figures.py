@@ -13,15 +13,15 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTimes:
-    """When a bucket was where, and what waiting for it cost. Times are medians over steps, from the step's beginning on.
+    """When a bucket was where, and what waiting for it cost. Times count from the step's beginning; means over typical steps.
 
     Attributes:
         ready_ms: the last call had ended that makes what is launched (the region with the last gradient, say).
         launched_ms: the launch had returned.
         waited_ms: the wait began.
         finished_ms: the wait ended; later than the bytes were there, if it began later.
-        hidden_ms: from the launch to the beginning of the wait: in flight while the device did something else. The links
-            shared-memory and copy move nothing then; what is hidden is that the other devices are not there yet.
+        hidden_ms: from the launch to the beginning of the wait: in flight while the device did something else. It is 0 on
+            links that move nothing before the wait, such as shared-memory and copy: nothing is hidden there.
         exposed_ms: inside the wait; the sum of the next two.
         skew_ms: the part of it until the last device that is needed had launched: waiting for the slowest.
         transfer_ms: the rest: moving, adding and multiplying factors, which the waiting device does itself on shared-memory and
@@ -50,9 +50,9 @@ class DeviceFlight(FlightTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes(FlightTimes):
-    """A bucket's times over all devices, made for each step before the median over steps is taken.
+    """A bucket's times over all devices, made for each step before the mean over steps is taken.
 
-    ``ready_ms``, ``launched_ms`` and ``finished_ms`` are those of the last device, ``waited_ms`` is that of the first.
+    ``ready_ms``, ``launched_ms``, ``waited_ms`` and ``finished_ms`` are those of the last device.
     ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; one that takes no part, or
     does not wait, counts 0. If a bucket is not communicated, all times are when it was ready, and durations are 0.
 
@@ -76,7 +76,7 @@ class BucketTimes(FlightTimes):
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """What a device did in a step; medians over steps.
+    """What a device did in a step; means over typical steps.
 
     Attributes:
         device: its name.
@@ -86,6 +86,7 @@ class DeviceTimes:
         update_ms: in the optimizer and in writing variables.
         finished_ms: when its last call had ended.
         region_ms: in each region, by name.
+        parts_ms: the whole step, by `mirrorc.runtime.profiling.accounting.PARTS`.
     """
 
     device: str
@@ -95,6 +96,7 @@ class DeviceTimes:
     update_ms: float
     finished_ms: float
     region_ms: Mapping[str, float]
+    parts_ms: Mapping[str, float]
 
 
 def median(values: Iterable[float]) -> float:
@@ -103,6 +105,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    """Milliseconds in the calls that count, of a device on average; median over steps."""
+    """Milliseconds in the calls that count, of a device on average; mean over steps."""
     calls = [[call for own in step.calls for call in own if counts(call.node)] for step in steps]
-    return median(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)
+    return statistics.fmean(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)

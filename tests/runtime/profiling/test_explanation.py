@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 
 import pytest
 from fuzzing import fuzzed
@@ -19,7 +21,10 @@ from mirrorc.ir.nodes import call_name, is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.profiling.explanation import BucketTimes, Explanation, explain_steps
+from mirrorc.runtime.profiling.accounting import apportioned
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.figures import BucketTimes
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 MS = 10**6  # nanoseconds
@@ -113,16 +118,26 @@ def test_every_figure_of_even_devices() -> None:
     found = explained(program_of(), EVEN | DONE, EVEN | DONE)
     first, second = found.buckets
     assert (first.index, first.num_bytes, first.kind, first.link) == (0, 4096, "reduce_scatter", "shared-memory")
-    assert figures(first) == (7.0, 7.5, 13.75, 14.25, 6.25, 0.5, 0.0, 0.5)
+    assert figures(first) == (7.0, 7.5, 13.75, 14.25, 0.0, 0.5, 0.0, 0.5)
     assert figures(second) == (10.5, 10.75, 10.75, 11.75, 0.0, 1.0, 0.0, 1.0)
     assert (first.behind, second.behind) == ("wait b1", "")
     assert (found.num_steps, found.step_ms, found.compute_ms, found.update_ms) == (1, 15.25, 9.0, 3.0)
-    assert (found.exposed_ms, found.hidden_ms, found.other_ms) == (1.5, 6.25, 1.75)
+    assert (found.exposed_ms, found.hidden_ms, found.other_ms) == (1.5, 0.0, 1.75)
     for device, own in zip(found.devices, first.devices, strict=True):
         assert own.device == device.device and figures(own) == figures(first)  # type: ignore[arg-type]
         assert (device.started_ms, device.compute_ms, device.exposed_ms) == (1.0, 9.0, 1.5)
         assert (device.update_ms, device.finished_ms) == (3.0, 15.25)
         assert device.region_ms == {"fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0}
+        assert device.parts_ms == found.parts_ms == {
+            "start": 1.0, "forward": 4.0, "backward": 5.0, "pack": 0.5, "launch": 0.25, "skew": 0.0, "transfer": 1.5,
+            "update": 3.0, "write": 0.0, "other": 0.0, "end": 0.0,
+        }  # fmt: skip
+
+
+def test_only_a_link_that_moves_by_itself_hides_anything() -> None:
+    found = explained(program_of(2, link="nccl"), EVEN | DONE, EVEN | DONE)
+    assert figures(found.buckets[0]) == (7.0, 7.5, 13.75, 14.25, 6.25, 0.5, 0.0, 0.5) and found.hidden_ms == 6.25
+    assert "  hidden behind other work: 6.25 ms, summed over buckets\n" in str(found)
 
 
 def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
@@ -130,7 +145,7 @@ def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
     found = explained(program_of(), EVEN | DONE, late | DONE)
     first, second = found.buckets
     assert second.behind == "cpu:1's bwd_1" and first.behind == "wait b1"
-    assert (second.ready_ms, second.launched_ms, second.waited_ms) == (16.5, 16.75, 10.75)
+    assert (second.ready_ms, second.launched_ms, second.waited_ms) == (16.5, 16.75, 16.75)
     assert (second.skew_ms, second.transfer_ms, second.exposed_ms) == (3.0, 1.0, 4.0)
     assert [own.skew_ms for own in second.devices] == [6.0, 0.0]
     assert (first.skew_ms, first.transfer_ms) == (0.0, 0.5)
@@ -166,7 +181,7 @@ def test_a_device_that_has_not_started_yet_is_late_by_its_start() -> None:
 
 
 def test_devices_that_are_late_by_turns() -> None:
-    """Of each figure the median is taken, not of the times that it is made from: those would hide it."""
+    """The mean is taken of figures that are made for each step, not of the times that they are made from: those would hide it."""
     program = program_of()
     slow, quick = SIZED | {"bwd_1": 9.0}, SIZED
     steps = [recorded(program, *((slow, quick) if i % 2 else (quick, slow))) for i in range(6)]
@@ -179,7 +194,7 @@ def test_devices_that_are_late_by_turns() -> None:
     )
 
 
-def test_figures_are_medians_over_steps_and_the_first_step_is_left_out() -> None:
+def test_figures_are_means_over_the_middle_third_of_steps_and_the_first_step_is_left_out() -> None:
     program = program_of()
 
     def step(number: int, bwd_ms: float) -> RecordedStep:
@@ -312,7 +327,7 @@ def test_who_is_sent_to_waits_for_the_sender_alone() -> None:
     assert {own.device: own.skew_ms for own in reduced.devices} == {"cpu:0": 1.0, "cpu:1": 1.0, "cpu:2": 0.0}
     skews = [(own.device, own.skew_ms) for own in sent.devices if own.exposed_ms]
     assert skews == [("cpu:1", 6.0), ("cpu:2", 6.0)] and sent.skew_ms == 4.0
-    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (9.0, 3.0, 9.0)
+    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (9.0, 9.0, 9.0)
     assert found.update_ms == pytest.approx((6.0 + 0.5) / 3)
     assert "  cpu:0's step_optimizer\n" in str(found), "names are not cut"
 
@@ -329,6 +344,32 @@ CALLS = (
     "update b0",
     "update b1",
 )
+
+
+def check_printed_figures(found: Explanation) -> None:
+    """What is printed adds up as it is printed: the parts of the step, each device's row, each bucket's exposed time."""
+    summary, buckets, devices, *_ = str(found).split("\n\n")
+    step = Decimal(re.match(r"A step takes ([\d.]+) ms", summary)[1])  # type: ignore[index]
+    parts = re.findall(r"\w+ ([\d.]+) \(([\d.]+)%\)", summary)
+    if found.step_ms > 0.0:
+        assert sum(Decimal(share) for _, share in parts) == 100 and sum(Decimal(ms) for ms, _ in parts) == step
+    for line in devices.split("\n")[1:]:
+        assert sum(map(Decimal, line.split()[1:])) == step
+    for line in buckets.split("\n")[1:]:
+        if re.match(r"b\d", line):
+            _, _, _, ready, launched, waited, finished, hidden, exposed, skew, transfer, *_ = line.split()
+            assert Decimal(skew) + Decimal(transfer) == Decimal(exposed) and hidden != "0"
+            assert Decimal(ready) <= Decimal(launched) <= Decimal(waited) <= Decimal(finished) <= step
+
+
+@fuzzed(60)
+@given(st.lists(st.floats(-1.0, 1e6), min_size=1, max_size=12), st.integers(0, 10**5))
+def test_what_is_apportioned_adds_up(values: list[float], num_units: int) -> None:
+    found = apportioned(values, num_units)
+    positive = [max(0.0, value) for value in values]
+    assert sum(found) == (num_units if sum(positive) else 0) and min(found) >= 0
+    for value, units in zip(positive, found, strict=True):
+        assert not sum(positive) or abs(units - value / sum(positive) * num_units) <= 1.0 + 1e-6
 
 
 @fuzzed(60)
@@ -350,13 +391,20 @@ def test_figures_always_add_up(num_devices: int, seed: int, link: str, num_steps
     for times in (*found.buckets, *(own for bucket in found.buckets for own in bucket.devices)):
         assert times.exposed_ms == times.skew_ms + times.transfer_ms
         assert min(times.hidden_ms, times.skew_ms, times.transfer_ms) >= 0.0
-        assert 0.0 <= times.ready_ms <= times.launched_ms <= times.finished_ms <= found.step_ms + 1e-6
-    if num_steps <= 2:  # of one step: there, medians are of one value
-        total = found.compute_ms + found.exposed_ms + found.update_ms
-        assert total <= found.step_ms + 1e-6 and total + found.other_ms == pytest.approx(found.step_ms)
+        moments = (times.ready_ms, times.launched_ms, times.waited_ms, times.finished_ms)
+        assert moments[0] >= 0.0 and list(moments) == sorted(moments) and moments[-1] <= found.step_ms + 1e-6
+        assert link == "nccl" or times.hidden_ms == 0.0
+    total = found.compute_ms + found.exposed_ms + found.update_ms + found.other_ms
+    assert total == pytest.approx(found.step_ms) and min(found.parts_ms.values()) >= 0.0
+    assert found.exposed_ms == pytest.approx(sum(bucket.exposed_ms for bucket in found.buckets))
+    for device in found.devices:
+        assert sum(device.parts_ms.values()) == pytest.approx(found.step_ms) and min(device.parts_ms.values()) >= 0.0
+        waited_ms = sum(own.exposed_ms for b in found.buckets for own in b.devices if own.device == device.device)
+        assert device.parts_ms["skew"] + device.parts_ms["transfer"] == pytest.approx(waited_ms)
+    check_printed_figures(found)
     lines = str(found).split("\n")
     behind = tuple(bucket.behind for bucket in found.buckets if bucket.behind)
-    assert max(len(line) for line in lines if not line.endswith(behind)) <= 110 and found.advice
+    assert max(len(line) for line in lines if not (behind and line.endswith(behind))) <= 110 and found.advice
     assert all(any(line.endswith(f"  {name}") for line in lines) for name in behind), "names are not cut"
 
 
@@ -376,18 +424,30 @@ def test_the_text() -> None:
 
 
 TEXT = """\
-A step takes 21.25 ms; median of 1 step on cpu:0, cpu:1
-  compute 12.00 (56%), exposed 4.50 (21%), update 3.00 (14%), other 1.75 (8%)
-  in flight behind compute (hidden) 12.25 ms, summed over buckets; shared-memory moves nothing until the wait
+A step takes 21.25 ms; 1 step on cpu:0, cpu:1
+  start 1.00 (4.7%), forward 4.00 (18.8%), backward 8.00 (37.6%), pack 0.50 (2.4%), launch 0.25 (1.2%),
+  skew 3.00 (14.1%), transfer 1.50 (7.1%), update 3.00 (14.1%)
+  shared-memory moves nothing before the wait
 
 bucket      size    ready launched   waited finished   hidden  exposed     skew transfer  behind
 reduce_scatter over shared-memory, ms
-b0       4.0 KiB     7.00     7.50    19.75    20.25    12.25     0.50     0.00     0.50  wait b1
-b1     256.0 KiB    16.50    16.75    10.75    17.75     0.00     4.00     3.00     1.00  cpu:1's bwd_1
+b0       4.0 KiB     7.00     7.50    19.75    20.25        -     0.50     0.00     0.50  wait b1
+b1     256.0 KiB    16.50    16.75    16.75    17.75        -     4.00     3.00     1.00  cpu:1's bwd_1
 
-device            started  compute  exposed   update finished
-cpu:0                1.00     9.00     7.50     3.00    21.25
-cpu:1                1.00    15.00     1.50     3.00    21.25
+device        start  forward backward     pack   launch     skew transfer   update    write    other      end
+cpu:0          1.00     4.00     5.00     0.50     0.25     6.00     1.50     3.00     0.00     0.00     0.00
+cpu:1          1.00     4.00    11.00     0.50     0.25     0.00     1.50     3.00     0.00     0.00     0.00
+
+bucket: ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are
+  moments of the last device to come there, from the step's beginning; means over devices are hidden (in
+  flight while the device does something else; - where nothing moves before the wait) and exposed (in the
+  wait) = skew + transfer; behind is what it waited for longest: a call of a device that launched late, or an
+  earlier wait
+device: each row adds up to the step. start: until the device's function begins; forward: in regions of
+  forward; backward: in regions of backward; pack: filling buckets; launch: launching collectives; skew: in
+  waits, until the last device that is needed has launched; transfer: the rest of the waits: moving, adding up
+  and multiplying factors; update: in the optimizer; write: writing buffers; other: in other calls; end: done,
+  while another device is not
 
 advice: even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms, 6.000 ms more in bwd_1: see
   what else runs on the cores of cpu:1. Estimated gain: 3.000 ms a step."""

@@ -1,0 +1,97 @@
+"""Accounts for the whole time of a step on every device: each nanosecond belongs to one part."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from torch import fx
+
+from mirrorc.ir.nodes import is_of, is_region_call, region_of
+from mirrorc.ir.operation import Kind
+from mirrorc.ir.program import Program
+from mirrorc.runtime.profiling.collectives import collectives_of, skew_ns
+from mirrorc.runtime.profiling.recorder import RecordedStep
+
+PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "start": "until the device's function begins",
+        "forward": "in regions of forward",
+        "backward": "in regions of backward",
+        "pack": "filling buckets",
+        "launch": "launching collectives",
+        "skew": "in waits, until the last device that is needed has launched",
+        "transfer": "the rest of the waits: moving, adding up and multiplying factors",
+        "update": "in the optimizer",
+        "write": "writing buffers",
+        "other": "in other calls",
+        "end": "done, while another device is not",
+    }
+)
+"""The parts of a device's step, each with what it is, in the order in which they are printed."""
+
+
+def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
+    """The nanoseconds that a device spent in each of PARTS; they add up to the step's."""
+    skews = {
+        launch.wait: skew_ns(step, launch)
+        for collective in collectives_of(step)
+        for launch in collective.launches
+        if launch.wait is not None and launch.replica == replica
+    }
+    calls = step.calls[replica]
+    spent = dict.fromkeys(PARTS, 0)
+    spent["start"] = step.started_ns[replica] - step.begun_ns
+    spent["end"] = step.ended_ns - (calls[-1].end_ns if calls else step.started_ns[replica])
+    for call in calls:
+        skew = skews.get(call.node, 0)
+        spent["skew"] += skew
+        spent[_part_of(program, call.node)] += call.duration_ns - skew
+    return spent
+
+
+def _part_of(program: Program, node: fx.Node) -> str:
+    """The part that a call's time belongs to; a wait's is ``transfer``, but for its skew."""
+    if is_region_call(node):
+        return program.regions[region_of(node)].phase
+    if is_of(node, Kind.WAIT):
+        return "transfer"
+    return next(
+        (kind.value for kind in (Kind.PACK, Kind.LAUNCH, Kind.UPDATE, Kind.WRITE) if is_of(node, kind)), "other"
+    )
+
+
+def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int) -> dict[str, float]:
+    """The milliseconds that a device spends in each of PARTS, on average over steps."""
+    found = [parts_of(program, step, replica) for step in steps]
+    return {part: statistics.fmean(own[part] for own in found) / 1e6 for part in PARTS}
+
+
+def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """The middle third of some steps by their duration, in the order of time: neither the fastest nor the slowest third.
+
+    Every figure is a mean over these same steps. What holds in each step, such as that parts add up or that a launch comes
+    before its wait, therefore holds of the means as well, which it does not of medians.
+    """
+    order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
+    num_left_out = len(steps) // 3 if len(steps) > 2 else 0
+    return [steps[i] for i in sorted(order[num_left_out : len(steps) - num_left_out])]
+
+
+def apportioned(values: Sequence[float], num_units: int) -> list[int]:
+    """Whole numbers in the proportion of some values, that add up to ``num_units``: rounded by the largest remainder.
+
+    Negative values count as 0. If all are 0, so are the results.
+    """
+    positive = [max(0.0, value) for value in values]
+    total = sum(positive)
+    if total == 0.0:
+        return [0] * len(positive)
+    exact = [value / total * num_units for value in positive]
+    whole = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for i in by_remainder[: num_units - sum(whole)]:
+        whole[i] += 1
+    return whole

@@ -1,0 +1,163 @@
+"""Explains where the time of recorded steps went, bucket by bucket."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
+from mirrorc.ir.operation import Kind, Selection
+from mirrorc.ir.program import Program
+from mirrorc.runtime.profiling.accounting import PARTS, mean_parts_ms, typical
+from mirrorc.runtime.profiling.advice import advise
+from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, skew_ns, sources_of
+from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
+
+_UPDATES = Selection(lambda found: found.kind in (Kind.UPDATE, Kind.WRITE))
+_NEGLIGIBLE = 0.01  # of a step: what a bucket waited behind is not named below it
+
+
+_INTERLEAVED = (
+    "nothing to do: the devices are interleaved in the caller's thread, which is faster for a step this short than waking "
+    "theirs; what is exposed is the others' computing."
+)
+
+
+def explain_steps(program: Program, steps: Sequence[RecordedStep], is_interleaved: bool = False) -> Explanation:
+    """Explains recorded steps of a lowered program, at least one.
+
+    Args:
+        program: the program.
+        steps: its steps.
+        is_interleaved: whether the devices were interleaved in one thread.
+    """
+    looked_at = [step for step in steps if not step.warms_up] or steps
+    steps = typical(looked_at)
+    step_ms = statistics.fmean((step.ended_ns - step.begun_ns) / 1e6 for step in steps)
+    devices = tuple(_device_times(program, steps, replica) for replica in range(program.num_replicas))
+    collectives = collectives_of(steps[0])
+    buckets = [_bucket_times(program, steps, collective, step_ms) for collective in collectives]
+    moved = {bucket.index for bucket in buckets}
+    buckets += [_unmoved_bucket(bucket, steps) for bucket in program.buckets if bucket.index not in moved]
+    return Explanation(
+        num_steps=len(looked_at),
+        step_ms=step_ms,
+        parts_ms={part: statistics.fmean(device.parts_ms[part] for device in devices) for part in PARTS},
+        hidden_ms=sum(bucket.hidden_ms for bucket in buckets),
+        buckets=tuple(buckets),
+        devices=devices,
+        advice=_INTERLEAVED if is_interleaved else advise(program, steps, step_ms, buckets, devices),
+    )
+
+
+def _device_times(program: Program, steps: Sequence[RecordedStep], replica: int) -> DeviceTimes:
+    def ms_in(counts: Callable[[fx.Node], bool]) -> float:
+        return statistics.fmean(
+            sum(c.duration_ns for c in step.calls[replica] if counts(c.node)) / 1e6 for step in steps
+        )
+
+    names = dict.fromkeys(call_name(c.node) for c in steps[0].calls[replica] if is_region_call(c.node))
+    ends = [max([step.started_ns[replica], *(c.end_ns for c in step.calls[replica])]) for step in steps]
+    return DeviceTimes(
+        device=program.devices[replica].name,
+        started_ms=statistics.fmean((step.started_ns[replica] - step.begun_ns) / 1e6 for step in steps),
+        compute_ms=ms_in(is_region_call),
+        exposed_ms=ms_in(lambda node: node.target is ops.wait),
+        update_ms=ms_in(lambda node: node.target in _UPDATES),
+        finished_ms=statistics.fmean((end - step.begun_ns) / 1e6 for end, step in zip(ends, steps, strict=True)),
+        parts_ms=mean_parts_ms(program, steps, replica),
+        region_ms={name: ms_in(lambda node: call_name(node) == name) for name in names},  # noqa: B023
+    )
+
+
+_FIGURES = ("ready_ms", "launched_ms", "waited_ms", "finished_ms", "hidden_ms", "skew_ms", "transfer_ms")
+
+
+def _flight(step: RecordedStep, launch: Launch, moves_by_itself: bool) -> list[float]:
+    """The figures of a bucket on one device in one step."""
+    own = step.call_of[launch.node]
+    ready_ns = max((step.call_of[source].end_ns for source in launch.sources), default=own.start_ns)
+    wait = step.call_of[launch.wait] if launch.wait is not None else None
+    waited_ns, finished_ns = (wait.start_ns, wait.end_ns) if wait is not None else (own.end_ns, own.end_ns)
+    skew = skew_ns(step, launch)
+    hidden_ns = waited_ns - own.end_ns if moves_by_itself else 0
+    points = [point - step.begun_ns for point in (ready_ns, own.end_ns, waited_ns, finished_ns)]
+    return [ns / 1e6 for ns in (*points, hidden_ns, skew, finished_ns - waited_ns - skew)]
+
+
+def _bucket_times(
+    program: Program, steps: Sequence[RecordedStep], collective: Collective, step_ms: float
+) -> BucketTimes:
+    moves_by_itself = link_named(collective.link).moves_by_itself
+    flights = [[_flight(step, launch, moves_by_itself) for launch in collective.launches] for step in steps]
+    together = []
+    for parts in flights:
+        ready, launched, waited, finished, *durations = zip(*parts, strict=True)
+        means = [sum(values) / program.num_replicas for values in durations]
+        together.append([max(ready), max(launched), max(waited), max(finished), *means])
+    devices = [
+        DeviceFlight(device=program.devices[launch.replica].name, **_means(parts[i] for parts in flights))
+        for i, launch in enumerate(collective.launches)
+    ]
+    return BucketTimes(
+        index=collective.bucket,
+        num_bytes=program.buckets[collective.bucket].num_bytes,
+        kind=collective.kind,
+        link=collective.link,
+        behind=_behind(program, steps, collective, step_ms),
+        devices=tuple(devices),
+        **_means(together),
+    )
+
+
+def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.fmean(values) for name, values in zip(_FIGURES, zip(*rows, strict=True), strict=True)}
+
+
+def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTimes:
+    """A bucket without a collective: the only device has it already."""
+    packs = [call.node for own in steps[0].calls for call in own if call.node.target is ops.pack]
+    packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
+    sources = [source for pack in packs for source in sources_of(pack)]
+    ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
+    times = _means([value] * 4 + [0.0] * 3 for value in ready)
+    return BucketTimes(
+        index=bucket.index, num_bytes=bucket.num_bytes, kind="none", link="", behind="", devices=(), **times
+    )
+
+
+def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collective, step_ms: float) -> str:
+    """What a bucket waited behind for the longest, over all devices and steps."""
+    spent_ns: Counter[str] = Counter()
+    for step in steps:
+        for launch in collective.launches:
+            if launch.wait is None:
+                continue
+            begun_ns = step.call_of[launch.wait].start_ns
+            replica, last = max(launch.awaited, key=lambda awaited: step.call_of[awaited[1]].end_ns)
+            last_ns = step.call_of[last].end_ns
+            late = program.devices[replica].name
+            spent_ns[f"{late}'s start"] += max(0, min(last_ns, step.started_ns[replica]) - begun_ns)
+            for call, ns in _within(step.calls[replica], begun_ns, last_ns):
+                spent_ns[f"{late}'s {call_name(call.node)}"] += ns
+            for call, ns in _within(step.calls[launch.replica], last_ns, begun_ns):
+                spent_ns[call_name(call.node)] += ns if call.node.target is ops.wait else 0
+    longest, total_ns = max(spent_ns.items(), key=lambda item: item[1], default=("", 0))
+    is_negligible = total_ns / 1e6 < _NEGLIGIBLE * step_ms * len(steps) * program.num_replicas
+    return "" if is_negligible else longest
+
+
+def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple[Call, int]]:
+    """The calls that a device was in between two moments, with how long."""
+    for call in calls:
+        shared_ns = min(call.end_ns, end_ns) - max(call.start_ns, start_ns)
+        if shared_ns > 0:
+            yield call, shared_ns
