@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.wording import listed, numbered
 
 
@@ -25,8 +27,8 @@ class InsertUpdate:
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
         update(wait, bucket=0, replica=0)                 # or, for an optimizer that is not element-wise:
-        update(wait_1, bucket=0, replica=1)               #   token = step_optimizer(wait, buckets=(0,), replica=0)
-        write(m, variable=bn.mean, replica=0)             #   broadcast = broadcast(token, bucket=0, root=0)
+        update(wait_1, bucket=0, replica=1)               #   new = step_optimizer(wait, buckets=(0,), replica=0)
+        write(m, variable=bn.mean, replica=0)             #   broadcast = broadcast(new[0], bucket=0, root=0)
         write(m_1, variable=bn.mean, replica=1)           #   w   = wait(broadcast, bucket=0, replica=0)
         output {losses: (l, l_1)}                         #   w_1 = wait(broadcast, bucket=0, replica=1)
                                                           #   store(w_1, bucket=0, replica=1)
@@ -48,7 +50,7 @@ class InsertUpdate:
                     call(graph, ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
         others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
         if others:
-            _step_and_broadcast(graph, others, output["reduced"], program.num_replicas)
+            _step_and_broadcast(program, graph, others, output["reduced"])
         for variable, replicas in output["writes"].items():
             for replica, value in enumerate(replicas):
                 call(graph, ops.write, (value,), {"variable": variable, "replica": replica})
@@ -73,16 +75,19 @@ def _remarks(program: Program) -> list[str]:
     return remarks
 
 
-def _step_and_broadcast(graph: fx.Graph, buckets: list[Bucket], reduced: Any, num_replicas: int) -> None:
+def _step_and_broadcast(program: Program, graph: fx.Graph, buckets: list[Bucket], reduced: Any) -> None:
     gradients = tuple(reduced[bucket.index][0] for bucket in buckets)
     indices = tuple(bucket.index for bucket in buckets)
-    token = call(graph, ops.step_optimizer, gradients, {"buckets": indices, "replica": 0})
-    if num_replicas == 1:
+    updated = call(graph, ops.step_optimizer, gradients, {"buckets": indices, "replica": 0})
+    set_type(program, updated)
+    if program.num_replicas == 1:
         return
-    for bucket in buckets:
-        pending = call(graph, ops.broadcast, (token,), {"bucket": bucket.index, "root": 0})
-        pending.meta["val"] = ops.Pending(reduced[bucket.index][0].meta["val"])
-        for replica in range(num_replicas):
+    for place, bucket in enumerate(buckets):
+        parameters = call(graph, operator.getitem, (updated, place))
+        parameters.meta["val"] = updated.meta["val"][place]
+        pending = call(graph, ops.broadcast, (parameters,), {"bucket": bucket.index, "root": 0})
+        pending.meta["val"] = ops.Pending(parameters.meta["val"])
+        for replica in range(program.num_replicas):
             value = call(graph, ops.wait, (pending,), {"bucket": bucket.index, "replica": replica})
             value.meta["val"] = pending.meta["val"].value
             if replica != 0:

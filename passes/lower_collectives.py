@@ -19,7 +19,7 @@ class LowerCollectives:
 
         all_reduce(pack, pack_1, bucket=0, op=sum)    ->    all_reduce(pack, pack_1, bucket=0, op=sum, link=shared-memory)
 
-        b = broadcast(token, bucket=0, root=0)              send(token, bucket=0, destination=1, replica=0, link=copy)
+        b = broadcast(new, bucket=0, root=0)                send(new, bucket=0, destination=1, replica=0, link=copy)
         wait(b, bucket=0, replica=0)                  ->    r = recv(bucket=0, source=0, replica=1, link=copy)
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 

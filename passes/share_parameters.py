@@ -65,7 +65,10 @@ class ShareParameters:
             if bucket.rule.elementwise:
                 _scatter(shared, bucket, reductions[bucket.index])
         for node in list(calls_to(graph, ops.broadcast)):
+            (parameters,) = node.all_input_nodes
             _erase(node)
+            if not parameters.users:
+                graph.erase_node(parameters)
         for node in list(calls_to(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
         return shared.evolve(stage=Stage.SCHEDULED).with_remarks(*_remarks(shared))

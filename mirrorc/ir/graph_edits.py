@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir.identifiers import identifier
-from mirrorc.ir.nodes import is_operator, operation_name
+from mirrorc.ir.nodes import is_operator, operation_name, words_of_part
 from mirrorc.ir.operation import Kind, filled, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
@@ -63,8 +63,11 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mappi
 
 
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    found = operation_of(target)
+    found, of_part = operation_of(target), words_of_part(target, args)
     stem = filled(found.stem, args, kwargs) if found is not None else ""
+    if of_part is not None:
+        found, kwargs = of_part
+        stem = filled(found.called, (), kwargs)
     if is_operator(target) or (found is not None and found.kind is Kind.COMPUTE):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
         stem = stem or f"{operand}_{operation_name(target)}"

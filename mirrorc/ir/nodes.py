@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.operation import Kind, operation_of
+from mirrorc.ir.operation import Kind, Operation, operation_of
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -31,6 +31,16 @@ def is_of(node: Any, kind: Kind) -> bool:
     """Whether a node calls an operation of this kind."""
     found = operation_of(node.target) if isinstance(node, fx.Node) else None
     return found is not None and found.kind is kind
+
+
+def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
+    """For a call that takes a part of what an operation gives for several buckets: that operation, and its words with the
+    bucket."""
+    source, place = args if target is operator.getitem else (None, None)
+    found = operation_of(source.target) if isinstance(source, fx.Node) else None
+    if found is None or not isinstance(found.operands, str):
+        return None
+    return found, {**source.kwargs, "bucket": source.kwargs[found.operands][place]}
 
 
 def is_known(node: fx.Node) -> bool:

@@ -81,9 +81,10 @@ class Operation:
         operands: how many values it takes: a number, the keyword that lists what it takes one value for each of, or None for any.
         keywords: those that it has in every graph: all but ``replica``, which lowered graphs lack, and optional ones.
         shown: the keywords that are printed after its operands, in order, where they are set.
-        stem: how its nodes are called, a template of keywords; of launches, ``{awaited}`` in it is what the launch says.
+        stem: how its nodes are called, a template, see `filled`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
-        called: how its value is called in print, a template as ``stem`` is; empty for the node's name.
+        called: how its value is called in print, a template as ``stem`` is; empty for the node's name. Of an operation that gives
+            a value for each bucket of a keyword, how each is called.
         awaited: of a launch, what its value is called when it has been waited for.
         printed: where it is shown.
         summary: what it does, in a sentence.
@@ -283,7 +284,12 @@ class _Words(dict[str, Any]):
 
 
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A template of an operation, filled with a node's keywords and, for ``{awaited}``, with what its launch gives."""
+    """A template of an operation, filled with a node's keywords.
+
+    ``{awaited}`` is what its launch gives, and ``{part}`` says which chunk and round of a bucket it, or its launch, is about.
+    """
     launch = operation_of(getattr(args[0], "target", None)) if args else None
+    about = args[0].kwargs if launch is not None and launch.awaited else kwargs
+    part = "".join(f"_{key}{about[key]}" for key in ("chunk", "round") if key in about)
     awaited = launch.awaited if launch is not None and launch.awaited else "value"
-    return template.format_map(_Words(kwargs, awaited=awaited))
+    return template.format_map(_Words(kwargs, awaited="received" if part else awaited, part=part))

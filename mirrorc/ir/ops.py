@@ -20,6 +20,7 @@ from mirrorc.ir.type_rules import (
     awaited,
     nothing,
     of_bucket,
+    of_buckets,
     of_index_add,
     of_product,
     of_region,
@@ -27,7 +28,7 @@ from mirrorc.ir.type_rules import (
     of_update,
     of_variable,
     pending_operand,
-    pending_parameters,
+    pending_sent,
 )
 from mirrorc.ir.value_types import Pending as Pending
 
@@ -136,14 +137,14 @@ def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None)
     since=Stage.UPDATED,
     until=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS),
-    gives=pending_parameters,
+    gives=pending_operand,
     stem="b{bucket}_pending",
     value="pending",
     called="b{bucket}_pending",
     awaited="parameters",
 )
 def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
-    """Launches the copy of a bucket's parameters from replica ``root`` to all, after ``value`` is there."""
+    """Launches the copy of replica ``root``'s value, which is a part of a bucket, to all replicas."""
 
 
 @operation(
@@ -153,22 +154,25 @@ def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) ->
     gives=nothing,
     stem="send_b{bucket}_to_r{destination}",
 )
-def send(value: Any, *, bucket: int, destination: int, replica: int, link: str) -> None:
-    """Offers a bucket's parameters, once ``value`` is there, to replica ``destination``, and goes on."""
+def send(value: Any, *, bucket: int, destination: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> None:
+    """Offers a value, which is a part of a bucket, to replica ``destination``, and goes on.
+
+    ``chunk`` and ``round`` tell several sends of a bucket between the same replicas apart, see `mirrorc.ir.routes`.
+    """
 
 
 @operation(
     Kind.LAUNCH,
     since=Stage.UPDATED,
     effects=(Effect.LAUNCHES, Effect.RECEIVES),
-    gives=pending_parameters,
-    stem="b{bucket}_incoming",
+    gives=pending_sent,
+    stem="b{bucket}{part}_incoming",
     value="pending",
-    called="b{bucket}_incoming",
+    called="b{bucket}{part}_incoming",
     awaited="parameters",
 )
-def recv(*, bucket: int, source: int, replica: int, link: str) -> Any:
-    """Launches the receipt of a bucket's parameters from replica ``source``."""
+def recv(*, bucket: int, source: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> Any:
+    """Launches the receipt of what replica ``source`` sends under the same tag; pending is what is sent there."""
 
 
 @operation(
@@ -176,9 +180,9 @@ def recv(*, bucket: int, source: int, replica: int, link: str) -> Any:
     since=Stage.REDUCED,
     effects=(Effect.WAITS,),
     gives=awaited,
-    stem="b{bucket}_{awaited}",
+    stem="b{bucket}{part}_{awaited}",
     value="reduced",
-    called="b{bucket}_{awaited}",
+    called="b{bucket}{part}_{awaited}",
 )
 def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
@@ -193,14 +197,14 @@ def update(gradient: Any, *, bucket: int, replica: int) -> None:
     Kind.UPDATE,
     since=Stage.UPDATED,
     effects=(Effect.UPDATES,),
-    gives=nothing,
+    gives=of_buckets,
     operands_for="buckets",
     hidden=("buckets",),
-    value="token",
-    called="updated",
+    value="parameters",
+    called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Lets the user's optimizer update the parameters of these buckets by itself; yields a token."""
+    """Lets the user's optimizer update the parameters of these buckets by itself; yields a tuple of the new ones, 1-D."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")

@@ -39,6 +39,8 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
         return None
     if kind[0] == "pending":
         return Pending(_materialized(kind[1], fake_mode))
+    if kind[0] == "tuple":
+        return tuple(_materialized(item, fake_mode) for item in kind[1])
     with fake_mode:
         return torch.empty_strided(kind[1], kind[2], dtype=kind[3], device=kind[4])
 

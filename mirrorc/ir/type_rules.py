@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, region_of, replica_of
+from mirrorc.ir.nodes import bucket_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.routes import replica_at, route_of, send_to
 from mirrorc.ir.value_types import ValueType, is_same_type, say_type, value_type
 from mirrorc.ir.variables import Placement
 
@@ -142,9 +143,18 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
     return ("pending", given[0])
 
 
-def pending_parameters(program: Program, node: fx.Node) -> ValueType:
-    """A flat tensor of the bucket's length, pending."""
-    return ("pending", of_bucket(program, node))
+def pending_sent(program: Program, node: fx.Node) -> ValueType:
+    """The type of what is sent to it, pending."""
+    sent = send_to(program, node)
+    if sent is None or not sent.args:
+        raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
+    return ("pending", noted_type(sent.args[0]))
+
+
+def of_buckets(program: Program, node: fx.Node) -> ValueType:
+    """A tuple of flat tensors, one of the length of each bucket that it names."""
+    buckets: Any = node.kwargs["buckets"]
+    return ("tuple", tuple(_flat(node, program.buckets[i].num_elements, program.buckets[i].dtype) for i in buckets))
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
@@ -156,7 +166,7 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
     launched = operation_of(launch.target)
     if launched is None or Effect.SCATTERS not in launched.effects:
         return pending[1]
-    start, stop = _bucket(program, node).share(_replica(program, node), program.num_replicas)
+    start, stop = _bucket(program, node).share(replica_at(program, node), program.num_replicas)
     return _flat(node, stop - start, pending[1][3])
 
 
@@ -166,18 +176,11 @@ def of_update(program: Program, node: fx.Node) -> None:
     found = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements
     if bucket.placement is Placement.SHARED:
-        start, stop = bucket.share(_replica(program, node), program.num_replicas)
+        start, stop = bucket.share(replica_at(program, node), program.num_replicas)
         num_elements = stop - start
     wanted = _flat(node, num_elements, bucket.dtype)
     if not is_same_type(found, wanted):
         raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
-
-
-def _replica(program: Program, node: fx.Node) -> int:
-    replica = replica_of(node)
-    if replica is not None:
-        return replica
-    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is node.graph)
 
 
 def nothing(program: Program, node: fx.Node) -> None:

@@ -21,6 +21,7 @@ from mirrorc.ir.nodes import (
     region_of,
     replica_of,
     target_name,
+    words_of_part,
 )
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
@@ -143,7 +144,9 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     details += [arguments] if arguments else []
     details += [f"{key}={node.kwargs[key]}" for key in operation.shown if node.kwargs.get(key) is not None]
     text = f"{name_of(node)}({', '.join(details)})"
-    return f"{values.typed(node):<{_RESULT_WIDTH}} = {text}" if node.users else text
+    parts = [user for user in node.users if words_of_part(user.target, user.args) is not None]
+    results = ", ".join(values.typed(part) for part in parts) or values.typed(node)
+    return f"{results:<{_RESULT_WIDTH}} = {text}" if node.users else text
 
 
 def _distinct(values: PrintedValues, node: fx.Node) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_computed, operation_name, origin_of, replica_of
+from mirrorc.ir.nodes import bucket_of, is_computed, operation_name, origin_of, replica_of, words_of_part
 from mirrorc.ir.operation import filled, operation_of
 from mirrorc.ir.program import Program
 
@@ -22,9 +22,10 @@ _DTYPES = {
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
 _LISTED_WIDTH = 48  # and no more than fit in so many columns
 _LISTING_ORDER = (
-    "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "token", "write", "saved", "slot",
+    "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "parameters", "write", "saved",
+    "slot",
 )  # fmt: skip
-_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "computed", "token")
+_ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "computed", "parameters")
 _WRITTEN = {"gradient": "d({})", "write": "new({})"}
 _COUNTED = {"saved": "saved", "write": "new buffers"}
 
@@ -66,10 +67,14 @@ class PrintedValues:
             return "argument", str(node.target)
         if is_computed(node):
             return "computed", ""  # named by `_name_computed`
-        operation = operation_of(node.target)
-        if operation is None:
+        of_part = words_of_part(node.target, node.args)
+        if of_part is not None:
+            operation, words = of_part
+            return operation.value, filled(operation.called, (), words)
+        found = operation_of(node.target)
+        if found is None or isinstance(found.operands, str):
             return "saved", node.name
-        return operation.value, filled(operation.called, node.args, node.kwargs) or node.name
+        return found.value, filled(found.called, node.args, node.kwargs) or node.name
 
     def _name_computed(self, graph: fx.Graph) -> None:
         """Calls what operators of torch make after their operand: ``b0_sum_clamp``, ``b0_sum_clamp_2`` on the same replica."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.copies import CopyCommunicator
 from mirrorc.runtime.communication.nccl import NcclCommunicator
-from mirrorc.runtime.communication.registry import communicator_for, register_communicator, unregister_communicator
+from mirrorc.runtime.communication.registry import (
+    communicator_for,
+    communicators_of,
+    register_communicator,
+    unregister_communicator,
+)
 from mirrorc.runtime.communication.rendezvous import Aborted
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 
@@ -16,6 +21,7 @@ __all__ = [
     "NcclCommunicator",
     "SharedMemoryCommunicator",
     "communicator_for",
+    "communicators_of",
     "register_communicator",
     "unregister_communicator",
 ]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from mirrorc.ir.devices import Device
-from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.devices.events import record_event, wait_event
+from mirrorc.ir.routes import Route
+from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
 
 
 class Communicator:
@@ -35,10 +35,18 @@ class Communicator:
         self.devices = devices
         self.timeout_seconds = timeout_seconds
         self._rendezvous: dict[Tag, Rendezvous] = {}
+        self._mailboxes: dict[Route, Mailbox] = {}
+        self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
-    def prepare(self, tags: Sequence[Tag]) -> None:
-        """Makes places for the collectives of a program; called before it runs, and after a failure to begin afresh."""
+    def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
+        """Makes places for the collectives and the sends of a program; called before it runs."""
+        self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
+        self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
+
+    def begin_afresh(self) -> None:
+        """Makes the same places anew after a step that failed: what was left in them is not taken in the next one."""
+        self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
         return Rendezvous(tag, self.devices, self.timeout_seconds)
@@ -50,6 +58,8 @@ class Communicator:
         """Wakes every replica that waits; they raise `Aborted`."""
         for rendezvous in self._rendezvous.values():
             rendezvous.abort()
+        for mailbox in self._mailboxes.values():
+            mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         """Offers this replica's bucket (1-D, same length and dtype on all) for the sum; gives what `wait` needs."""
@@ -72,16 +82,10 @@ class Communicator:
             f"link {self.link!r} does not carry {operation}: `Link.carries` says what it does, and the verifier checks it"
         )
 
-    def send(self, bucket: int, replica: int, destination: int, tensor: torch.Tensor) -> None:
-        """Offers a tensor to another replica; it must stay as it is until the next step's first reduction."""
-        rendezvous = self._rendezvous[("send", bucket)]
-        rendezvous.tensors[replica] = tensor
-        rendezvous.events[replica] = record_event(tensor.device)
-        rendezvous.announce_to(destination, replica)
+    def send(self, route: Route, tensor: torch.Tensor) -> None:
+        """Offers a tensor to another replica; nobody may write to it until the step has ended on all replicas."""
+        self._mailboxes[route].put(tensor)
 
-    def receive(self, bucket: int, replica: int, source: int, pending: Any) -> torch.Tensor:
-        """The tensor that ``source`` sends, on this replica's device."""
-        rendezvous = self._rendezvous[("send", bucket)]
-        rendezvous.await_replicas(replica, [source])
-        wait_event(rendezvous.events[source])
-        return rendezvous.tensors[source].to(self.devices[replica].torch_device, non_blocking=True)
+    def receive(self, route: Route) -> torch.Tensor:
+        """The tensor that is sent on a route, on the receiver's device. It may lie in the sender's memory: it is not written."""
+        return self._mailboxes[route].take()

@@ -10,8 +10,10 @@ import torch
 from torch.cuda import nccl
 
 from mirrorc.ir.devices import Device
+from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
+from mirrorc.runtime.communication.rendezvous import Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
 
 
@@ -31,9 +33,9 @@ class NcclCommunicator(Communicator):
         self._lock = threading.Lock()
         self._offers: dict[int, int] = {}
 
-    def prepare(self, tags: Any) -> None:
+    def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
         """As in the base class."""
-        super().prepare(tags)
+        super().prepare(tags, routes)
         self._offers = {bucket: 0 for _, bucket in tags}
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from mirrorc.errors import CommunicationError
+from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import Route, route_of
 from mirrorc.runtime.communication.base import Communicator
+from mirrorc.runtime.communication.rendezvous import Tag
 
 _Class = TypeVar("_Class", bound=type[Communicator])
 _communicators: dict[str, type[Communicator]] = {}
@@ -32,6 +37,24 @@ def register_communicator(communicator: _Class) -> _Class:
 def unregister_communicator(communicator: type[Communicator]) -> None:
     """Forgets the class, so that another one can implement its link."""
     del _communicators[communicator.link]
+
+
+def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Communicator]:
+    """A communicator for each link of a lowered program, by name, with a place for everything that goes over it."""
+    tags: dict[str, dict[Tag, None]] = {}
+    routes: dict[str, list[Route]] = {}
+    for module in program.device_graphs.values():
+        for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send):
+            link = str(node.kwargs["link"])
+            own = tags.setdefault(link, {})
+            if node.target is ops.send:
+                routes.setdefault(link, []).append(route_of(program, node))
+            else:
+                own[(name_of(node), bucket_of(node))] = None
+    made = {link: communicator_for(link, program.devices, timeout_seconds) for link in tags}
+    for link, communicator in made.items():
+        communicator.prepare(list(tags[link]), routes.get(link, []))
+    return made
 
 
 def communicator_for(link: str, devices: Sequence[Device], timeout_seconds: float) -> Communicator:

@@ -1,4 +1,4 @@
-"""Where the replicas of one process meet for a collective."""
+"""Where the threads of replicas hand each other tensors: a rendezvous for a collective of all, a mailbox for a send."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import queue
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.devices import Device
+from mirrorc.ir.routes import Route
+from mirrorc.runtime.devices.events import record_event, wait_event
 
 Tag = tuple[str, int]  # kind of collective, index of bucket
 
@@ -31,11 +35,7 @@ class Rendezvous:
         """Tells all others that this replica has come."""
         for other in range(len(self._inboxes)):
             if other != replica:
-                self.announce_to(other, replica)
-
-    def announce_to(self, other: int, replica: int) -> None:
-        """Tells one other replica that this one has come."""
-        self._inboxes[other].put(replica)
+                self._inboxes[other].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
         """Returns when these other replicas have come; nobody else announces himself here.
@@ -56,11 +56,9 @@ class Rendezvous:
         try:
             came = self._inboxes[replica].get(timeout=self._timeout_seconds)
         except queue.Empty:
-            names = ", ".join(str(self._devices[r]) for r in sorted(missing))
-            raise CommunicationError(
-                f"{self._devices[replica]} waited {self._timeout_seconds:g} s in {self.tag[0]} of bucket {self.tag[1]} "
-                f"for {names}: a replica hangs or is far slower; see what it does, or raise timeout_seconds"
-            ) from None
+            what = f"{self.tag[0]} of bucket {self.tag[1]}"
+            missed = [self._devices[r] for r in sorted(missing)]
+            raise _too_late(self._devices[replica], self._timeout_seconds, what, missed) from None
         if came is None:
             raise Aborted
         return came
@@ -70,3 +68,50 @@ class Rendezvous:
         for inbox in self._inboxes:
             for _ in self._devices:
                 inbox.put(None)
+
+
+class Mailbox:
+    """A place for one send: the sender leaves a tensor and goes on, the receiver waits for it.
+
+    Attributes:
+        tensor: what was sent last; kept until the next step, because a GPU may copy it after `take` has returned.
+    """
+
+    def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self.tensor: torch.Tensor | None = None
+        self._route, self._devices, self._timeout_seconds = route, devices, timeout_seconds
+        self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Offers a tensor, as it is when the work queued so far on its device is done."""
+        self.tensor = tensor
+        self._inbox.put((tensor, record_event(tensor.device)))
+
+    def take(self) -> torch.Tensor:
+        """The tensor that was offered, on the receiver's device; on the CPU, the very same one.
+
+        Raises:
+            Aborted: another replica failed.
+            CommunicationError: nothing came in time.
+        """
+        route, own = self._route, self._devices[self._route.destination]
+        try:
+            came = self._inbox.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise _too_late(own, self._timeout_seconds, f"send of {route}", [self._devices[route.source]]) from None
+        if came is None:
+            raise Aborted
+        tensor, event = came
+        wait_event(event)
+        return tensor.to(own.torch_device, non_blocking=True)
+
+    def abort(self) -> None:
+        """Wakes the receiver."""
+        self._inbox.put(None)
+
+
+def _too_late(own: Device, seconds: float, what: str, missing: Sequence[Device]) -> CommunicationError:
+    return CommunicationError(
+        f"{own} waited {seconds:g} s in {what} for {', '.join(map(str, missing))}: a replica hangs or is far slower; see what "
+        "it does, or raise timeout_seconds"
+    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mirrorc.ir.buckets import share_bounds
+from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
-from mirrorc.runtime.communication.rendezvous import Rendezvous
+from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
 from mirrorc.runtime.state.gradient_shares import make_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket
 
@@ -23,9 +25,9 @@ class SharedMemoryCommunicator(Communicator):
 
     link = "shared-memory"
 
-    def prepare(self, tags: Any) -> None:
+    def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
         """As in the base class; each all_reduce gets a second rendezvous, for when the shares are summed."""
-        super().prepare(tags)
+        super().prepare(tags, routes)
         for kind, bucket in tags:
             if kind == "all_reduce":
                 self._rendezvous[("summed", bucket)] = self._make_rendezvous(("all_reduce", bucket))
@@ -55,6 +57,8 @@ class SharedMemoryCommunicator(Communicator):
         """See `Communicator`."""
         for rendezvous in self._rendezvous.values():
             rendezvous.tensors = [None] * len(self.devices)
+        for mailbox in self._mailboxes.values():
+            mailbox.tensor = None
 
     def _offer(self, rendezvous: Rendezvous, replica: int, tensor: torch.Tensor | FactoredBucket) -> None:
         rendezvous.tensors[replica] = tensor

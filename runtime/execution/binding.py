@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
+from mirrorc.ir.routes import route_of
 from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
@@ -123,11 +123,10 @@ class Binder:
 
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
-        parameters = self._state.store.buckets[bucket].parameters[replica]
+        communicator, route = self._communicators[str(node.kwargs["link"])], route_of(self.program, node)
 
-        def send(*_: Any, destination: int, **__: Any) -> None:
-            communicator.send(bucket, replica, destination, parameters)
+        def send(value: torch.Tensor, **_: Any) -> None:
+            communicator.send(route, value)
 
         return send
 
@@ -143,10 +142,12 @@ class Binder:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
         communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        if collective.target is ops.recv:
+            route = route_of(self.program, collective)
+            return lambda pending, **_: communicator.receive(route)
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
-            ops.recv: functools.partial(communicator.receive, source=collective.kwargs.get("source")),  # type: ignore[arg-type]
         }
         wait_for = waits[collective.target]
 
@@ -166,10 +167,11 @@ class Binder:
         return update
 
     @binds(ops.step_optimizer)
-    def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> None:
+    def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
             self._state.has_updated = True
             self._state.optimizers.step_by_itself(buckets, *gradients)
+            return tuple(self._state.store.buckets[index].parameters[replica] for index in buckets)
 
         return step_optimizer
 

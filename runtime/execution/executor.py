@@ -12,12 +12,11 @@ from torch import fx
 
 from mirrorc.custom_ops.random import mix
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, name_of
 from mirrorc.ir.program import Program
 from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
-from mirrorc.runtime.communication import Communicator, communicator_for
+from mirrorc.runtime.communication import communicators_of
 from mirrorc.runtime.devices.events import record_event, wait_device, wait_event
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import Binder
@@ -58,7 +57,7 @@ class Executor:
         self._step_graph = step_graph
         self.regions = regions
         self._state = state
-        self._communicators = self._make_communicators(timeout_seconds)
+        self._communicators = communicators_of(program, timeout_seconds)
         self._binder = Binder(program, regions, state, constants, self._communicators)
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
@@ -66,19 +65,6 @@ class Executor:
         self.is_interleaved = False  # whether the last step was
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-
-    def _make_communicators(self, timeout_seconds: float) -> dict[str, Communicator]:
-        tags: dict[str, list[tuple[str, int]]] = {}
-        for module in self.program.device_graphs.values():
-            for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send):
-                found, tag = tags.setdefault(str(node.kwargs["link"]), []), (name_of(node), bucket_of(node))
-                if tag not in found:
-                    found.append(tag)
-        made = {link: communicator_for(link, self.program.devices, timeout_seconds) for link in tags}
-        for link, communicator in made.items():
-            communicator.prepare(tags[link])
-        self._tags = tags
-        return made
 
     @property
     def needs_seed(self) -> bool:
@@ -263,8 +249,8 @@ class Executor:
             wait_device(device)
         self._forget_step()
         self._state.abandon()
-        for link, communicator in self._communicators.items():
-            communicator.prepare(self._tags[link])
+        for communicator in self._communicators.values():
+            communicator.begin_afresh()
 
 
 def _is_region(node: fx.Node) -> bool:

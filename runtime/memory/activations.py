@@ -152,7 +152,7 @@ class _Walk:
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
 
-    @accounts(ops.read, ops.slot, ops.send, ops.recv, ops.step_optimizer, ops.store, ops.write)
+    @accounts(ops.read, ops.slot, ops.recv, ops.step_optimizer, ops.store, ops.write)
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # what it gives stays between steps, or lies elsewhere
 
@@ -164,8 +164,8 @@ class _Walk:
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(left_to_shares(node)), 0  # all else lies in the bucket
 
-    @accounts(ops.REDUCTIONS)
-    def _reduction(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    @accounts(ops.REDUCTIONS, ops.send)
+    def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:
             self.kept += self.ledger.leave(operands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -37,7 +38,7 @@ class Collective:
     """A collective of a program, on all devices that take part.
 
     Attributes:
-        kind: the name of its operation; a ``send`` and its ``recv`` are one ``send``.
+        kind: the name of its operation; a ``send`` and its ``recv`` are one ``send``, each chunk and round of a bucket another.
         bucket: what it moves.
         link: what carries it.
         launches: in order of replicas.
@@ -51,16 +52,18 @@ class Collective:
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
     """The collectives that the devices of a step took part in, in the order in which they launched them."""
-    groups: dict[tuple[str, int, str], list[tuple[int, fx.Node]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, own in enumerate(step.calls):
         for node in (call.node for call in own):
             if node.target in ops.COLLECTIVES or "link" in node.kwargs:
                 name = name_of(node)
                 kind = "send" if name == "recv" else name
-                groups.setdefault((kind, bucket_of(node), str(node.kwargs.get("link"))), []).append((replica, node))
+                key = (kind, bucket_of(node), str(node.kwargs.get("link")))
+                part = (node.kwargs.get("chunk", 0), node.kwargs.get("round", 0))
+                groups.setdefault((*key, *part), []).append((replica, node))
     return [
-        Collective(*key, tuple(_launch(replica, node, members) for replica, node in members))
-        for key, members in groups.items()
+        Collective(kind, bucket, link, tuple(_launch(replica, node, members) for replica, node in members))
+        for (kind, bucket, link, *_), members in groups.items()
     ]
 
 

@@ -1,3 +1,5 @@
+import operator
+
 import pytest
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, outputs, run_up_to, targets
 from torch.testing import FileCheck
@@ -36,7 +38,10 @@ def test_an_optimizer_that_is_not_elementwise_runs_once_and_its_parameters_are_b
     assert step.kwargs == {"buckets": whole, "replica": 0}
     assert [replica_of(n) for n in step.args] == [0] * len(whole)
     broadcasts = targets(program.mirrored_graph, ops.broadcast)
-    assert [n.kwargs["bucket"] for n in broadcasts] == list(whole) and all(n.args == (step,) for n in broadcasts)
+    assert [n.kwargs["bucket"] for n in broadcasts] == list(whole) and [
+        (n.args[0].target, n.args[0].args) for n in broadcasts
+    ] == [(operator.getitem, (step, place)) for place in range(len(whole))]
+    assert [tuple(value.shape) for value in step.meta["val"]] == [(program.buckets[i].num_elements,) for i in whole]
     stores = targets(program.mirrored_graph, ops.store)
     assert [(n.kwargs["bucket"], n.kwargs["replica"]) for n in stores] == [(index, 1) for index in whole]
     FileCheck().check_count("update(bucket=1", 2, exactly=True).check("step_optimizer(b0_sum, b2_sum)").run(

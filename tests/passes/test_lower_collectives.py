@@ -1,3 +1,5 @@
+import operator
+
 import pytest
 import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
@@ -66,7 +68,9 @@ def test_a_broadcast_becomes_a_send_and_a_receipt_for_each_other_replica(num_dev
     others = range(1, num_devices)
     link = {"link": "shared-memory"}
     sends, receipts = targets(graph, ops.send), targets(graph, ops.recv)
-    assert [n.args for n in sends] == [(step,)] * len(others)
+    (parameters,) = step.users
+    assert parameters.target is operator.getitem and parameters.args == (step, 0)
+    assert [n.args for n in sends] == [(parameters,)] * len(others)
     assert [n.kwargs for n in sends] == [{"bucket": bucket, "destination": r, "replica": 0, **link} for r in others]
     assert [n.kwargs for n in receipts] == [{"bucket": bucket, "source": 0, "replica": r, **link} for r in others]
     for replica, receipt in zip(others, receipts, strict=True):

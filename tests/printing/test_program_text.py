@@ -180,8 +180,8 @@ def test_a_share_is_printed_with_the_type_of_the_whole_so_that_devices_print_the
 def test_received_parameters_are_printed_with_their_type() -> None:
     text = run_up_to("lower-devices", handmade(2, [Weight("a", (300,), rule=MUON)])).to_text()
     assert functions(text) == ["cpu_0", "cpu_1"]
-    FileCheck().check("updated ").check_same("step_optimizer(b0_sum)").check(
-        "send(bucket=0, updated, destination=1, link=shared-memory)"
+    FileCheck().check("b0_parameters: f32[304] ").check_same("step_optimizer(b0_sum)").check(
+        "send(bucket=0, b0_parameters, destination=1, link=shared-memory)"
     ).check("def cpu_1").check("all_reduce(").check("b0_incoming: pending f32[304] ").check_same(
         "recv(bucket=0, source=0, link=shared-memory)"
     ).check("b0_parameters: f32[304] ").check_same("wait(bucket=0, b0_incoming)").check(

@@ -296,7 +296,16 @@ def forget_to_receive(graph: fx.Graph) -> None:
 def send_gradients(program: Program) -> None:
     for graph in program.graphs():
         for node in targets(graph, ops.send):
-            set_args(node, (node.args[0].args[0],))  # the sum that the optimizer is given
+            step, place = node.args[0].args
+            set_args(node, (step.args[place],))  # the sum that the optimizer is given
+
+
+def send_another_buckets_parameters(program: Program) -> None:
+    """The optimizer's parameters of bucket 1 are sent as bucket 0's."""
+    one, other = (node for node in targets(program.graphs()[0], ops.send) if node.kwargs["destination"] == 1)
+    last = one if other < one else other
+    last.append(one)
+    one.args = other.args
 
 
 def send_another_bucket(program: Program) -> None:
@@ -559,8 +568,9 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
         sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), op="avg")),
         whole("insert-update", broadcast_from_replica_1),
-        whole("lower-collectives", send_gradients),
-        whole("lower-devices", send_gradients),
+        whole("lower-collectives", send_another_buckets_parameters),
+        whole("lower-devices", send_another_buckets_parameters),
+        whole("lower-devices", send_another_bucket),
     ],
     "every_operation_is_known": [
         *(at(pass_name, a_function_of_python) for pass_name in ("replicate", "insert-update", "lower-devices")),
@@ -585,7 +595,6 @@ BAD: dict[str, list[Mutation]] = {
             )
         ),
         whole("lower-devices", lambda p: with_kwargs(first(p.graphs()[0], ops.send), link="copy")),
-        whole("lower-devices", send_another_bucket),
     ],
     "replicas_meet_only_in_collectives": [
         at("replicate", feed_the_other_replica),
@@ -615,6 +624,8 @@ BAD: dict[str, list[Mutation]] = {
         on_every_device("lower-devices", update_before_a_region),
     ],
     "every_bucket_is_updated_once": [
+        whole("lower-collectives", send_gradients),
+        whole("lower-devices", send_gradients),
         at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
         at("insert-update", lambda graph: repeat(graph, first(graph, ops.update))),
         at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.aliases import viewed
+from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.links import check_link, link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, origin_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, replica_at, say, scopes, written_buckets
+from mirrorc.ir.routes import replica_at
+from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
 
 
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
@@ -63,17 +67,17 @@ def _leads_to(node: fx.Node, given: fx.Node) -> bool:
 
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     """From a bucket's `pack` on, no region of that replica writes into its slots; what is sent is not written any more."""
+    parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         for replica in replicas:
-            closed: dict[int, str] = {}  # bucket: since when nobody may write it
-            sent: dict[int, str] = {}
+            closed: dict[int, str] = {}  # bucket: since when nobody may write its slots
+            sent: dict[_Memory, str] = {}
             for node in graph.nodes:
-                if replica_of(node) != replica or node.op == "placeholder":
+                is_own = replica_of(node) == replica or node.target in ops.REDUCTIONS
+                if not is_own or node.op == "placeholder":
                     continue
                 if node.target is ops.pack:
                     closed[bucket_of(node)] = node.name
-                elif node.target is ops.send:
-                    sent[bucket_of(node)] = node.name
                 elif is_region_call(node):
                     for slot in (n for n in node.all_input_nodes if n.target is ops.slot):
                         if bucket_of(slot) in closed:
@@ -82,16 +86,51 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                                 f"{closed[bucket_of(slot)]} has closed",
                                 node,
                             )
-                else:
-                    for index in written_buckets(node):
-                        if index in sent:
-                            yield Violation(
-                                f"{node.name} writes bucket {index}, which {sent[index]} still offers", node
-                            )
+                for memory in _written(node):
+                    if memory in sent:
+                        yield Violation(
+                            f"{node.name} writes {_say_memory(memory)}, which {sent[memory]} still offers", node
+                        )
+                if node.target is ops.send:
+                    for memory in _memory_of(parts, node.args[0]):
+                        sent[memory] = node.name
+
+
+_Memory = tuple[str, int] | fx.Node
+"""What may be written in place: the gradients or the parameters of a bucket, or a value of its own."""
+
+
+def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
+    """The memory that a value lies in."""
+    root = viewed(value)
+    launch: Any = root.args[0] if root.target is ops.wait else None
+    is_elsewhere = (
+        launch is not None and launch.target not in ops.REDUCTIONS
+    )  # received: in the sender's memory, or its own
+    part: Part | None = None if is_compute(root) or is_elsewhere else parts.of(root)
+    yield root if part is None else (part.kind, part.bucket)
+
+
+def _written(node: fx.Node) -> Iterator[_Memory]:
+    """The memory that a node writes in place; a reduction may write the buckets that it is given until it is waited for."""
+    yield from ((PARAMETERS, index) for index in written_buckets(node))
+    if node.target is ops.pack or node.target in ops.REDUCTIONS:
+        yield GRADIENTS, bucket_of(node)
+    if is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+        root = viewed(node.all_input_nodes[0])
+        yield root
+        if root.target in (ops.pack, ops.wait):
+            yield GRADIENTS, bucket_of(root)
+
+
+def _say_memory(memory: _Memory) -> str:
+    return memory.name if isinstance(memory, fx.Node) else f"the {memory[0]} of bucket {memory[1]}"
 
 
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
-    """Reductions add up, and what is broadcast or sent are values that the giving replica's optimizer made."""
+    """Reductions add up, and what is broadcast or sent is a part of the bucket that it is tagged with: gradients that have been
+    added up so far, each once, or parameters that the optimizer has made."""
+    parts = BucketParts(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             if node.kwargs["op"] != "sum":
@@ -101,19 +140,26 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
         for node in calls_to(graph, ops.broadcast, ops.send):
             root = node.kwargs["root"] if node.target is ops.broadcast else replica_at(program, node)
             for source in node.all_input_nodes:
-                if source.target is not ops.step_optimizer or replica_at(program, source) != root:
-                    yield Violation(f"{say(node)} from replica {root}, which did not make the values", node)
-                elif bucket_of(node) not in written_buckets(source):
-                    yield Violation(f"{say(node)} follows {source.name}, which does not update that bucket", node)
+                part = parts.of(source)
+                if replica_at(program, source) != root:
+                    yield Violation(f"{say(node)} from replica {root}, which does not have {source.name}", node)
+                elif part is None or part.bucket != bucket_of(node):
+                    yield Violation(
+                        f"{say(node)} is given {source.name}, which is no sum of that bucket's gradients, nor its parameters",
+                        node,
+                    )
 
 
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once."""
+    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends."""
     if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
         return
     reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
+    sent = {
+        bucket_of(node) for node in calls_to(program.graph, ops.send)
+    }  # what they amount to is told from what is updated
     for bucket in program.buckets:
-        if reduced[bucket.index] != 1:
+        if reduced[bucket.index] != 1 and (reduced[bucket.index] or bucket.index not in sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"bucket {bucket.index} is reduced {reduced[bucket.index]} times", place)
     for node in calls_to(program.graph, *ops.REDUCTIONS):  # of a broadcast, the root alone gives

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import (
     bucket_of,
     is_compute,
-    is_computed,
     is_region_call,
     region_of,
     replica_of,
@@ -30,7 +30,6 @@ from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
 _UNCHANGED = -1  # a way on which nothing is made of the bucket
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
@@ -161,6 +160,7 @@ class _Expressions:
         makers: dict[int, fx.Node] | None = None,
     ) -> None:
         self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
+        self._parts = BucketParts(program)
 
     def flows(self) -> Flows:
         """The expressions of what each replica computes, each with the node that gives it (None: an output)."""
@@ -197,14 +197,12 @@ class _Expressions:
 
     def _way(self, value: fx.Node) -> int:
         """What operators of torch make of a packed or a summed bucket, all other values left out."""
-        steps = []
-        while is_computed(value) and value.args and isinstance(value.args[0], fx.Node):
-            own = {key: item for key, item in value.kwargs.items() if key != "replica"}
-            others = (fx.node.map_arg(part, lambda n: "value") for part in (value.args[1:], own))
-            if value.target not in _COPIES:
-                steps.append((target_name(value.target), *(_hashable(part) for part in others)))
-            value = value.args[0]
-        return self._number("way", *steps) if steps else _UNCHANGED
+        part = self._parts.of(value)
+        if part is None:
+            return self._number(
+                "way", value.name
+            )  # to nothing that can be told: `collectives` and `updates` speak of it
+        return self._number("way", *part.steps) if part.steps else _UNCHANGED
 
     def _outputs(self, graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str, Any]]:
         output: Any = graph.output_node().args[0]

@@ -11,10 +11,11 @@ import networkx as nx
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
-from mirrorc.verifier.rules.programs import Violation, replica_at, say, scopes, tag
+from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 
 Step = tuple[str, fx.Node]  # a device, and a node of its program
 
@@ -49,7 +50,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _given(node: fx.Node) -> tuple[Any, ...]:
-    """The types of the tensors that a launch is given, but for broadcasts, which take a token."""
+    """The types of the tensors that a reduction is given; of a broadcast, the root alone gives one."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -64,24 +65,25 @@ def _describe(node: fx.Node) -> str:
 
 
 def every_send_is_received(program: Program) -> Iterator[Violation]:
-    """Each send has one receipt of the same bucket, by the replica that it names, over its link; each receipt has one send."""
-    sent: Counter[Any] = Counter()
-    received: Counter[Any] = Counter()
-    nodes: dict[Any, fx.Node] = {}
+    """Each send has one receipt of the same bucket, chunk and round, by the replica that it names, over its link; each receipt
+    has one send."""
+    sent: Counter[tuple[Route, Any]] = Counter()
+    received: Counter[tuple[Route, Any]] = Counter()
+    nodes: dict[tuple[Route, Any], fx.Node] = {}
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.send, ops.recv):
-            own, is_send = replica_at(program, node), node.target is ops.send
-            ends = (own, node.kwargs["destination"]) if is_send else (node.kwargs["source"], own)
-            key = (bucket_of(node), *ends, node.kwargs.get("link"))
-            (sent if is_send else received)[key] += 1
+            route = route_of(program, node)
+            key = (route, node.kwargs.get("link"))
+            (sent if node.target is ops.send else received)[key] += 1
             nodes[key] = node
-            if ends[0] == ends[1]:
-                yield Violation(f"{say(node)} is from replica {ends[0]} to itself", node)
+            if route.source == route.destination:
+                yield Violation(f"{say(node)} is from replica {route.source} to itself", node)
     for key, node in nodes.items():
         if sent[key] != 1 or received[key] != 1:
+            route, _ = key
             yield Violation(
-                f"bucket {key[0]} is sent {sent[key]} times from replica {key[1]} to {key[2]} and received {received[key]} "
-                "times there",
+                f"{route} is sent {sent[key]} times from replica {route.source} to {route.destination} and received "
+                f"{received[key]} times there",
                 node,
             )
 
@@ -89,30 +91,29 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
     """No circle of waits: a wait follows what its own device does before it, and every launch and send that it waits for."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
-    givers: dict[Any, list[tuple[str, str]]] = {}
+    givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []
-    for replica, (device, module) in enumerate(program.device_graphs.items()):
+    for device, module in program.device_graphs.items():
         nodes = list(calls_to(module.graph, *ops.COLLECTIVES, ops.send, ops.wait))
         order.add_nodes_from((device, node.name) for node in nodes)
         order.add_edges_from(((device, a.name), (device, b.name)) for a, b in pairwise(nodes))
         for node in nodes:
             place = (device, node.name)
             if node.target is ops.wait:
-                waits.extend((key, place) for key in _awaited(node, replica))
-            elif node.target is ops.send:
-                givers.setdefault(("send", bucket_of(node), replica, node.kwargs["destination"]), []).append(place)
+                waits.extend((key, place) for key in _awaited(program, node))
             else:
-                givers.setdefault(tag(node), []).append(place)
+                giver = route_of(program, node) if node.target is ops.send else tag(node)
+                givers.setdefault(giver, []).append(place)
     order.add_edges_from((giver, wait) for key, wait in waits for giver in givers.get(key, []))
     if not nx.is_directed_acyclic_graph(order):
         circle = " -> ".join(f"{device}: {name}" for (device, name), _ in nx.find_cycle(order))
         yield Violation(f"devices would wait for each other for ever: {circle}")
 
 
-def _awaited(wait: fx.Node, replica: int) -> list[Any]:
+def _awaited(program: Program, wait: fx.Node) -> list[Any]:
     launch = wait.args[0] if wait.args else None
     if not isinstance(launch, fx.Node):
         return []
     if launch.target is ops.recv:
-        return [("send", bucket_of(launch), launch.kwargs["source"], replica)]
+        return [route_of(program, launch)]
     return [tag(launch)] if launch.target in ops.COLLECTIVES else []

@@ -55,17 +55,6 @@ def tag(node: fx.Node) -> tuple[str, int]:
     return name_of(node), bucket_of(node)
 
 
-def place_of(program: Program, graph: fx.Graph) -> int:
-    """The replica that a lowered graph is for: its place among the devices."""
-    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
-
-
-def replica_at(program: Program, node: fx.Node) -> int:
-    """The replica whose node this is, in the mirrored or in a lowered graph."""
-    replica = replica_of(node)
-    return place_of(program, node.graph) if replica is None else replica
-
-
 def written_buckets(node: fx.Node) -> list[int]:
     """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
     if node.target not in ops.UPDATES:

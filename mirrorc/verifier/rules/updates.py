@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, region_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, region_of, replica_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.routes import place_of, replica_at
 from mirrorc.ir.variables import Placement
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
-    place_of,
-    replica_at,
     say,
     scopes,
     tag,
@@ -29,6 +29,7 @@ from mirrorc.verifier.rules.programs import (
 
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
+    parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
         for node in graph.nodes:
@@ -49,20 +50,26 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
                 )
             for index, source in zip(written_buckets(node), node.args, strict=False):
                 assert isinstance(source, fx.Node), "operations_have_their_arguments holds"
-                if not _is_for(program, node, index, source):
-                    yield Violation(f"bucket {index} is updated from {source}, which is not its sum", node)
+                if not _is_for(program, node, index, parts.of(source)):
+                    what = (
+                        "is not its new parameters" if node.target is ops.store else "is not its sum over all replicas"
+                    )
+                    yield Violation(f"bucket {index} is updated from {source}, which {what}", node)
 
 
-def _is_for(program: Program, node: fx.Node, bucket: int, source: fx.Node) -> bool:
-    """Whether a value is what an update (a store) of a bucket needs: its sum (its parameters, from another replica)."""
-    source = origin_of(source)
-    if source.kwargs.get("bucket") != bucket:
+def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> bool:
+    """Whether a value is what an update (a store) of a bucket needs: its sum (its parameters, from the one that made them)."""
+    if given is None:
         return False
-    if program.num_replicas == 1:
-        return source.target is ops.pack
-    launch = source.args[0] if source.target is ops.wait else None
-    given = (ops.broadcast, ops.recv) if node.target is ops.store else ops.REDUCTIONS
-    return isinstance(launch, fx.Node) and launch.target in given
+    bucket = program.buckets[index]
+    if node.target is ops.store:
+        return given.holds(PARAMETERS, index, 0, bucket.num_elements)
+    share = bucket.share(
+        replica_at(program, node), program.num_replicas
+    )  # or the whole: `reductions_fit_the_placement`
+    return any(
+        given.holds(GRADIENTS, index, *e, range(program.num_replicas)) for e in ((0, bucket.num_elements), share)
+    )
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication import (
     Aborted,
     Communicator,
@@ -18,13 +20,17 @@ from mirrorc.runtime.communication import (
 from mirrorc.runtime.devices.events import wait_device
 
 LINKS = ("shared-memory", "copy")
-KINDS = ("all_reduce", "reduce_scatter", "send")
+KINDS = ("all_reduce", "reduce_scatter")
 PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nobody will come
 
 
 def communicator(link: str, num_replicas: int, timeout_seconds: float = PATIENT, num_buckets: int = 1) -> Communicator:
     made = communicator_for(link, parse_devices([f"cpu:{i}" for i in range(num_replicas)]), timeout_seconds)
-    made.prepare([(kind, bucket) for kind in KINDS for bucket in range(num_buckets)])
+    ends = list(itertools.permutations(range(num_replicas), 2))
+    made.prepare(
+        [(kind, bucket) for kind in KINDS for bucket in range(num_buckets)],
+        [Route(bucket, *pair) for bucket in range(num_buckets) for pair in ends],
+    )
     return made
 
 
@@ -124,7 +130,7 @@ def test_an_abort_wakes_those_who_wait(link: str, collective: str) -> None:
             return comm.abort()
         if collective == "send":
             launched[replica - 1].set()
-            return comm.receive(0, replica, 0, None)
+            return comm.receive(Route(0, 0, replica))
         launch, wait = (getattr(comm, f"{verb}_{collective}") for verb in ("launch", "wait"))
         pending = launch(0, replica, torch.ones(8))
         launched[replica - 1].set()
@@ -152,10 +158,10 @@ def test_those_who_are_sent_a_tensor_receive_it(link: str, source: int) -> None:
 
     def job(replica: int) -> torch.Tensor:
         if replica != source:
-            return comm.receive(0, replica, source, None).clone()
+            return comm.receive(Route(0, source, replica)).clone()
         own = torch.full((5,), float(source))
         for destination in {0, 1, 2} - {source}:
-            comm.send(0, source, destination, own)
+            comm.send(Route(0, source, destination), own)
         return own
 
     for found in on_threads(3, job):
@@ -166,18 +172,18 @@ def test_those_who_are_sent_a_tensor_receive_it(link: str, source: int) -> None:
 def test_sends_never_block_and_may_be_received_in_another_order(link: str) -> None:
     comm = communicator(link, 2, num_buckets=3)
     for bucket in (2, 0, 1):  # from this thread: nobody receives yet
-        comm.send(bucket, 0, 1, torch.full((4,), float(bucket)))
-    found = [float(comm.receive(bucket, 1, 0, None).sum()) for bucket in (1, 2, 0)]
+        comm.send(Route(bucket, 0, 1), torch.full((4,), float(bucket)))
+    found = [float(comm.receive(Route(bucket, 0, 1)).sum()) for bucket in (1, 2, 0)]
     assert found == [4.0, 8.0, 0.0]
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_what_is_sent_to_one_replica_does_not_wake_another(link: str) -> None:
     comm = communicator(link, 3, IMPATIENT)
-    comm.send(0, 0, 1, torch.ones(4))
+    comm.send(Route(0, 0, 1), torch.ones(4))
     with pytest.raises(CommunicationError, match=r"cpu:2 waited 0.05 s in send of bucket 0 for cpu:0:"):
-        comm.receive(0, 2, 0, None)
-    assert torch.equal(comm.receive(0, 1, 0, None), torch.ones(4))
+        comm.receive(Route(0, 0, 2))
+    assert torch.equal(comm.receive(Route(0, 0, 1)), torch.ones(4))
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -189,9 +195,9 @@ def test_steps_send_anew_what_has_changed(link: str) -> None:
         found = []
         for step in range(20):
             if replica == 0:
-                comm.send(0, 0, 1, own.fill_(step))
+                comm.send(Route(0, 0, 1), own.fill_(step))
             else:
-                found.append(float(comm.receive(0, 1, 0, None).max()))
+                found.append(float(comm.receive(Route(0, 0, 1)).max()))
             step_ends.wait(timeout=PATIENT)  # as every step of the executor ends on all devices
         return found
 
@@ -203,8 +209,28 @@ def test_steps_send_anew_what_has_changed(link: str) -> None:
 def test_a_receipt_whose_sender_is_missing_names_it_and_nobody_else(link: str, num_replicas: int) -> None:
     comm = communicator(link, num_replicas, IMPATIENT)
     with pytest.raises(CommunicationError, match=r"cpu:1 waited 0.05 s in send of bucket 0 for cpu:0:") as caught:
-        comm.receive(0, 1, 0, None)
+        comm.receive(Route(0, 0, 1))
     assert "cpu:2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_sends_of_one_bucket_are_told_apart_by_chunk_round_and_replicas(link: str) -> None:
+    comm = communicator(link, 3)
+    routes = [Route(0, *ends, chunk, number) for ends in ((0, 1), (2, 1)) for chunk in (0, 1) for number in (0, 1)]
+    comm.prepare([], routes)
+    for value, route in enumerate(routes):
+        comm.send(route, torch.full((2,), float(value)))
+    assert [float(comm.receive(route)[0]) for route in reversed(routes)] == list(map(float, reversed(range(8))))
+    assert str(Route(3, 0, 1, chunk=2, round=1)) == "bucket 3, chunk 2, round 1" and str(Route(3, 0, 1)) == "bucket 3"
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_what_a_failed_step_has_sent_is_not_received_in_the_next(link: str) -> None:
+    comm = communicator(link, 2)
+    comm.send(Route(0, 0, 1), torch.zeros(2))
+    comm.begin_afresh()
+    comm.send(Route(0, 0, 1), torch.ones(2))
+    assert torch.equal(comm.receive(Route(0, 0, 1)), torch.ones(2))
 
 
 def test_communicators_by_link() -> None:

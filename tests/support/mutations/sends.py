@@ -112,6 +112,27 @@ def send_too_early(program: Program) -> Iterator[Edit]:
 
 
 @breaks
+def send_the_parameters_of_another(program: Program) -> Iterator[Edit]:
+    """Two buckets' parameters of one type are sent as each other's."""
+
+    def edit(one: fx.Node, other: fx.Node) -> None:
+        one.args, other.args = other.args, one.args
+        other.append(one)
+
+    for timeline in timelines(program):
+        sends = [node for node in timeline if node.target is ops.send]
+        for one, other in pairs_alike(sends, lambda send: (send.kwargs["destination"], type_of(send.args[0]))):  # type: ignore[arg-type]
+            yield partial(edit, one, other)
+
+
+@breaks
+def send_in_another_round(program: Program) -> Iterator[Edit]:
+    """A send, or its receipt, is tagged with another chunk or round than the other end."""
+    for node in placed_nodes(program, ops.send, ops.recv):
+        yield from (partial(with_keywords, node, **{name: 1}) for name in ("chunk", "round"))
+
+
+@breaks
 def store_what_was_received_for_another(program: Program) -> Iterator[Edit]:
     """Two buckets of one type get each other's parameters."""
 

@@ -163,7 +163,7 @@ def let_another_replica_step(program: Program) -> Iterator[Edit]:
         if step < last:
             last.append(step)
         with_keywords(step, replica=1)
-        for node in list(step.users):
+        for node in [user for part in step.users for user in part.users]:
             with_keywords(node, root=1)
             waits = {replica_of(wait): wait for wait in node.users}
             store = own[(bucket_of(node), 1)]
@@ -171,7 +171,7 @@ def let_another_replica_step(program: Program) -> Iterator[Edit]:
             with_keywords(store, replica=0)
 
     for step in placed_nodes(program, ops.step_optimizer):
-        is_broadcast = [user.target is ops.broadcast for user in step.users]
+        is_broadcast = [user.target is ops.broadcast for part in step.users for user in part.users]
         if is_broadcast and all(is_broadcast) and program.stage is Stage.UPDATED:
             yield partial(edit, step)
 

@@ -1,0 +1,235 @@
+"""Parts of buckets: whose gradients, or which new parameters, a value outside of regions holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, is_computed, target_name
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import replica_at, route_of, sends_in
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements of a bucket.
+
+    Attributes:
+        start: the first.
+        stop: one past the last.
+        replicas: those whose gradients are added up here, each once; of parameters, the one that has updated them.
+    """
+
+    start: int
+    stop: int
+    replicas: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a 1-D value holds of a bucket.
+
+    Attributes:
+        kind: GRADIENTS or PARAMETERS.
+        bucket: the bucket's number.
+        spans: its elements, in order of the value's.
+        steps: the operators of torch that have changed the elements since they were packed, summed or updated.
+    """
+
+    kind: str
+    bucket: int
+    spans: tuple[Span, ...]
+    steps: tuple[Any, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements of the bucket it holds."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
+        """Whether it is exactly these elements of a bucket, and if replicas are given, of all of these."""
+        if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
+            return False
+        are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
+        return are_those and [(start, stop)] == _joined((span.start, span.stop) for span in self.spans)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+class BucketParts:
+    """Finds what values of a program are of its buckets, following them from replica to replica.
+
+    `pack` gives a replica's own gradients, a wait for a reduction the sum over all replicas, `step_optimizer` new parameters.
+    From there on, slices, sums of what different replicas have added up, and concatenations are understood; what any other
+    operator of torch gives is as much of the bucket as its first argument, changed by a step.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._found: dict[fx.Node, Part | None] = {}
+        self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
+
+    def of(self, value: Any) -> Part | None:
+        """What a value is of a bucket; None if it is nothing that can be told."""
+        if not isinstance(value, fx.Node):
+            return None
+        waiting, entered = [value], set()
+        while waiting:  # depth first, without recursion: a ring is as deep as it has rounds
+            node = waiting[-1]
+            missing = [n for n in self._sources(node) if n not in self._found and n not in entered]
+            entered.add(node)
+            if missing and node not in self._found:
+                waiting += missing
+            else:
+                self._found.setdefault(node, self._part(node))
+                waiting.pop()
+        return self._found[value]
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """The values that it depends on what a value is."""
+        if is_computed(node):
+            return list(node.all_input_nodes)
+        if node.target is not ops.wait or not node.args or not isinstance(node.args[0], fx.Node):
+            return []
+        launch = node.args[0]
+        if launch.target is ops.recv:
+            sent = self._sent.get(route_of(self._program, launch))
+            return sent.all_input_nodes[:1] if sent is not None else []
+        return launch.all_input_nodes[:1] if launch.target is ops.broadcast else []
+
+    def _part(self, node: fx.Node) -> Part | None:
+        if is_computed(node):
+            return self._computed(node)
+        if node.target is ops.pack:
+            return self._whole(GRADIENTS, bucket_of(node), [replica_at(self._program, node)])
+        if node.target is operator.getitem:
+            step, place = node.args
+            if not isinstance(step, fx.Node) or step.target is not ops.step_optimizer:
+                return None
+            index: Any = step.kwargs["buckets"][place]  # type: ignore[index]
+            return self._whole(PARAMETERS, index, [replica_at(self._program, step)])
+        return self._awaited(node) if node.target is ops.wait else None
+
+    def _awaited(self, wait: fx.Node) -> Part | None:
+        launch = wait.args[0]
+        if not isinstance(launch, fx.Node):
+            return None
+        if launch.target in (ops.recv, ops.broadcast):
+            (source,) = self._sources(wait) or (None,)
+            return self._found.get(source) if source is not None else None
+        if launch.target not in ops.REDUCTIONS:
+            return None
+        whole = self._whole(GRADIENTS, bucket_of(launch), range(self._program.num_replicas))
+        if launch.target is ops.reduce_scatter and whole is not None:
+            bucket, replica = self._program.buckets[whole.bucket], replica_at(self._program, wait)
+            return _cut(whole, *bucket.share(replica, self._program.num_replicas))
+        return whole
+
+    def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
+        if not 0 <= index < len(self._program.buckets):
+            return None
+        bucket: Bucket = self._program.buckets[index]
+        return Part(kind, index, (Span(0, bucket.num_elements, frozenset(replicas)),))
+
+    def _computed(self, node: fx.Node) -> Part | None:
+        if node.target is torch.ops.aten.cat.default:
+            return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
+        first, *others = node.args or (None,)
+        part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._found.get, self._exact))
+        if part is None or node.target in _COPIES:
+            return part
+        if node.target is torch.ops.aten.slice.Tensor and exact is not None:
+            return _sliced(exact, *others, **node.kwargs)
+        other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None
+        if node.target is torch.ops.aten.add.Tensor and exact is not None and other is not None and not node.kwargs:
+            return _added(exact, other)
+        own = {key: value for key, value in node.kwargs.items() if key != "replica"}
+        said = fx.node.map_arg((tuple(others), own), lambda n: "value")
+        return replace(part, steps=(*part.steps, (target_name(node.target), repr(said))))
+
+    def _exact(self, node: fx.Node) -> Part | None:
+        """What a 1-D value is of a bucket, if it has just as many elements."""
+        part, value = self._found.get(node), node.meta.get("val")
+        if part is None or not isinstance(value, torch.Tensor):
+            return None
+        return part if value.shape == (part.num_elements,) else None
+
+
+def _cut(part: Part, start: int, stop: int) -> Part:
+    """The elements of a part from one place to another, counted from its first."""
+    spans, place = [], 0
+    for span in part.spans:
+        length = span.stop - span.start
+        first, last = max(start - place, 0), min(stop - place, length)
+        if first < last:
+            spans.append(replace(span, start=span.start + first, stop=span.start + last))
+        place += length
+    return replace(part, spans=tuple(spans))
+
+
+def _sliced(part: Part, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> Part | None:
+    if dim not in (0, -1) or step != 1:
+        return None
+    first, last, _ = slice(start, end).indices(part.num_elements)
+    return _cut(part, first, max(first, last))
+
+
+def _concatenated(parts: list[Part | None]) -> Part | None:
+    first = parts[0] if parts else None
+    if first is None or any(p is None or replace(p, spans=()) != replace(first, spans=()) for p in parts):
+        return None
+    return replace(first, spans=tuple(span for part in parts if part is not None for span in part.spans))
+
+
+def _added(one: Part, other: Part) -> Part | None:
+    """The sum of what different replicas have added up of the same elements; None if it is no such sum."""
+    if one.kind != GRADIENTS or replace(one, spans=()) != replace(other, spans=()):
+        return None
+    spans = list(_pairwise_sums(one, other))
+    return replace(one, spans=tuple(s for s in spans if s is not None)) if None not in spans else None
+
+
+def _pairwise_sums(one: Part, other: Part) -> Iterator[Span | None]:
+    cuts = [
+        [
+            place + offset
+            for span, place in zip(part.spans, _places(part), strict=True)
+            for offset in (0, span.stop - span.start)
+        ]
+        for part in (one, other)
+    ]
+    if cuts[0][-1:] != cuts[1][-1:]:
+        yield None
+        return
+    places = sorted({*cuts[0], *cuts[1]})
+    for start, stop in pairwise(places):
+        (left,), (right,) = _cut(one, start, stop).spans, _cut(other, start, stop).spans
+        is_sum = (left.start, left.stop) == (right.start, right.stop) and not left.replicas & right.replicas
+        yield replace(left, replicas=left.replicas | right.replicas) if is_sum else None
+
+
+def _places(part: Part) -> Iterator[int]:
+    """Where each span begins, counted from the part's first element."""
+    place = 0
+    for span in part.spans:
+        yield place
+        place += span.stop - span.start

@@ -1,0 +1,72 @@
+"""Routes: how a send and its receipt know each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.operation import Effect, Selection
+from mirrorc.ir.program import Program
+
+_SENDS = Selection(lambda found: Effect.SENDS in found.effects)
+
+
+class Route(NamedTuple):
+    """The tag of a send. Of a program's sends, no two have the same.
+
+    Attributes:
+        bucket: the bucket that the sent value is a part of.
+        source: the replica that sends.
+        destination: the replica that receives.
+        chunk: tells apart the parts of a bucket; 0 where it is sent as a whole.
+        round: tells apart the sends of one chunk between the same replicas.
+    """
+
+    bucket: int
+    source: int
+    destination: int
+    chunk: int = 0
+    round: int = 0
+
+    def __str__(self) -> str:
+        part = "".join(f", {name} {value}" for name, value in (("chunk", self.chunk), ("round", self.round)) if value)
+        return f"bucket {self.bucket}{part}"
+
+
+def place_of(program: Program, graph: fx.Graph) -> int:
+    """The replica that a lowered graph is for: its place among the devices."""
+    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+
+
+def replica_at(program: Program, node: fx.Node) -> int:
+    """The replica whose node this is, in the mirrored or in a lowered graph."""
+    replica = replica_of(node)
+    return place_of(program, node.graph) if replica is None else replica
+
+
+def route_of(program: Program, node: fx.Node) -> Route:
+    """The route of a `send` or a `recv`."""
+    own, given = replica_at(program, node), node.kwargs
+    ends: tuple[Any, Any] = (own, given["destination"]) if node.target in _SENDS else (given["source"], own)
+    return Route(bucket_of(node), *ends, chunk=given.get("chunk", 0), round=given.get("round", 0))  # type: ignore[arg-type]
+
+
+def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
+    """The `send` whose value a `recv` receives; None if there is none."""
+    route = route_of(program, receipt)
+    graph, graphs = receipt.graph, [module.graph for module in program.device_graphs.values()]
+    if graphs:
+        if not 0 <= route.source < len(graphs):
+            return None
+        graph = graphs[route.source]
+    sends = sends_in(graph)
+    return next((n for n in sends if n.kwargs["bucket"] == route.bucket and route_of(program, n) == route), None)
+
+
+def sends_in(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The sends of a graph, in any order; does not look at its other nodes."""
+    for send in _SENDS:
+        yield from graph.find_nodes(op="call_function", target=send, sort=False)

@@ -1,0 +1,191 @@
+"""Several sends of one bucket, known by chunk and round: a ring, verified and run end to end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from ring import Ring
+from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, handmade, run_up_to, targets
+from torch import fx
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.errors import VerifyError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import insert
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import route_of
+from mirrorc.passes import LowerDevices
+from mirrorc.verifier import rules
+from mirrorc.verifier.verifier import verify
+
+aten = torch.ops.aten
+
+
+def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
+    """The program of three steps, and all parameters after them, in one tensor."""
+    torch.manual_seed(0)
+    model = TwoLayers().double()
+    with mirrorc.compile(
+        model,
+        num_devices,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+        loss_fn=F.cross_entropy,
+        backend="eager",
+        link=link,
+        add_passes=add_passes,
+        disable_passes=["share-parameters"],
+        **SMALL_BUCKETS,
+    ) as step:
+        for _ in range(3):
+            step(torch.randn(7, 4, dtype=torch.float64), target=torch.arange(7) % 3)
+        assert step.memory().total > 0 and f"over {link}, ms" in str(step.explain())
+        return step.program, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("link", ["shared-memory", "copy"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_ring_sums_like_an_all_reduce(num_devices: int, link: str) -> None:
+    program, found = trained(num_devices, link, [mirrorc.after("lower-collectives", Ring())])
+    sends = [node for module in program.device_graphs.values() for node in targets(module.graph, ops.send)]
+    routes = {route_of(program, node) for node in sends}
+    assert len(routes) == len(sends) == len(program.buckets) * num_devices * 2 * (num_devices - 1)
+    assert not any(targets(module.graph, *ops.REDUCTIONS) for module in program.device_graphs.values())
+    _, expected = trained(num_devices, link)
+    if num_devices == 2:  # the sum of two does not depend on their order
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def ring_of(num_devices: int) -> Program:
+    """A scheduled program of one bucket of six elements, reduced by a ring."""
+    program = Ring().run(run_up_to("lower-collectives", handmade(num_devices, [Weight("w", (6,))]), link="copy"))
+    verify(program)
+    return program
+
+
+def test_what_is_sent_is_printed_with_chunk_and_round() -> None:
+    text = str(LowerDevices().run(ring_of(3)))
+    assert "send(bucket=0, b0_slice, destination=1, chunk=0, round=0, link=copy)" in text
+    assert "= recv(bucket=0, source=2, chunk=2, round=0, link=copy)" in text
+    assert "b0_chunk2_round0_received: f32[6] = wait(bucket=0, b0_chunk2_round0_incoming)" in text
+
+
+def first(graph: fx.Graph, target: Any) -> fx.Node:
+    return targets(graph, target)[0]
+
+
+def add_the_same_twice(graph: fx.Graph) -> None:
+    one = first(graph, aten.add.Tensor)
+    one.args = (one.args[0], one.args[0])
+
+
+def leave_a_sum_out(graph: fx.Graph) -> None:
+    one = first(graph, aten.add.Tensor)
+    one.replace_all_uses_with(one.args[0])  # type: ignore[arg-type]
+
+
+def exchange_chunks(graph: fx.Graph) -> None:
+    cat = first(graph, aten.cat.default)
+    cat.args = (cat.args[0][::-1],)  # type: ignore[index]
+
+
+def send_another_chunk(graph: fx.Graph) -> None:
+    send = first(graph, ops.send)
+    slices = [node for node in targets(graph, aten.slice.Tensor) if node.args[0] is send.args[0].args[0]]  # type: ignore[union-attr]
+    send.args = (next(node for node in slices if node is not send.args[0]),)
+
+
+def name_another_round(graph: fx.Graph) -> None:
+    send = first(graph, ops.send)
+    send.kwargs = {**send.kwargs, "round": 1}
+
+
+def name_another_chunk(graph: fx.Graph) -> None:
+    receipt = first(graph, ops.recv)
+    receipt.kwargs = {**receipt.kwargs, "chunk": 1 - receipt.kwargs["chunk"]}  # type: ignore[operator]
+
+
+def send_a_value_of_no_bucket(graph: fx.Graph) -> None:
+    send = first(graph, ops.send)
+    with graph.inserting_before(send):
+        read = graph.call_function(ops.read, (), {"variable": "w", "replica": 0})
+    read.meta["val"] = first(graph, ops.read).meta["val"]
+    send.args = (read,)
+
+
+def reduce_what_is_sent(graph: fx.Graph) -> None:
+    """A reduction, which may add up in the buckets that it is given, of a bucket whose chunks are offered."""
+    after = targets(graph, aten.cat.default)[-1]
+    packs = tuple(targets(graph, ops.pack))
+    with graph.inserting_after(after):
+        launch = graph.call_function(ops.all_reduce, packs, {"bucket": 0, "op": "sum", "link": "copy"})
+    launch.meta["val"] = ops.Pending(packs[0].meta["val"])
+    for replica in (1, 0):
+        with graph.inserting_after(launch):
+            wait = graph.call_function(ops.wait, (launch,), {"bucket": 0, "replica": replica})
+        wait.meta["val"] = packs[0].meta["val"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (add_the_same_twice, "collectives_mean_what_runs"),
+        (leave_a_sum_out, "every_bucket_is_updated_once"),
+        (exchange_chunks, "every_bucket_is_updated_once"),
+        (send_another_chunk, "collectives_mean_what_runs"),
+        (name_another_round, "every_send_is_received"),
+        (name_another_chunk, "every_send_is_received"),
+        (send_a_value_of_no_bucket, "collectives_mean_what_runs"),
+        (reduce_what_is_sent, "buckets_in_flight_are_not_used"),
+    ],
+)
+def test_a_ring_that_is_no_sum_is_refused(change: Callable[[fx.Graph], None], rule: str) -> None:
+    program = ring_of(2)
+    change(program.mirrored_graph)
+    with pytest.raises(VerifyError, match=f"breaks the rule {rule} "):
+        verify(program)
+
+
+def add_in_place(program: Program, *, after_the_send: bool) -> tuple[fx.Node, fx.Node]:
+    """Puts an operator that writes to a partial sum before or after it is sent; gives the sum and its send."""
+    added = first(program.mirrored_graph, aten.add.Tensor)
+    sent = next(user for user in added.users if user.target is ops.send)
+    insert(program, sent.next if after_the_send else sent, aten.add_.Tensor, (added, 1.0))
+    return added, sent
+
+
+def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
+    program = ring_of(3)
+    added, sent = add_in_place(program, after_the_send=True)
+    (violation,) = rules.nothing_is_written_in_flight(program)
+    assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
+    with pytest.raises(VerifyError, match="breaks the rule regions_write_only_slots "):  # no operator may, anywhere
+        verify(program)
+    program = ring_of(3)
+    add_in_place(program, after_the_send=False)
+    assert not list(rules.nothing_is_written_in_flight(program))
+
+
+def test_parameters_that_are_sent_are_not_stored_to_afterwards() -> None:
+    program = run_up_to("lower-collectives", handmade(2, [Weight("a", rule=MUON)]), **SMALL_BUCKETS)
+    send = first(program.mirrored_graph, ops.send)
+    with program.mirrored_graph.inserting_after(send):
+        program.mirrored_graph.call_function(ops.store, send.args, {"bucket": 0, "replica": 0})
+    said = (
+        "nothing_is_written_in_flight .* store writes the parameters of bucket 0, which send_b0_to_r1_r0 still offers"
+    )
+    with pytest.raises(VerifyError, match=said):
+        verify(program)
+
+
+def test_a_ring_in_which_everyone_waits_before_sending_is_refused() -> None:
+    program = LowerDevices().run(ring_of(2))
+    for module in program.device_graphs.values():
+        send, wait = first(module.graph, ops.send), first(module.graph, ops.wait)
+        wait.append(send)
+    with pytest.raises(
+        VerifyError, match=r"breaks the rule no_device_waits_for_ever .* devices would wait for each other"
+    ):
+        verify(program)
