@@ -52,7 +52,7 @@ class Communicator:
         return Rendezvous(tag, self.devices, self.timeout_seconds)
 
     def release(self) -> None:
-        """Forgets what replicas left in a step that all have finished, so that its memory is free until the next one."""
+        """Drops the tensors of a step that all replicas have finished, so that their memory is free until the next one."""
 
     def abort(self) -> None:
         """Wakes every replica that waits; they raise `Aborted`."""

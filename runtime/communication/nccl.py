@@ -19,10 +19,10 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """The replica that comes last launches the collective for all, on streams that are kept for communication.
+    """The replica that offers a bucket last launches the collective for all, on streams that are kept for communication.
 
-    Every replica offers its buckets in program order and the last to offer one launches it before it goes on, so
-    buckets are launched in one order on all GPUs.
+    Every replica offers its buckets in program order, and the last one launches a bucket before it continues. So buckets
+    are launched in one order on all GPUs. Sends are copies between GPUs, as over the link copy.
     """
 
     link = "nccl"
@@ -61,6 +61,6 @@ class NcclCommunicator(Communicator):
         """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         if not pending:
-            rendezvous.await_anyone(replica)  # the one who came last and launched
+            rendezvous.await_anyone(replica)  # the replica that offered last, and launched
         wait_event(rendezvous.events[replica])
         return rendezvous.tensors[replica]

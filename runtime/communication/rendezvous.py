@@ -21,7 +21,7 @@ class Aborted(Exception):
 
 
 class Rendezvous:
-    """A place for one collective: replicas leave a tensor each, and wait until all have come."""
+    """Serves one collective: each replica leaves a tensor, announces itself, and waits until the others have done so."""
 
     def __init__(self, tag: Tag, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.tag = tag
@@ -32,24 +32,24 @@ class Rendezvous:
         self._inboxes: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in devices]
 
     def announce(self, replica: int) -> None:
-        """Tells all others that this replica has come."""
+        """Tells all other replicas that this one has left its tensor."""
         for other in range(len(self._inboxes)):
             if other != replica:
                 self._inboxes[other].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
-        """Returns when these other replicas have come; nobody else announces himself here.
+        """Returns when these other replicas have announced themselves.
 
         Raises:
             Aborted: another replica failed.
-            CommunicationError: they did not come in time.
+            CommunicationError: they did not announce themselves in time.
         """
         missing = set(awaited) - {replica}
         while missing:
             missing.discard(self._receive(replica, missing))
 
     def await_anyone(self, replica: int) -> None:
-        """Returns when one other replica has come; raises as `await_replicas`."""
+        """Returns when one other replica has announced itself; raises as `await_replicas` does."""
         self._receive(replica, set(range(len(self._devices))) - {replica})
 
     def _receive(self, replica: int, missing: set[int]) -> int:
