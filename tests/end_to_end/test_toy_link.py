@@ -71,7 +71,7 @@ def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
     text = str(program)
     assert text.count("link=toy") >= num_buckets and "link toy: asked for" in text
     explained = str(step.explain())
-    assert "all_reduce over toy, ms" in explained and "toy moves nothing until the wait" in explained
+    assert "all_reduce over toy, ms" in explained and "toy moves nothing before the wait" in explained
     assert step.memory().total > 0
 
 
