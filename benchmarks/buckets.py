@@ -1,10 +1,10 @@
-"""Compares bucket sizes: what the calibration of ``bucket_cap_mb="auto"`` measures, and what real steps take.
+"""Compares bucket sizes: what the microbenchmark of ``bucket_cap_mb="auto"`` measures, and what real steps take.
 
     python benchmarks/buckets.py [--workload mlp-8] [--caps 1 4 16 25 64] [--rounds 8] [--steps 3] [--optimizer AdamW]
 
 All steps run on two logical CPUs with a thread each, in one process; they take turns of a few steps, back and forth, so that a
-noisy machine is noisy for all. The calibration is done anew, in a cache of its own. Prints a Markdown table: for each cap, with
-a first bucket as large, the calibration's time and that of a median step; then the step with mirrorc's default sizes, and with
+noisy machine is noisy for all. The microbenchmark is run anew, in a cache of its own. Prints a Markdown table: for each cap, with
+a first bucket as large, the microbenchmark's time and that of a median step; then the step with mirrorc's default sizes, and with
 those that "auto" chooses. That is one of the former again: how far the two differ is how noisy the machine is.
 """
 
@@ -32,7 +32,7 @@ Sizes = dict[str, Any]  # options of mirrorc.compile
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[Path]:
-    """A directory for what calibrations keep."""
+    """A directory for what microbenchmarks keep."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["MIRRORC_CACHE_DIR"] = directory
         yield Path(directory)
@@ -82,7 +82,7 @@ def main() -> None:
         seconds, programs = step_seconds(options, [*alike, {}, {"bucket_cap_mb": "auto"}])
         kept = [json.loads(path.read_text())["result"]["milliseconds"] for path in cache.iterdir()]
     ladder: dict[str, float] = kept[0] if kept else {}
-    print("| cap, MiB | buckets | calibration, ms | step, ms |\n|---|---|---|---|")
+    print("| cap, MiB | buckets | microbenchmark, ms | step, ms |\n|---|---|---|---|")
     names = [f"{cap:g}" for cap in options.caps] + ["default", "auto"]
     for name, program, median in zip(names, programs, seconds, strict=True):
         print(f"| {name} | {len(program.buckets)} | {ladder.get(name, '')} | {1e3 * median:.2f} |")

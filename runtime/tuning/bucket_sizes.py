@@ -15,8 +15,8 @@ import torch
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.runtime.devices.machine import device_model, num_cores
-from mirrorc.runtime.tuning.cache import CalibrationCache, Entry
-from mirrorc.runtime.tuning.microbenchmark import Cast, Layout, free_memory, rehearsed_seconds
+from mirrorc.runtime.tuning.cache import Entry, MeasurementCache
+from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, free_memory, measured_seconds
 
 LADDER_MB = (1.0, 4.0, 16.0, 25.0, 64.0)
 """The caps to choose from. The largest is one bucket for all that is measured."""
@@ -51,11 +51,11 @@ class Setting:
     """What bucket sizes depend on.
 
     Attributes:
-        cast: devices, link and optimizer.
+        configuration: devices, link and optimizer.
         num_bytes: of all gradients of a replica.
     """
 
-    cast: Cast
+    configuration: Configuration
     num_bytes: int
 
     @property
@@ -65,26 +65,28 @@ class Setting:
 
     @property
     def measured_bytes(self) -> int:
-        """How many bytes of gradients are rehearsed: never more than a step has."""
+        """How many bytes of gradients are measured: never more than a step has."""
         return min(self.class_bytes, _MOST_BYTES)
 
     def key(self) -> Entry:
         """Equal for settings that get equal sizes."""
-        cast = self.cast
+        configuration = self.configuration
         return {
             "format": _FORMAT,
             "ladder_mb": list(LADDER_MB),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "devices": [device_model(device.torch_device) for device in cast.devices],
-            "distinct_devices": len({device.torch_device for device in cast.devices}),
+            "devices": [device_model(device.torch_device) for device in configuration.devices],
+            "distinct_devices": len({device.torch_device for device in configuration.devices}),
             "cores": num_cores(),
-            "threads_per_device": cast.num_threads,
-            "link": cast.link,
-            "shares_parameters": cast.shares_parameters,
-            "dtype": str(cast.dtype),
-            "optimizer": _class_name(cast.optimizer) if cast.group is not None else None,
-            "hyperparameters": _deciding(cast.optimizer, cast.group) if cast.group is not None else {},
+            "threads_per_device": configuration.num_threads,
+            "link": configuration.link,
+            "shares_parameters": configuration.shares_parameters,
+            "dtype": str(configuration.dtype),
+            "optimizer": _class_name(configuration.optimizer) if configuration.group is not None else None,
+            "hyperparameters": _deciding(configuration.optimizer, configuration.group)
+            if configuration.group is not None
+            else {},
             "gradient_bytes": self.class_bytes,
         }
 
@@ -128,8 +130,8 @@ def setting_of(
             bytes_of[(variable.dtype, group)] += math.prod(variable.shape) * variable.dtype.itemsize
     dtype, group = max(bytes_of, key=bytes_of.__getitem__)
     shares = shares_parameters and group is not None
-    cast = Cast(program.devices, num_threads, link, shares, dtype, optimizer, group, timeout_seconds)
-    return Setting(cast, max(1, bytes_of.total()))
+    configuration = Configuration(program.devices, num_threads, link, shares, dtype, optimizer, group, timeout_seconds)
+    return Setting(configuration, max(1, bytes_of.total()))
 
 
 def choose_bucket_sizes(setting: Setting, default: BucketSizes) -> ChosenSizes:
@@ -145,13 +147,13 @@ def choose_bucket_sizes(setting: Setting, default: BucketSizes) -> ChosenSizes:
     Raises:
         ExecutionError: the devices cannot be measured.
     """
-    if len(setting.cast.devices) == 1:
+    if len(setting.configuration.devices) == 1:
         return _unmeasured(default, "one device has nobody to communicate with")
     candidates = _candidates(setting, default)
     if len(candidates) == 1:
         sizes = _with_first(default.bucket_cap_mb, setting, default)
         return _unmeasured(sizes, "all caps give the same buckets")
-    cache = CalibrationCache("buckets", setting.key())
+    cache = MeasurementCache("buckets", setting.key())
     is_whole = functools.partial(_is_whole, candidates)
     kept = cache.read(is_whole)
     if kept is None:
@@ -189,13 +191,13 @@ def _distance(cap_mb: float, default_mb: float) -> float:
 
 
 def _with_first(cap_mb: float, setting: Setting, default: BucketSizes) -> BucketSizes:
-    first_mb = min(cap_mb, default.first_bucket_mb) if setting.cast.moves_by_itself else cap_mb
+    first_mb = min(cap_mb, default.first_bucket_mb) if setting.configuration.moves_by_itself else cap_mb
     return BucketSizes(cap_mb, first_mb)
 
 
 def _layout(setting: Setting, sizes: BucketSizes) -> Layout:
     """The elements of each bucket. All but a smaller first are equal: how large a rest is left differs from model to model."""
-    itemsize, cap_bytes = setting.cast.dtype.itemsize, int(sizes.bucket_cap_mb * 2**20)
+    itemsize, cap_bytes = setting.configuration.dtype.itemsize, int(sizes.bucket_cap_mb * 2**20)
     first_bytes = int(sizes.first_bucket_mb * 2**20)
     head = [min(first_bytes, setting.measured_bytes)] if first_bytes < cap_bytes else []
     rest = setting.measured_bytes - sum(head)
@@ -208,15 +210,15 @@ def _measure(setting: Setting, candidates: Mapping[float, Layout], default: Buck
     """Milliseconds by cap, to three digits."""
     scale = setting.class_bytes / setting.measured_bytes
     try:
-        seconds = rehearsed_seconds(setting.cast, list(candidates.values()), scale)
+        seconds = measured_seconds(setting.configuration, list(candidates.values()), scale)
     except Exception as error:
-        names = ", ".join(map(str, setting.cast.devices))
+        names = ", ".join(map(str, setting.configuration.devices))
         raise ExecutionError(
             f"bucket_cap_mb='auto' could not measure bucket sizes on {names}: {type(error).__name__}: {error}. Nothing has "
             f"changed; give numbers instead, such as {default}"
         ) from error
     finally:
-        free_memory(setting.cast)
+        free_memory(setting.configuration)
     return {cap: float(f"{1e3 * own:.3g}") for cap, own in zip(candidates, seconds, strict=True)}
 
 
@@ -234,5 +236,5 @@ def _remark(sizes: BucketSizes, milliseconds: Mapping[float, float], setting: Se
     times = ", ".join(f"{cap:g} MiB {ms:g}" for cap, ms in milliseconds.items())
     return (
         f"bucket sizes by measurement: {sizes} (give these to pin them); ms a step for {setting.class_bytes / 2**20:g} MiB of "
-        f"gradients on {len(setting.cast.devices)} devices over {setting.cast.link}, by cap: {times}"
+        f"gradients on {len(setting.configuration.devices)} devices over {setting.configuration.link}, by cap: {times}"
     )

@@ -1,4 +1,4 @@
-"""Results of calibrations on disk, a small JSON file for each, so that a machine measures once what it can look up."""
+"""Results of measurements on disk, a small JSON file for each, so that a machine measures once what it can look up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
         raise FileNotFoundError(str(error)) from error
 
 
-class CalibrationCache:
+class MeasurementCache:
     """The result for one key. Nothing that happens to its file is an error: a warning says so, and all goes on without.
 
     A file for each key, so that processes that measure different things at once cannot lose each other's results.

@@ -1,4 +1,4 @@
-"""Rehearses the end of steps on the real devices, with buckets of our own, to see what a bucket plan costs there."""
+"""Measures the end of steps on the real devices, with buckets of our own, to see what a bucket plan costs there."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 101
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Who rehearses, and over what.
+class Configuration:
+    """What is measured: on which devices, over which link, with which optimizer.
 
     Attributes:
         devices: in order of replicas.
@@ -39,7 +39,7 @@ class Cast:
         dtype: of parameters and gradients.
         optimizer: the user's, of which nothing is changed.
         group: index of the parameter group whose hyperparameters apply; None for an optimizer that runs by itself, which is
-            not rehearsed: buckets do not change what it does.
+            not measured: buckets do not change what it does.
         timeout_seconds: bound of every wait.
     """
 
@@ -58,36 +58,36 @@ class Cast:
         return link_named(self.link).moves_by_itself
 
 
-def rehearsed_seconds(cast: Cast, layouts: Sequence[Layout], scale: float) -> list[float]:
+def measured_seconds(configuration: Configuration, layouts: Sequence[Layout], scale: float) -> list[float]:
     """The seconds that each layout costs a step: the median of several rounds, in which they take turns.
 
     Links that add in the wait cost the launches, sums and updates of all buckets. On links that move by themselves, all
     buckets but the last are hidden behind backward: they cost their launches and updates, and the last its move as well.
 
     Args:
-        cast: who rehearses.
+        configuration: what is measured.
         layouts: plans for as many elements, up to rounding.
         scale: how many times as many elements the step has; what does not depend on them, the last bucket's move, is not
             scaled.
     """
     deadline = time.perf_counter() + _SECONDS
-    pool = DevicePool(cast.devices, cast.num_threads, cast.timeout_seconds)
+    pool = DevicePool(configuration.devices, configuration.num_threads, configuration.timeout_seconds)
     try:
-        rehearsal = _Rehearsal(cast, layouts, pool)
+        benchmark = _Microbenchmark(configuration, layouts, pool)
         seconds: list[list[float]] = [[] for _ in layouts]
         for turn in range(_MOST_ROUNDS):
             if turn >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
             for i in range(len(layouts)) if turn % 2 == 0 else reversed(range(len(layouts))):
-                seconds[i].append(rehearsal.run(i, scale))
+                seconds[i].append(benchmark.run(i, scale))
         return [statistics.median(times) for times in seconds]
     finally:
         pool.close()
 
 
-def free_memory(cast: Cast) -> None:
-    """Gives the memory of rehearsals that have ended back to the system."""
-    if cast.devices[0].is_asynchronous:
+def free_memory(configuration: Configuration) -> None:
+    """Gives the memory of microbenchmarks that have ended back to the system."""
+    if configuration.devices[0].is_asynchronous:
         torch.cuda.empty_cache()
     return_freed_memory()
 
@@ -100,25 +100,25 @@ class _Bucket:
     optimizer: FlatOptimizer | None
 
 
-class _Rehearsal:
+class _Microbenchmark:
     """Buckets of several layouts over the same memory, and the state of their optimizers."""
 
-    def __init__(self, cast: Cast, layouts: Sequence[Layout], pool: DevicePool) -> None:
-        self._cast, self._pool = cast, pool
+    def __init__(self, configuration: Configuration, layouts: Sequence[Layout], pool: DevicePool) -> None:
+        self._configuration, self._pool = configuration, pool
         num_elements = max(map(sum, layouts))
-        homes = [device.torch_device for device in cast.devices]
+        homes = [device.torch_device for device in configuration.devices]
         # written, as memory that is only reserved would be read faster
-        self._gradients = [_filled(0.0, num_elements, cast.dtype, home) for home in homes]
-        if cast.shares_parameters:
-            self._parameters = [_filled(1.0, num_elements, cast.dtype, homes[0])] * len(homes)
+        self._gradients = [_filled(0.0, num_elements, configuration.dtype, home) for home in homes]
+        if configuration.shares_parameters:
+            self._parameters = [_filled(1.0, num_elements, configuration.dtype, homes[0])] * len(homes)
         else:
-            self._parameters = [_filled(1.0, num_elements, cast.dtype, home) for home in homes]
-        self._kind = "reduce_scatter" if cast.shares_parameters else "all_reduce"
-        self._communicator = communicator_for(cast.link, cast.devices, cast.timeout_seconds)
+            self._parameters = [_filled(1.0, num_elements, configuration.dtype, home) for home in homes]
+        self._kind = "reduce_scatter" if configuration.shares_parameters else "all_reduce"
+        self._communicator = communicator_for(configuration.link, configuration.devices, configuration.timeout_seconds)
         self._communicator.prepare([(self._kind, bucket) for bucket in range(max(map(len, layouts)))])
         self._launch: Callable[..., Any] = getattr(self._communicator, f"launch_{self._kind}")
         self._wait: Callable[..., torch.Tensor] = getattr(self._communicator, f"wait_{self._kind}")
-        self._start = threading.Barrier(len(homes), timeout=cast.timeout_seconds)
+        self._start = threading.Barrier(len(homes), timeout=configuration.timeout_seconds)
         self._layouts = [[self._buckets(layout, replica) for replica in range(len(homes))] for layout in layouts]
         self.run(0, 1.0)
         self._share_state()
@@ -129,22 +129,24 @@ class _Rehearsal:
             begin, end = end, end + num_elements
             own = slice(*self._share(begin, num_elements, replica))
             optimizer = None
-            if self._cast.group is not None and own.start < own.stop:
-                optimizer = FlatOptimizer(self._cast.optimizer, self._cast.group, self._parameters[replica][own])
+            if self._configuration.group is not None and own.start < own.stop:
+                optimizer = FlatOptimizer(
+                    self._configuration.optimizer, self._configuration.group, self._parameters[replica][own]
+                )
             buckets.append(_Bucket(self._gradients[replica][begin:end], optimizer))
         return buckets
 
     def _share(self, begin: int, num_elements: int, replica: int) -> tuple[int, int]:
-        if not self._cast.shares_parameters:
+        if not self._configuration.shares_parameters:
             return begin, begin + num_elements
-        start, stop = share_bounds(num_elements, len(self._cast.devices), replica)
+        start, stop = share_bounds(num_elements, len(self._configuration.devices), replica)
         return begin + start, begin + stop
 
     def _share_state(self) -> None:
         """Lets the optimizers of all layouts have their state in the same memory; those of the first have made theirs."""
-        num_replicas = len(self._cast.devices)
+        num_replicas = len(self._configuration.devices)
         wholes: list[dict[str, torch.Tensor]] = [{} for _ in range(num_replicas)]
-        if self._cast.shares_parameters:
+        if self._configuration.shares_parameters:
             wholes = wholes[:1] * num_replicas
         for replica, whole in enumerate(wholes):
             buckets = [bucket for layout in self._layouts for bucket in layout[replica]]
@@ -162,7 +164,8 @@ class _Rehearsal:
     def run(self, layout: int, scale: float) -> float:
         """One step of a layout; the seconds of the slowest device."""
         jobs = [
-            functools.partial(self._rehearse, replica, own, scale) for replica, own in enumerate(self._layouts[layout])
+            functools.partial(self._run_buckets, replica, own, scale)
+            for replica, own in enumerate(self._layouts[layout])
         ]
         results = self._pool.run(jobs, self._abort)
         failures = [found for succeeded, found in results if not succeeded]
@@ -175,20 +178,20 @@ class _Rehearsal:
         self._start.abort()
         self._communicator.abort()
 
-    def _rehearse(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
+    def _run_buckets(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
         """A device's part of a step, in its thread."""
         for bucket in buckets:
             bucket.gradient.zero_()  # in place of backward, so that caches hold what they would then
         self._now(replica)
         self._start.wait()
-        rehearse = self._hidden_but_the_last if self._cast.moves_by_itself else self._added_in_wait
-        return rehearse(replica, buckets, scale)
+        run_layout = self._hidden_but_the_last if self._configuration.moves_by_itself else self._added_in_wait
+        return run_layout(replica, buckets, scale)
 
     def _added_in_wait(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
         begun = self._now(replica)
         pending = [self._launch(i, replica, bucket.gradient) for i, bucket in enumerate(buckets)]
         order = range(len(buckets))
-        for i in reversed(order) if self._cast.shares_parameters else order:  # as `ShareParameters` has it
+        for i in reversed(order) if self._configuration.shares_parameters else order:  # as `ShareParameters` has it
             _update(buckets[i], self._wait(i, replica, pending=pending[i]))
         return (self._now(replica) - begun) * scale
 
@@ -209,7 +212,7 @@ class _Rehearsal:
 
     def _now(self, replica: int) -> float:
         """The time in seconds when a device has done what it was given."""
-        device = self._cast.devices[replica]
+        device = self._configuration.devices[replica]
         if device.is_asynchronous:
             torch.cuda.current_stream(device.torch_device).synchronize()
         return time.perf_counter()

@@ -15,7 +15,7 @@ from torch import nn
 import mirrorc
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.runtime.tuning import bucket_sizes
-from mirrorc.runtime.tuning.microbenchmark import Cast, Layout
+from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout
 
 WIDTH = 500  # five layers of a little less than a MiB: a class of 4 MiB
 
@@ -45,21 +45,21 @@ def prepared(*args: Any, **options: Any) -> mirrorc.Program:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cast]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Configuration]:
     """In place of measurements: small buckets are best. Lists what was measured."""
-    casts: list[Cast] = []
+    casts: list[Configuration] = []
 
-    def seconds(cast: Cast, layouts: Sequence[Layout], scale: float) -> list[float]:
-        casts.append(cast)
+    def seconds(configuration: Configuration, layouts: Sequence[Layout], scale: float) -> list[float]:
+        casts.append(configuration)
         return [1.0 / len(layout) for layout in layouts]
 
-    monkeypatch.setattr(bucket_sizes, "rehearsed_seconds", seconds)
+    monkeypatch.setattr(bucket_sizes, "measured_seconds", seconds)
     return casts
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_sizes_are_measured_once_for_a_machine_and_give_the_same_program_ever_after(
-    num_devices: int, measured: list[Cast]
+    num_devices: int, measured: list[Configuration]
 ) -> None:
     first = prepared(num_devices)
     assert len(measured) == 1 and len(first.buckets) == 5
@@ -67,7 +67,7 @@ def test_sizes_are_measured_once_for_a_machine_and_give_the_same_program_ever_af
     assert prepared(num_devices).to_text() == first.to_text() and len(measured) == 1
 
 
-def test_another_number_of_devices_optimizer_or_link_is_measured_for_itself(measured: list[Cast]) -> None:
+def test_another_number_of_devices_optimizer_or_link_is_measured_for_itself(measured: list[Configuration]) -> None:
     for options in ({}, {"num_devices": 3}, {"optimizer": torch.optim.SGD}, {"link": "copy"}):
         prepared(**options)
     prepared(disable_passes=["share-parameters"])
@@ -85,12 +85,12 @@ class OwnOptimizer(torch.optim.SGD):
     """A subclass, so that mirrorc runs it by itself."""
 
 
-def test_an_optimizer_that_runs_by_itself_is_left_out_of_the_measurement(measured: list[Cast]) -> None:
+def test_an_optimizer_that_runs_by_itself_is_left_out_of_the_measurement(measured: list[Configuration]) -> None:
     assert len(prepared(optimizer=OwnOptimizer).buckets) == 5
-    assert [(cast.group, cast.shares_parameters) for cast in measured] == [(None, False)]
+    assert [(configuration.group, configuration.shares_parameters) for configuration in measured] == [(None, False)]
 
 
-def test_pinned_numbers_give_the_same_program_apart_from_the_remark(measured: list[Cast]) -> None:
+def test_pinned_numbers_give_the_same_program_apart_from_the_remark(measured: list[Configuration]) -> None:
     auto = prepared()
     [remark] = [remark.text for remark in auto.remarks if remark.text.startswith("bucket sizes by measurement")]
     assert remark.startswith(
@@ -102,7 +102,7 @@ def test_pinned_numbers_give_the_same_program_apart_from_the_remark(measured: li
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_training_is_that_with_the_numbers_bit_for_bit(num_devices: int, measured: list[Cast]) -> None:
+def test_training_is_that_with_the_numbers_bit_for_bit(num_devices: int, measured: list[Configuration]) -> None:
     sizes = (
         {"bucket_cap_mb": 25.0, "first_bucket_mb": 1.0}
         if num_devices == 1
@@ -117,7 +117,7 @@ def test_training_is_that_with_the_numbers_bit_for_bit(num_devices: int, measure
     assert all(map(torch.equal, *found))
 
 
-def test_one_device_measures_nothing_and_says_so(measured: list[Cast]) -> None:
+def test_one_device_measures_nothing_and_says_so(measured: list[Configuration]) -> None:
     program = prepared(1)
     assert measured == []
     assert (
@@ -127,7 +127,7 @@ def test_one_device_measures_nothing_and_says_so(measured: list[Cast]) -> None:
     assert program.buckets == prepared(1, bucket_cap_mb=25.0).buckets
 
 
-def test_all_programs_of_a_step_have_one_plan(measured: list[Cast], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_programs_of_a_step_have_one_plan(measured: list[Configuration], monkeypatch: pytest.MonkeyPatch) -> None:
     with compiled() as step:
         programs = [step.prepare(batch(6)[0], target=batch(6)[1])]
         monkeypatch.setenv("MIRRORC_CACHE_DIR", os.environ["MIRRORC_CACHE_DIR"] + "-gone")
@@ -137,15 +137,15 @@ def test_all_programs_of_a_step_have_one_plan(measured: list[Cast], monkeypatch:
 
 
 def test_nothing_is_read_or_measured_before_the_first_call(
-    measured: list[Cast], monkeypatch: pytest.MonkeyPatch
+    measured: list[Configuration], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_sizes, "CalibrationCache", lambda *_: pytest.fail("it was looked for"))
+    monkeypatch.setattr(bucket_sizes, "MeasurementCache", lambda *_: pytest.fail("it was looked for"))
     with compiled():
         assert measured == []
 
 
 def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
-    measured: list[Cast], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: list[Configuration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = prepared(dump=tmp_path)
     folder = tmp_path / "program-0"
@@ -158,7 +158,7 @@ def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
     assert [bucket.slots for bucket in replayed.buckets] == [bucket.slots for bucket in program.buckets]
 
 
-def test_a_reproducer_has_the_numbers(measured: list[Cast], tmp_path: Path) -> None:
+def test_a_reproducer_has_the_numbers(measured: list[Configuration], tmp_path: Path) -> None:
     with pytest.raises(mirrorc.MirrorcError, match="Reproduce it with"):
         prepared(dump=tmp_path, disable_passes=["outline-regions"])
     (record,) = tmp_path.glob("*/reproducer.json")

@@ -14,7 +14,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.optimizers import ELEMENTWISE
 from mirrorc.runtime.tuning import bucket_sizes
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, Setting, choose_bucket_sizes, measure_ladder
-from mirrorc.runtime.tuning.microbenchmark import Cast, Layout
+from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout
 
 MIB = 2**20
 DEFAULT = BucketSizes(25.0, 1.0)
@@ -30,8 +30,8 @@ def setting(
 ) -> Setting:
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     optimizer = optimizer or torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    cast = Cast(devices, 1, link, link == "shared-memory", torch.float32, optimizer, 0, 60.0)
-    return Setting(dataclasses.replace(cast, **changes), num_bytes)
+    configuration = Configuration(devices, 1, link, link == "shared-memory", torch.float32, optimizer, 0, 60.0)
+    return Setting(dataclasses.replace(configuration, **changes), num_bytes)
 
 
 class Measured:
@@ -40,7 +40,7 @@ class Measured:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.seconds, self.calls = seconds, []
 
-    def __call__(self, cast: Cast, layouts: Sequence[Layout], scale: float) -> list[float]:
+    def __call__(self, configuration: Configuration, layouts: Sequence[Layout], scale: float) -> list[float]:
         self.calls.append((list(layouts), scale))
         return [self.seconds(len(layout)) for layout in layouts]
 
@@ -49,7 +49,7 @@ class Measured:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]], Measured]:
     def install(seconds: Callable[[int], float]) -> Measured:
         made = Measured(seconds)
-        monkeypatch.setattr(bucket_sizes, "rehearsed_seconds", made)
+        monkeypatch.setattr(bucket_sizes, "measured_seconds", made)
         return made
 
     return install

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mirrorc.runtime.tuning.cache import CalibrationCache, Entry, cache_directory
+from mirrorc.runtime.tuning.cache import Entry, MeasurementCache, cache_directory
 
 KEY = {"devices": ["a", "a"], "bytes": 1024}
 
@@ -26,25 +26,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_what_is_kept_is_read_by_the_next(folder: Path) -> None:
-    assert CalibrationCache("buckets", KEY).read(has_time) is None
-    assert CalibrationCache("buckets", KEY).keep({"ms": 1.5}, has_time) == {"ms": 1.5}
-    assert CalibrationCache("buckets", dict(reversed(KEY.items()))).read(has_time) == {"ms": 1.5}
+    assert MeasurementCache("buckets", KEY).read(has_time) is None
+    assert MeasurementCache("buckets", KEY).keep({"ms": 1.5}, has_time) == {"ms": 1.5}
+    assert MeasurementCache("buckets", dict(reversed(KEY.items()))).read(has_time) == {"ms": 1.5}
     (file,) = folder.iterdir()  # nothing temporary is left
     assert json.loads(file.read_text()) == {"key": KEY, "result": {"ms": 1.5}}
 
 
 def test_each_key_and_each_kind_has_a_file_of_its_own(folder: Path) -> None:
     for number, (kind, key) in enumerate([("buckets", KEY), ("buckets", {**KEY, "bytes": 2048}), ("links", KEY)], 1):
-        assert CalibrationCache(kind, key).read(has_time) is None
-        CalibrationCache(kind, key).keep({"ms": number}, has_time)
-        assert CalibrationCache(kind, key).read(has_time) == {"ms": number}
+        assert MeasurementCache(kind, key).read(has_time) is None
+        MeasurementCache(kind, key).keep({"ms": number}, has_time)
+        assert MeasurementCache(kind, key).read(has_time) == {"ms": number}
     assert len(list(folder.iterdir())) == 3
 
 
 def test_who_comes_second_takes_what_the_first_has_kept() -> None:
-    CalibrationCache("buckets", KEY).keep({"ms": 1.0}, has_time)
-    assert CalibrationCache("buckets", KEY).keep({"ms": 2.0}, has_time) == {"ms": 1.0}
-    assert CalibrationCache("buckets", KEY).read(has_time) == {"ms": 1.0}
+    MeasurementCache("buckets", KEY).keep({"ms": 1.0}, has_time)
+    assert MeasurementCache("buckets", KEY).keep({"ms": 2.0}, has_time) == {"ms": 1.0}
+    assert MeasurementCache("buckets", KEY).read(has_time) == {"ms": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_who_comes_second_takes_what_the_first_has_kept() -> None:
     ids=lambda text: text[:40].decode(errors="replace"),
 )
 def test_a_damaged_file_is_reported_and_written_over(folder: Path, text: bytes) -> None:
-    cache = CalibrationCache("buckets", KEY)
+    cache = MeasurementCache("buckets", KEY)
     cache.keep({"ms": 1.0}, has_time)
     (file,) = folder.iterdir()
     file.write_bytes(text)
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_reported_and_written_over(folder: Path, text: bytes) 
 
 def test_a_directory_that_cannot_be_made_is_reported(folder: Path) -> None:
     folder.write_text("a file in its place")
-    cache = CalibrationCache("buckets", KEY)
+    cache = MeasurementCache("buckets", KEY)
     with pytest.warns(UserWarning, match=r"the cache cannot be read.*set MIRRORC_CACHE_DIR to a directory"):
         assert cache.read(has_time) is None
     with pytest.warns(UserWarning, match=r"cannot be kept, so it will be measured again.*set MIRRORC_CACHE_DIR"):
@@ -92,7 +92,7 @@ def test_a_write_that_fails_leaves_nothing_behind(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(UserWarning, match="No space left on device"):
-        CalibrationCache("buckets", KEY).keep({"ms": 1.0}, has_time)
+        MeasurementCache("buckets", KEY).keep({"ms": 1.0}, has_time)
     assert list(folder.iterdir()) == []
 
 
@@ -116,14 +116,14 @@ def test_without_a_home_nothing_is_kept_and_nothing_fails(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
     with pytest.warns(UserWarning, match="Could not determine home directory"):
-        assert CalibrationCache("buckets", KEY).keep({"ms": 1.0}, has_time) == {"ms": 1.0}
+        assert MeasurementCache("buckets", KEY).keep({"ms": 1.0}, has_time) == {"ms": 1.0}
 
 
 def _keep_often(number: int, start: Any, answers: Any) -> None:
     start.wait(60)
     for i in range(30):
         result = {"ms": float(number), "padding": "x" * 20_000}
-        answers.put((i, CalibrationCache("buckets", {"i": i}).keep(result, has_time)["ms"]))
+        answers.put((i, MeasurementCache("buckets", {"i": i}).keep(result, has_time)["ms"]))
     answers.put(None)
 
 
@@ -142,5 +142,5 @@ def test_two_processes_at_once_leave_whole_files(folder: Path) -> None:
         assert process.exitcode == 0
     assert len(list(folder.iterdir())) == len(found) == 30
     for i, seen in found.items():
-        kept = CalibrationCache("buckets", {"i": i}).read(has_time)
+        kept = MeasurementCache("buckets", {"i": i}).read(has_time)
         assert kept is not None and kept["ms"] in seen and len(kept["padding"]) == 20_000

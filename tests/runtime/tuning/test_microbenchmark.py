@@ -15,12 +15,12 @@ from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.optimizers import ELEMENTWISE
 from mirrorc.runtime.communication import CopyCommunicator, register_communicator, unregister_communicator
 from mirrorc.runtime.tuning import microbenchmark
-from mirrorc.runtime.tuning.microbenchmark import Cast, Layout, rehearsed_seconds
+from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, measured_seconds
 
 LAYOUTS: Sequence[Layout] = [(4096,), (1024,) * 4, (64, 1984, 1984)]
 
 
-def cast(num_devices: int = 2, link: str = "shared-memory", **changes: Any) -> Cast:
+def configuration(num_devices: int = 2, link: str = "shared-memory", **changes: Any) -> Configuration:
     optimizer = changes.pop("optimizer", None) or torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     options: dict[str, Any] = {
         "devices": parse_devices([f"cpu:{i}" for i in range(num_devices)]),
@@ -32,7 +32,7 @@ def cast(num_devices: int = 2, link: str = "shared-memory", **changes: Any) -> C
         "group": 0,
         "timeout_seconds": 60.0,
     }
-    return Cast(**{**options, **changes})
+    return Configuration(**{**options, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +58,17 @@ def moving() -> Iterator[str]:
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("link", ["shared-memory", "copy"])
 def test_every_layout_gets_a_time(link: str, shares: bool, num_devices: int) -> None:
-    found = rehearsed_seconds(cast(num_devices, link, shares_parameters=shares), LAYOUTS, 1.0)
+    found = measured_seconds(configuration(num_devices, link, shares_parameters=shares), LAYOUTS, 1.0)
     assert len(found) == len(LAYOUTS) and all(seconds > 0 for seconds in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
-def test_every_optimizer_that_runs_on_buckets_can_rehearse(
+def test_every_optimizer_that_runs_on_buckets_can_be_measured(
     kind: type[torch.optim.Optimizer], dtype: torch.dtype
 ) -> None:
     optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)  # type: ignore[call-arg]
-    found = rehearsed_seconds(cast(optimizer=optimizer, dtype=dtype), LAYOUTS, 1.0)
+    found = measured_seconds(configuration(optimizer=optimizer, dtype=dtype), LAYOUTS, 1.0)
     assert all(seconds > 0 for seconds in found)
 
 
@@ -78,7 +78,7 @@ def test_an_optimizer_by_itself_never_steps() -> None:
             raise AssertionError("it was run")
 
     optimizer = Own([nn.Parameter(torch.ones(3))], lr=0.1)
-    found = rehearsed_seconds(cast(optimizer=optimizer, group=None, shares_parameters=False), LAYOUTS, 1.0)
+    found = measured_seconds(configuration(optimizer=optimizer, group=None, shares_parameters=False), LAYOUTS, 1.0)
     assert all(seconds > 0 for seconds in found)
 
 
@@ -124,7 +124,7 @@ def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, *, wait: float, update
 
 def test_where_sums_are_made_in_the_wait_all_of_them_count(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     costly(monkeypatch, clock, wait=1.0, update=100.0)
-    found = rehearsed_seconds(cast(link="copy"), LAYOUTS, 2.0)
+    found = measured_seconds(configuration(link="copy"), LAYOUTS, 2.0)
     assert found == pytest.approx([2 * (sum(layout) + 100.0 * len(layout)) for layout in LAYOUTS])
 
 
@@ -132,7 +132,7 @@ def test_on_a_link_that_moves_by_itself_the_last_moves_alone_and_only_updates_ar
     monkeypatch: pytest.MonkeyPatch, clock: Clock, moving: str
 ) -> None:
     costly(monkeypatch, clock, wait=1.0, update=100.0)
-    found = rehearsed_seconds(cast(link=moving), LAYOUTS, 2.0)
+    found = measured_seconds(configuration(link=moving), LAYOUTS, 2.0)
     assert found == pytest.approx([layout[-1] + 2 * 100.0 * len(layout) for layout in LAYOUTS])
 
 
@@ -140,14 +140,14 @@ def test_rounds_end_in_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> No
     monkeypatch.setattr(microbenchmark, "_MOST_ROUNDS", 1000)
     monkeypatch.setattr(microbenchmark, "_SECONDS", 100.0)
     costly(monkeypatch, clock, wait=0.0, update=1.0)
-    rehearsed_seconds(cast(link="copy"), LAYOUTS, 1.0)
+    measured_seconds(configuration(link="copy"), LAYOUTS, 1.0)
     a_round = sum(map(len, LAYOUTS))
     assert 100.0 < clock.perf_counter() <= 100.0 + a_round
 
 
-def test_a_slow_machine_rehearses_twice_all_the_same(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_slow_machine_measures_twice_all_the_same(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     costly(monkeypatch, clock, wait=0.0, update=50.0)
-    found = rehearsed_seconds(cast(link="copy"), LAYOUTS, 1.0)
+    found = measured_seconds(configuration(link="copy"), LAYOUTS, 1.0)
     assert found == pytest.approx([50.0 * len(layout) for layout in LAYOUTS])
     assert clock.perf_counter() == pytest.approx(found[0] + 2 * sum(found))  # the first makes the optimizers' state
 
@@ -166,7 +166,7 @@ def test_nothing_of_the_users_changes_and_nothing_is_left(monkeypatch: pytest.Mo
     optimizer = torch.optim.AdamW([parameter])
     before = (torch.get_rng_state(), torch.get_num_threads(), threading.active_count())
     groups = [dict(group) for group in optimizer.param_groups]
-    rehearsed_seconds(cast(optimizer=optimizer), LAYOUTS, 1.0)
+    measured_seconds(configuration(optimizer=optimizer), LAYOUTS, 1.0)
     gc.collect()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_num_threads(), threading.active_count()) == before[1:]
@@ -186,9 +186,9 @@ def test_layouts_use_one_memory_for_state_and_gradients(monkeypatch: pytest.Monk
             seen.setdefault(id(bucket), set()).add(tensor.untyped_storage().data_ptr())
 
     monkeypatch.setattr(microbenchmark, "_update", noted)
-    pool = microbenchmark.DevicePool(cast().devices, 1, 60.0)
+    pool = microbenchmark.DevicePool(configuration().devices, 1, 60.0)
     try:
-        made = microbenchmark._Rehearsal(cast(), LAYOUTS, pool)
+        made = microbenchmark._Microbenchmark(configuration(), LAYOUTS, pool)
         seen.clear()  # what the first steps made is there no more
         for layout in range(len(LAYOUTS)):
             made.run(layout, 1.0)
@@ -211,6 +211,6 @@ def test_a_device_that_fails_stops_the_others_at_once(
     monkeypatch.setattr(microbenchmark, "_update", fail)
     num_threads, begun = threading.active_count(), time.monotonic()
     with pytest.raises(MemoryError, match="no room"):
-        rehearsed_seconds(cast(link=link, timeout_seconds=600.0), LAYOUTS, 1.0)
+        measured_seconds(configuration(link=link, timeout_seconds=600.0), LAYOUTS, 1.0)
     assert threading.active_count() == num_threads
     assert time.monotonic() - begun < 300.0  # nobody waited until time was up
