@@ -213,11 +213,15 @@ def test_options_that_cannot_be_are_refused_in_a_sentence(captured: Path, option
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_module_that_fails_is_named(command: list[str], captured: Path, tmp_path: Path) -> None:
+def test_a_module_that_fails_is_named(
+    command: list[str], captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cannot_be_imported.py").write_text("raise RuntimeError('out of order')")
-    done = in_folder(tmp_path, command[0], captured, *command[1:], "--import", "cannot_be_imported")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "importing cannot_be_imported failed: RuntimeError: out of order" in done.stderr
+    monkeypatch.chdir(tmp_path)  # where commands look for modules
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    done = run(app, [command[0], str(captured), *command[1:], "--import", "cannot_be_imported"])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit) and "Traceback" not in done.stderr
+    assert words("importing cannot_be_imported failed: RuntimeError: out of order") in words(done.stderr)
 
 
 def in_folder(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -127,6 +127,7 @@ def _keep_often(number: int, start: Any, answers: Any) -> None:
     answers.put(None)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_leave_whole_files(folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start, answers = context.Barrier(2), context.Queue()
