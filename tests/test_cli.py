@@ -25,6 +25,7 @@ from mirrorc.cli import app
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.specs import format_passes
 
 run = CliRunner().invoke
@@ -50,9 +51,7 @@ def test_opt_runs_passes_and_saves(captured: Path, tmp_path: Path) -> None:
     passes = format_passes(default_pipeline(**SMALL_BUCKETS))
     done = run(app, ["opt", str(captured), "--passes", passes, "--output", str(output)])
     assert done.exit_code == 0, done.output
-    expected = captured_two_layers()
-    for compiler_pass in default_pipeline(**SMALL_BUCKETS):
-        expected = compiler_pass.run(expected)
+    expected = run_passes(captured_two_layers(), default_pipeline(**SMALL_BUCKETS))
     assert done.stdout == expected.to_text() == mirrorc.Program.load(output).to_text()
 
 
