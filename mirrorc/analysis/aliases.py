@@ -1,4 +1,4 @@
-"""Whose memory a value may be."""
+"""Which values may share the memory of which others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operator of torch may give the memory of its first argument."""
+    """Whether a node is an operator of torch whose result may share the memory of its first argument."""
     if not is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     schema = node.target._schema  # type: ignore[union-attr]
@@ -23,14 +23,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The value of the same graph whose memory a value may be: itself, if it is no view."""
+    """The value of the same graph whose memory a value may share; the value itself, if it is no view."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def viewed_variable(program: Program, value: fx.Node) -> str | None:
-    """The variable whose memory a value outside of regions may be: read, viewed, or given out by a region as a view."""
+    """The variable whose memory a value outside of regions may share: as a read, a view, or a region's result; None if none."""
     value = viewed(value)
     if value.target is ops.read:
         return str(value.kwargs["variable"])

@@ -1,4 +1,4 @@
-"""Gradients as results of regions: which results of which calls they are."""
+"""Which results of which regions are gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The gradients that an outlined graph gives, each with its variable, but for those that are another result as well."""
+    """The gradients of an outlined graph, each with its variable; a node that is another result as well is left out."""
     output: Any = graph.output_node().args[0]
     found: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
@@ -34,7 +34,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """The results of a call that are gradients and nothing else: place to variable; and those that something else uses."""
+    """A call's gradients: variables by the places of the results; and the variables whose gradients have other uses as well."""
     own: dict[int, str] = {}
     left = []
     for part in call.users:

@@ -1,4 +1,4 @@
-"""Walks a device's lowered graph to see when which values are in memory, and when most of them are."""
+"""Walks a device's lowered graph to find which values are in memory at which node, and where they take the most."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mirrorc.runtime.state.gradient_shares import pieces_of_share, temporary_byt
 
 @dataclass(frozen=True)
 class Activations:
-    """What a device's step takes besides what stays between steps.
+    """The memory that a device's step takes and frees.
 
     Attributes:
-        peak: bytes at the moment when they are most; 0 if there are none.
+        peak: the most bytes that are in use at one moment; 0 if none ever are.
         where: that moment.
-        blocks: what is held then, the largest first.
+        blocks: the values that are held at that moment, the largest first.
         kept: bytes of gradients outside of buckets that stay until the next step replaces them.
     """
 
@@ -62,7 +62,7 @@ operation that has no handler lies in memory of its own."""
 
 
 class _Walk:
-    """Does with blocks what a device's generated function (`mirrorc.runtime.codegen.graph_function`) does with values."""
+    """Follows a device's generated function (`mirrorc.runtime.codegen.graph_function`), with blocks in place of values."""
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -97,7 +97,7 @@ class _Walk:
         return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
-        """Notes a moment, with memory that is taken only while what is called runs."""
+        """Notes a moment, with the memory that a call takes only while it runs."""
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
         self.ledger.hold(passing)
         self.ledger.note(where)
@@ -154,7 +154,7 @@ class _Walk:
 
     @accounts(ops.read, ops.slot, ops.recv, ops.step_optimizer, ops.store, ops.write)
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (), 0  # what it gives stays between steps, or lies elsewhere
+        return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere
 
     @accounts(ops.FACTORED)
     def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -1,4 +1,4 @@
-"""Runs a region's code on fake tensors, statement by statement, to see what memory it takes and when it lets go of it."""
+"""Runs a region's code on fake tensors, statement by statement, to see when it allocates memory and when it frees it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DryStep:
         call: what it calls, or prepares memory for.
         node: the node of the region's graph that it carries out, where that is known.
         taken: what it takes.
-        dropped: what nothing holds any more after it; an argument's memory may still be held by the caller.
+        dropped: the memory that nothing in the region holds after it; the caller may still hold an argument's.
         workspace: bytes that its operator takes besides while it runs.
     """
 
@@ -64,7 +64,7 @@ class DryRun:
     Attributes:
         steps: its statements that take or drop something, in order, but for the last, which returns.
         results: the memory of each output; None of what has none.
-        remark: what the reader has to know if this is an estimate; else empty.
+        remark: why this is an estimate; empty if it is none.
     """
 
     steps: tuple[DryStep, ...]
@@ -88,7 +88,7 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
     try:
         code, namespace = inductor_wrapper(function)
         return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
-    except Exception as error:  # noqa: BLE001 - said; whatever Inductor's code calls may fail on fake tensors
+    except Exception as error:  # noqa: BLE001 - the remark says it; whatever Inductor's code calls may fail on fake tensors
         plain = generate(region.name, module.graph, lambda node: node.target)
         found = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
         reason = str(error).strip().split("\n")[0]
@@ -127,7 +127,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
-    """The steps that take or drop something; those that only prepare a call are named after it."""
+    """The steps that take or drop memory; a step that only prepares a call has the call's name."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):
@@ -155,7 +155,7 @@ class _Follower:
                 self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Told of every operator that a statement runs."""
+        """Is called for every operator that a statement runs."""
         self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
 
     def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:
@@ -181,7 +181,7 @@ class _Follower:
             if not self._holders[key]:
                 alike: list[Held] = [*self._places.get(key, ())]
                 dropped += alike or [self._found[key]]
-                if not isinstance(self._found[key], int):  # an argument's stays what it is
+                if not isinstance(self._found[key], int):  # an argument stays known
                     del self._found[key]
         call = node.name if node is not None else _called(statement)
         return DryStep(call, node, tuple(taken), tuple(dropped), self._workspace)

@@ -29,7 +29,7 @@ Owners = tuple[str, ...]
 def report_memory(
     program: Program, regions: Sequence[Mapping[str, RegionFunction]], optimizers: BucketOptimizers
 ) -> MemoryReport:
-    """The memory of a step of a LOWERED program; neither it nor another need have run.
+    """The memory of a step of a LOWERED program; no step need have run before.
 
     Args:
         program: the program.
@@ -100,7 +100,7 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """Who has the copies of what is as long as a bucket and not a gradient."""
+        """The owners of each copy of a bucket's parameters, or of a state entry: all devices together, or each its own."""
         return [self.names] if bucket.placement is Placement.SHARED else [(name,) for name in self.names]
 
     def add_bucket(self, bucket: Bucket) -> None:
@@ -110,7 +110,7 @@ class _Tally:
         for replica, (name, module) in enumerate(self.program.device_graphs.items()):
             packs = [node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == bucket.index]
             left = {str(gradient.kwargs["variable"]) for pack in packs for gradient in left_to_shares(pack)}
-            # they are made by shares, in the first replica's bucket: nobody writes to their pages in another's
+            # Their shares are made in the first replica's bucket; in the others', their pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)
 
@@ -119,7 +119,7 @@ class _Tally:
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [bucket.share(replica, len(self.names)) for replica in range(len(self.names))]
-        num_flat = sum(start < stop for start, stop in shares)  # optimizers, of which each has the scalars
+        num_flat = sum(start < stop for start, stop in shares)  # flat optimizers; each has its own scalars
         copies = self._copies(bucket)
         for owners in copies:
             own = num_flat if len(copies) == 1 else 1
@@ -151,7 +151,7 @@ class _Tally:
         )
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:
-        """All of it."""
+        """The report of everything that was added."""
         devices = [
             DeviceMemory(name, self._held((name,)), _peak(walk)) for name, walk in zip(self.names, walks, strict=True)
         ]

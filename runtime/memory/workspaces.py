@@ -1,4 +1,4 @@
-"""Memory that operators take and free within themselves, where it is large and its size follows from their arguments."""
+"""Memory that operators allocate and free while they run, where it is large and follows from their arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_UNBLOCKED_CHANNELS = 4  # images of so few channels are read as they are
+_UNBLOCKED_CHANNELS = 4  # images of so few channels are not copied
 
 
 def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that an operator takes at once, besides its result; 0 for operators of which nothing is known here.
+    """The most bytes that an operator takes while it runs, without its result; 0 for operators that are not known here.
 
     Args:
         operator: an overload of torch.
@@ -48,7 +48,7 @@ def _block() -> int:
 
 
 def _blocked(image: torch.Tensor) -> int:
-    """Bytes of an image whose channels, dim 1, are filled up to whole blocks."""
+    """Bytes of an image with its channels, dim 1, padded to whole blocks."""
     channels = image.shape[1]
     return image.nbytes // max(1, channels) * math.ceil(channels / _block()) * _block()
 
@@ -58,13 +58,13 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """All operands in blocks; then the result in blocks, and as it was asked for."""
+    """The more of two moments: all operands in blocks; the result in blocks and in its own format."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """First the image's gradient, if it is asked for; then the weight's, while that is there."""
+    """The more of two moments: the image's gradient, if one is asked for; then the weight's, with the image's still there."""
     given = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)

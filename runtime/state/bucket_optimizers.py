@@ -21,7 +21,7 @@ class BucketOptimizers:
     """The state and the updates of all buckets on all replicas.
 
     The user's optimizer stays the interface: its hyperparameters are read before every step, and its ``state`` holds views
-    of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work as ever.
+    of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
         optimizer: the user's.
@@ -62,7 +62,7 @@ class BucketOptimizers:
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
         self._publish()
-        return_freed_memory()  # parameters have moved into buckets, and state with them
+        return_freed_memory()  # of parameters and state, which have moved into buckets
 
     def _elementwise(self) -> list[FlatBucket]:
         return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
@@ -76,7 +76,7 @@ class BucketOptimizers:
         return parameter
 
     def _replicas(self, bucket: Bucket) -> dict[int, FlatOptimizer]:
-        """The flat optimizers of a bucket, by replica; a small shared bucket may have no share for some."""
+        """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
         keys = [(bucket.index, replica) for replica in range(len(self._store.devices))]
         return {replica: self._flat[(index, replica)] for index, replica in keys if (index, replica) in self._flat}
 
@@ -103,7 +103,7 @@ class BucketOptimizers:
             self._hold(bucket, key, whole)
 
     def _hold(self, bucket: Bucket, key: str, whole: torch.Tensor) -> None:
-        """Makes a tensor, as long as the bucket, the state of its flat optimizers: the shares of one, or copies."""
+        """Gives a tensor that is as long as the bucket to its flat optimizers as their state: each its share, or a copy."""
         for replica, own in self._replicas(bucket).items():
             start, stop = bucket.share(replica, len(self._store.devices))
             is_view = replica == 0 or bucket.placement is Placement.SHARED
@@ -111,7 +111,7 @@ class BucketOptimizers:
         self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
-        """Whether the user's optimizer holds other state than was shown in it: loaded, or written in place."""
+        """Whether the user has changed the state that was shown in the optimizer, by loading other state or writing in place."""
         state = self.user_optimizer.state
         return (
             any(state.get(parameter) is not shown for parameter, shown in self._shown)
@@ -124,7 +124,7 @@ class BucketOptimizers:
         return whole + [shown._version for shown, _ in self._scalars]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the user's state can be held in these buckets: its entries and its scalar values agree within each."""
+        """Whether these buckets can hold the user's state: within a bucket, all parameters have the same entries and scalars."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -138,7 +138,7 @@ class BucketOptimizers:
             own.sync()
 
     def _write_rates(self) -> None:
-        """Writes the learning rates to where captured updates read them."""
+        """Writes the learning rates into the tensors that captured updates read."""
         if not self._is_captured:
             return
         for index, group in enumerate(self.user_optimizer.param_groups):
@@ -152,13 +152,13 @@ class BucketOptimizers:
                 self._rates[index].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
-        """Of each group, those that a captured update holds as numbers: all that the class knows but the learning rate."""
+        """The hyperparameters of each group that a captured update holds as numbers: all of the class but the learning rate."""
         known = [name for name in self.user_optimizer.defaults if name != "lr"]
         return tuple(tuple(group[name] for name in known) for group in self.user_optimizer.param_groups)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as fit to be captured, which the fused ones are; torch's Adam refuses to be otherwise.
+        """Marks the flat optimizers as capturable, as torch's Adam demands; the fused implementations are.
 
         Only for so long: outside of captures, torch warns of the mark.
         """
@@ -180,7 +180,7 @@ class BucketOptimizers:
         """Shows the new state in the user's optimizer."""
         if self._entries != self._present_entries():  # the first step of an optimizer makes its state
             self._publish()
-            return_freed_memory()  # its parts were made one by one and put together
+            return_freed_memory()  # of the state's parts, which have been put together
         for shown, value in self._scalars:
             shown.copy_(value)
         self._versions = self._present_versions()
@@ -218,7 +218,7 @@ class BucketOptimizers:
             self._shown.append((parameter, state.get(parameter)))
 
     def _hold_what_is_new(self, bucket: Bucket) -> None:
-        """Entries that the flat optimizers made in their first step become shares of one tensor."""
+        """Puts the entries of state that the flat optimizers made in their first step together into one tensor for each entry."""
         held, replicas = self._whole.setdefault(bucket.index, {}), self._replicas(bucket)
         for key, value in list(self._first(bucket).state.items()):
             is_held = key in held and value.data_ptr() == held[key].data_ptr()
@@ -230,12 +230,12 @@ class BucketOptimizers:
                 held[key] = value
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
-        """What the update of an element-wise bucket needs; its memory need not be laid out."""
+        """The memory that the update of an element-wise bucket needs; the bucket need not be laid out yet."""
         device, state = self._parameter(bucket.slots[0].variable).device, self._user_states(bucket)[0]
         return update_memory(self.user_optimizer, bucket.rule.group, bucket.dtype, device, state)
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """Bytes of what an optimizer that runs by itself keeps for these buckets; None before its first step: it may be any."""
+        """Bytes of state for these buckets in an optimizer that runs by itself; None before its first step makes the state."""
         states = [state for bucket in buckets for state in self._user_states(bucket)]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         if not tensors and not self._has_run_by_itself:

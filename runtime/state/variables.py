@@ -40,7 +40,7 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Memory for gradients, zero between slots. Slots are not initialised: pages of those that nobody writes stay untouched."""
+    """Memory for gradients. Gaps between slots are zero; slots are not initialized, so that unused pages are never touched."""
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
     ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
     for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
@@ -50,7 +50,7 @@ def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Watched:
-    """A tensor of the user's, as it was when mirrorc last saw it; ``home`` is the memory of ours that it should show."""
+    """A tensor of the user's, as mirrorc last saw it. ``home`` is the memory of mirrorc's that the tensor should show."""
 
     tensor: torch.Tensor
     version: int
@@ -68,7 +68,7 @@ class Moved(enum.Enum):
     """What got other memory when a program was laid out."""
 
     NOTHING = enum.auto()
-    BUFFERS = enum.auto()  # some that this program is the first to write
+    BUFFERS = enum.auto()  # buffers that this program is the first to write
     BUCKETS = enum.auto()  # parameters and gradients, and maybe buffers
 
 
@@ -99,7 +99,7 @@ class VariableStore:
         return tuple(flat.bucket for flat in self.buckets)
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """A variable on every replica, in order. What is shared is listed for each."""
+        """A variable on every replica, in order. A shared tensor is listed once for each replica."""
         return self._values[name]
 
     def lay_out(self, program: Program) -> Moved:
@@ -107,7 +107,7 @@ class VariableStore:
         moved = self.plan != program.buckets
         if moved:
             self.buckets = []
-            return_freed_memory()  # what is allocated next are pages that nobody has written to: some gradients never do
+            return_freed_memory()  # so that gradients get pages that are untouched; some slots are never written
             gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
             self.buckets = [self._make_bucket(*pair) for pair in zip(program.buckets, gradients, strict=True)]
             self._own = {name for name in self._own if not isinstance(self.tensors[name], torch.nn.Parameter)}
@@ -139,7 +139,7 @@ class VariableStore:
         return FlatBucket(bucket, parameters, gradients, [slot_views(flat, bucket) for flat in gradients])
 
     def _make_per_replica(self, variables: Sequence[Variable]) -> None:
-        """Buffers of one dtype lie side by side, so that they are aggregated in one go."""
+        """Puts buffers of one dtype side by side, so that one addition aggregates them all."""
         kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
         for variable in variables:
             kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)
@@ -193,7 +193,7 @@ class VariableStore:
         return not self._own.issuperset(changed)
 
     def mirror_all(self) -> None:
-        """Gives every replica replica 0's parameters, after a step that was stopped half-way."""
+        """Copies replica 0's parameters to all replicas, after a step that was stopped half-way."""
         for flat in self.buckets:
             _mirror_first(flat.parameters)
 
