@@ -24,10 +24,10 @@ from mirrorc.options import (
     example_call,
 )
 from mirrorc.passes import PlanBuckets, default_pipeline
-from mirrorc.pipeline.placement import Placed, check_pass_names, select_passes
+from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.regions import BACKENDS
+from mirrorc.runtime.codegen.regions import BACKENDS, preferences
 from mirrorc.step import Step
 from mirrorc.torch_internals import has_cpp_compiler
 
@@ -49,6 +49,7 @@ def compile(
     bucket_cap_mb: float | str = 25.0,
     first_bucket_mb: float | None = None,
     link: str | None = None,
+    exact_order: bool = False,
     timeout_seconds: float = 1800.0,
     record: bool = True,
     cuda_graphs: bool = False,
@@ -74,6 +75,9 @@ def compile(
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults.
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; what
             was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``) and looked up from then on.
+        exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
+            replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
+            remark names what was left out.
         timeout_seconds: bound of every wait among devices.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step after a few calls as a CUDA graph, and replay it from then on: for steps that
@@ -84,7 +88,7 @@ def compile(
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record)
+    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record, exact_order)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     check_additions(add_passes)
     dump_to = dump_directory(dump)
@@ -95,12 +99,17 @@ def compile(
     is_measured = bucket_cap_mb == "auto"
     sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
     sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
-    base = default_pipeline(**sizes, link=link) if passes is None else passes
-    pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
-    check_pass_names("print_after", print_after, pipeline)
     if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
         warnings.warn("no C++ compiler was found: backend='eager' is used instead of 'inductor'", stacklevel=2)
         backend = "eager"
+    preferred = preferences(backend, parsed[0].torch_device)
+    base = default_pipeline(**sizes, link=link, **preferred) if passes is None else passes
+    pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
+    remarks = []
+    if exact_order:
+        pipeline, remark = in_exact_order(pipeline)
+        remarks += [remark] if remark else []
+    check_pass_names("print_after", print_after, pipeline)
     model_state = ModelState(model, loss_fn)
     trainer = check_optimizer(optimizer, model_state.parameters)
     chosen = StepOptions(
@@ -118,6 +127,7 @@ def compile(
         timeout_seconds=timeout_seconds,
         record=record,
         cuda_graphs=cuda_graphs,
+        remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)
     if example_inputs is not None:

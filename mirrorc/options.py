@@ -33,6 +33,7 @@ class StepOptions:
     timeout_seconds: float
     record: bool
     cuda_graphs: bool
+    remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
 def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
@@ -56,7 +57,13 @@ def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
 
 
 def check_choices(
-    loss_fn: Any, loss_reduction: str, backend: str, backends: Sequence[str], timeout_seconds: float, record: bool
+    loss_fn: Any,
+    loss_reduction: str,
+    backend: str,
+    backends: Sequence[str],
+    timeout_seconds: float,
+    record: bool,
+    exact_order: bool,
 ) -> None:
     """Refuses values that no step can have.
 
@@ -75,6 +82,8 @@ def check_choices(
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
     if not isinstance(record, bool):
         raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
+    if not isinstance(exact_order, bool):
+        raise TypeError(f"exact_order is {exact_order!r}: say True, to leave out passes that change bits, or False")
 
 
 def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from mirrorc.options import StepOptions
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.regions import RegionCompiler, decompositions_for, likes_channels_last
+from mirrorc.runtime.codegen.regions import RegionCompiler, decompositions_for
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.profiling.clocks import clock_for
@@ -125,11 +125,11 @@ class Specializer:
             self._model,
             options.optimizer,
             decompositions_for(options.backend),
-            channels_last=likes_channels_last(options.backend, self._home),
         )
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
-        program, pipeline = self._with_measured_sizes(captured.program)
+        program = captured.program.evolve(remarks=(*captured.program.remarks, *options.remarks))
+        program, pipeline = self._with_measured_sizes(program)
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, instruments)
         if program.stage is not Stage.LOWERED:

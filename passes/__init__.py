@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mirrorc.passes.decompose_gelu import DecomposeGelu
 from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
 from mirrorc.passes.insert_update import InsertUpdate
+from mirrorc.passes.lay_channels_last import LayChannelsLast
 from mirrorc.passes.lower_collectives import LowerCollectives
 from mirrorc.passes.lower_devices import LowerDevices
 from mirrorc.passes.outline_regions import OutlineRegions
@@ -20,9 +22,11 @@ from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "PASSES",
+    "DecomposeGelu",
     "FactorGradients",
     "InsertAllReduce",
     "InsertUpdate",
+    "LayChannelsLast",
     "LowerCollectives",
     "LowerDevices",
     "OutlineRegions",
@@ -36,6 +40,8 @@ __all__ = [
 ]
 
 PASSES: dict[str, Callable[..., Pass]] = {
+    "decompose-gelu": DecomposeGelu,
+    "lay-channels-last": LayChannelsLast,
     "plan-buckets": PlanBuckets,
     "outline-regions": OutlineRegions,
     "factor-gradients": FactorGradients,
@@ -58,6 +64,8 @@ def default_pipeline(
     first_bucket_mb: float = 1.0,
     link: str | None = None,
     min_factored_elements: int = 2**17,
+    gelu_by_sigmoid: bool = False,
+    channels_last: bool = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -66,8 +74,12 @@ def default_pipeline(
         first_bucket_mb: the same for the first bucket, smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
+        gelu_by_sigmoid, channels_last: whether the code that will run is faster so, see `DecomposeGelu` and `LayChannelsLast`;
+            `mirrorc.compile` knows it from backend and devices.
     """
     return [
+        DecomposeGelu(wanted=gelu_by_sigmoid),
+        LayChannelsLast(wanted=channels_last),
         PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
         OutlineRegions(),
         FactorGradients(min_elements=min_factored_elements),

@@ -67,6 +67,7 @@ class FactorGradients:
     name: str = field(default="factor-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    changes_bits: str = field(default="a share of such a gradient is one sum over the examples of all replicas", init=False)
 
     def run(self, program: Program) -> Program:
         if not program.buckets:
@@ -109,9 +110,10 @@ class FactorGradients:
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # all that the region did was to make gradients of what it was given
                     del regions[name]
+        if regions == program.regions:
+            return program.with_remarks(_remark(program, whole), is_kept=False)
         factored = program.evolve(shard_graphs=graphs, regions=regions)
-        is_factored = any(node.target in ops.FACTORED for graph in graphs for node in graph.nodes)
-        return factored.with_remarks(_remark(factored, whole), is_kept=is_factored)
+        return factored.with_remarks(_remark(factored, whole))
 
     def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
         """Why a gradient stays whole whatever makes it; empty if it need not."""

@@ -1,57 +1,82 @@
-"""How convolutions' tensors lie in memory."""
+"""Lays what convolutions take and give in channels-last format."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.program import Program, Stage
+from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # oneDNN's
-_OF_TORCH = ("aten", "prims")
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-_READ_STRIDES = (
-    aten.as_strided.default,
-    aten.as_strided_copy.default,
-    aten.as_strided_scatter.default,
-    aten.view.dtype,
-)
 
 
-def laid_channels_last(graph: fx.Graph) -> tuple[fx.Graph, str]:
-    """Gives two-dimensional convolutions their inputs and weights in channels-last format, forward and backward.
+@dataclass(frozen=True)
+class LayChannelsLast:
+    """Copies inputs and weights of two-dimensional convolutions into channels-last format, for forward and backward::
 
-    What they make has that format then, and so has, up to what changes the shape, all that is made of it: the types of values
-    are found anew. Parameters stay as they are: a step copies the weights, which is little to copy, and their gradients.
-    Operators that are not torch's own get their arguments as they lay before: they may draw random numbers in the order of
-    memory, or have been written for one format.
+        conv = aten.convolution(x, w, ...)           x_channels_last = aten.clone(x, memory_format=channels_last)
+        relu = aten.relu(conv)                       w_channels_last = aten.clone(w, memory_format=channels_last)
+        flat = aten.view(relu, [2, -1])        ->    conv = aten.convolution(x_channels_last, w_channels_last, ...)
+                                                     relu = aten.relu(conv)
+                                                     flat = aten.reshape(relu, [2, -1])
 
-    Source: torch's own compiler lays convolutions on CPUs in this way, when it compiles; here graphs are cut into regions, each
-        compiled by itself, so that the format must be in the graph before.
+    What a convolution gives has that format then, and so has what is made of it, up to an operator that changes the shape: the
+    types of these values are found anew, and a view of elements that no longer lie as it needs them becomes a reshape.
+    Parameters keep their own format: a step copies the weights, which are small, and their gradients. Operators that torch
+    does not define get their arguments as they lay before.
 
-    Args:
-        graph: a captured graph of functional operators.
+    Needs: a captured graph of functional operators.
+    Guarantees: every value has the elements that it had. Where that cannot be promised, because an operator takes elements by
+        where they lie, the program stays as it is, and a remark names the operator.
+    Source: torch's own compiler lays convolutions on CPUs in this way while it compiles. Here each region is compiled by
+        itself and keeps the strides of what it takes and gives, so the format must be in the graph before it is cut.
 
-    Returns:
-        A graph, and a remark on why it is the old one; empty if it was laid out, or has nothing to be.
+    Attributes:
+        wanted: whether the code that will run is faster so; otherwise the pass leaves the program as it is.
     """
-    if not any(_is_convolution(node) for node in graph.nodes):
-        return graph, ""
-    layout = _Layout(copied(graph))
-    try:
-        layout.run()
-    except _DependsOnStrides as found:
-        return graph, f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
-    return layout.graph, ""
+
+    wanted: bool = True
+    name: str = field(default="lay-channels-last", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    changes_bits: str = field(default="in another format, convolutions and means add in another order", init=False)
+
+    def run(self, program: Program) -> Program:
+        if not any(_is_convolution(node) for graph in program.shard_graphs for node in graph.nodes):
+            return program
+        if not self.wanted:
+            return _left_alone(program, "convolutions keep their memory format: this backend is no faster with another")
+        layouts = [_Layout(copied(graph)) for graph in program.shard_graphs]
+        try:
+            for layout in layouts:
+                layout.run()
+        except _DependsOnStrides as found:
+            reason = f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
+            return _left_alone(program, reason)
+        first = layouts[0]
+        if not first.changed:
+            return _left_alone(program, "convolutions and what they take are in channels-last format already")
+        said = f"convolutions laid channels-last: {first.num_convolutions}; values copied for that: {first.num_copies}"
+        graphs = tuple(layout.graph for layout in layouts)
+        return program.evolve(shard_graphs=graphs, remarks=(*program.remarks, said))
+
+
+def _left_alone(program: Program, reason: str) -> Program:
+    return program.evolve(remarks=(*program.remarks, reason))
 
 
 class _DependsOnStrides(Exception):
-    """Raised where values must lie as they do."""
+    """Says which operator needs values to lie as they do."""
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -66,7 +91,10 @@ class _Layout:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.mode = next(node for node in graph.nodes if _is_convolution(node)).meta["val"].fake_mode
+        values = (node.meta.get("val") for node in graph.nodes)
+        self.mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
+        self.num_convolutions = sum(map(_is_convolution, graph.nodes))
+        self.num_copies = 0
         self.laid: dict[fx.Node, fx.Node] = {}  # a value, and its copy in channels-last format
         self.changed: set[fx.Node] = set()  # values that lie in another way than before
         self.was_contiguous: set[fx.Node] = set()  # those of them that were contiguous
@@ -74,11 +102,12 @@ class _Layout:
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
-            if node.target in _READ_STRIDES:
+            if reads_strides(node.target):
                 raise _DependsOnStrides(node.name)
-            if is_compute(node) and node.target.namespace not in _OF_TORCH:
-                for given in self.changed.intersection(node.all_input_nodes):
-                    node.replace_input_with(given, self._restored(node, given))
+            if may_read_memory_in_order(node.target):
+                for given in node.all_input_nodes:
+                    if given in self.changed:
+                        node.replace_input_with(given, self._restored(node, given))
             if _is_convolution(node):
                 node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
             elif node.target is aten.convolution_backward.default:
@@ -104,9 +133,13 @@ class _Layout:
         return self.restored[given]
 
     def _copy(self, user: fx.Node, given: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+        name = f"{given.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
         with self.graph.inserting_before(user):
-            copy = self.graph.call_function(aten.clone.default, (given,), {"memory_format": memory_format})
-        copy.meta = {key: user.meta[key] for key in user.meta if key != "val"}
+            copy = add_node(
+                self.graph, "call_function", aten.clone.default, (given,), {"memory_format": memory_format}, name
+            )
+        copy.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
+        self.num_copies += 1
         self.changed.add(copy)
         self._find_type(copy)
         return copy

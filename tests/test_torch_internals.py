@@ -445,6 +445,22 @@ def test_a_lazy_graph_module_is_a_graph_module_that_runs() -> None:
     assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "neg" in module.code
 
 
+def test_a_function_is_traced_on_fake_tensors_with_decompositions() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        values = [torch.empty(2, 3), torch.empty(3)]
+    graph = internals.traced_on_fake_tensors(lambda x, y: torch.nn.functional.silu(x + y), values)
+    assert [node.op for node in graph.nodes][:2] == ["placeholder", "placeholder"]
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [aten.add.Tensor, aten.silu.default]
+    assert all(node.meta["val"].fake_mode is values[0].fake_mode for node in graph.nodes if node.op == "call_function")
+    table = {aten.silu.default: lambda x: x * torch.sigmoid(x)}
+    graph = internals.traced_on_fake_tensors(lambda x: torch.nn.functional.silu(x), values[:1], table)
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [
+        aten.sigmoid.default,
+        aten.mul.Tensor,
+    ]
+
+
 def test_quiet_fake_tensors_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def multiply() -> None:
         with FakeTensorMode(), pytest.raises(RuntimeError):

@@ -30,13 +30,11 @@ class CapturedGraph:
             output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
-        remarks: what there is to say to a reader.
     """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
-    remarks: tuple[str, ...] = ()
 
 
 def _restructure(

@@ -13,7 +13,6 @@ from torch import fx
 
 from mirrorc.capture.captured_graph import CapturedGraph, _restructure
 from mirrorc.capture.errors import check_loss, check_writes, explain
-from mirrorc.capture.memory_formats import laid_channels_last
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.torch_internals import export_joint_graph, trace_full_graph
@@ -26,8 +25,6 @@ def capture(
     variable_names: Mapping[str, str],
     trained: Set[str],
     decompositions: Mapping[Any, Callable[..., Any]],
-    *,
-    channels_last: bool = False,
 ) -> CapturedGraph:
     """Captures one step on one shard.
 
@@ -39,7 +36,6 @@ def capture(
             weights have several names and are one variable).
         trained: the variables that the optimizer updates.
         decompositions: of ATen operators, as the backend likes them.
-        channels_last: whether the backend likes convolutions in that format.
 
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
@@ -56,10 +52,9 @@ def capture(
         except Exception as error:
             raise explain(error, what) from error
     captured = _restructure(joint, leaf_names, variable_names, trained, what)
-    graph, remark = laid_channels_last(captured.graph) if channels_last else (captured.graph, "")
-    graph = with_stable_names(graph)
+    graph = with_stable_names(captured.graph)
     graph.lint()
-    return replace(captured, graph=graph, remarks=(remark,) if remark else ())
+    return replace(captured, graph=graph)
 
 
 def _trace(call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> fx.GraphModule:

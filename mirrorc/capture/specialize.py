@@ -19,7 +19,6 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import update_rules
 from mirrorc.torch_internals import is_dense
@@ -52,8 +51,6 @@ def capture_program(
     state: ModelState,
     optimizer: torch.optim.Optimizer,
     decompositions: Mapping[Any, Callable[..., Any]],
-    *,
-    channels_last: bool = False,
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard.
 
@@ -69,9 +66,7 @@ def capture_program(
     captured = []
     for types in distinct:
         examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
-        captured.append(
-            capture(training_call, examples, names, state.names, trained, decompositions, channels_last=channels_last)
-        )
+        captured.append(capture(training_call, examples, names, state.names, trained, decompositions))
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}
@@ -82,7 +77,6 @@ def capture_program(
         arguments=captured[0].arguments,
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=shard_of_replica,
-        remarks=tuple(dict.fromkeys(Remark(text) for c in captured for text in c.remarks)),
     )
     return CapturedProgram(program, constants)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.remarks import Remark
-from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.pipeline.protocol import Instrument, Pass, changes_bits
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,15 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
             f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
             "texts; add one with program.with_remarks('why')"
         )
-    return _signed(after, program.remarks, compiler_pass.name)
+    return _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
+
+
+def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -> Program:
+    """The program with a remark on how the pass has changed bits, if it has done anything."""
+    how = changes_bits(compiler_pass)
+    if not how or (before.graphs() == after.graphs() and before.regions == after.regions):
+        return after
+    return after.with_remarks(f"this changes bits, as {how}; exact_order=True leaves the pass out")
 
 
 def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.pipeline.protocol import Pass
+from mirrorc.pipeline.protocol import Pass, changes_bits
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
@@ -19,6 +19,13 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
         _check_pass(compiler_pass)
     check_pass_names("disable_passes", disabled, passes)
     return [compiler_pass for compiler_pass in passes if compiler_pass.name not in disabled]
+
+
+def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
+    """The passes without those that change the bits of a step, and a remark that names these; empty if there are none."""
+    left_out = [compiler_pass.name for compiler_pass in passes if changes_bits(compiler_pass)]
+    kept = [compiler_pass for compiler_pass in passes if not changes_bits(compiler_pass)]
+    return kept, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
 
 
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:

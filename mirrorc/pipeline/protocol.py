@@ -23,6 +23,10 @@ class Pass(Protocol):
     A pass that means to change what is computed (how a gradient is made, or what is made of a bucket before its reduction or
     update) says so by an attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every
     gradient, every bucket's way to its update and every written buffer stay the same expressions.
+
+    A pass after which a step may give other bits, because numbers are rounded or added up otherwise, says how by an attribute
+    ``changes_bits``: a clause, such as ``"terms are added in another order"``. The dump shows it, and `mirrorc.compile` leaves
+    the pass out if ``exact_order=True``. Where such a pass has nothing to do, it gives the graphs that it was given.
     """
 
     @property
@@ -35,6 +39,11 @@ class Pass(Protocol):
     def run(self, program: Program) -> Program:
         """The program after this pass. The program given is not changed."""
         ...
+
+
+def changes_bits(compiler_pass: Pass) -> str:
+    """How a pass changes the bits of a step; empty if it does not."""
+    return str(getattr(compiler_pass, "changes_bits", ""))
 
 
 class Instrument:

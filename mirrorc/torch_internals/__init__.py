@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocation, storage_key, watched_operators
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
-from mirrorc.torch_internals.graphs import add_node, lazy_graph_module, quiet_fake_tensors
+from mirrorc.torch_internals.graphs import (
+    add_node,
+    lazy_graph_module,
+    quiet_fake_tensors,
+    traced_on_fake_tensors,
+)
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.state import (
@@ -51,6 +56,7 @@ __all__ = [
     "torch_modes",
     "trace_artifact",
     "trace_full_graph",
+    "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",
     "written_modules",

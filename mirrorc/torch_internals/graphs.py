@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -36,6 +36,22 @@ def add_node(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def traced_on_fake_tensors(
+    function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
+) -> fx.Graph:
+    """The operators that a function calls, as a graph with a placeholder for each of its arguments.
+
+    Args:
+        function: of tensors.
+        values: fake tensors like its arguments, of one mode, in which the graph's values are, too.
+        decompositions: of operators that are not to be in the graph.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with values[0].fake_mode:
+        return make_fx(function, dict(decompositions or {}))(*values).graph
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from mirrorc.torch_internals.graphs import traced_on_fake_tensors
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -25,27 +28,32 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
-_EXPANDED_LATE = (torch.ops.aten.embedding_dense_backward.default,)
+_EXPANDED_LATE = (
+    torch.ops.aten.embedding_dense_backward.default,
+    torch.ops.aten.gelu.default,
+    torch.ops.aten.gelu_backward.default,
+)
 """What a pass wants to see whole, though Inductor has it decomposed."""
 
 
 def _expand(graph: fx.Graph) -> None:
     """Decomposes what was kept whole, as Inductor wants it."""
     from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     table = select_decomp_table()
     for node in [node for node in graph.nodes if node.target in _EXPANDED_LATE]:
         tensors = node.all_input_nodes
-        constants = node.args[len(tensors) :]
-        values = [tensor.meta["val"] for tensor in tensors]
-        with values[0].fake_mode:
-            traced = make_fx(lambda *given: table[node.target](*given, *constants), table)(*values)  # noqa: B023
-        placeholders = [inside for inside in traced.graph.nodes if inside.op == "placeholder"]
+        decomposition = functools.partial(_apply, table[node.target], node.args[len(tensors) :], node.kwargs)
+        body = traced_on_fake_tensors(decomposition, [tensor.meta["val"] for tensor in tensors], table)
+        placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]
         with graph.inserting_before(node):
-            made = graph.graph_copy(traced.graph, dict(zip(placeholders, tensors, strict=True)))
+            made = graph.graph_copy(body, dict(zip(placeholders, tensors, strict=True)))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[str, Any], *tensors: Any) -> Any:
+    return decomposition(*tensors, *constants, **keywords)
 
 
 def compile_with_inductor(

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from mirrorc.ir.program import Region
-from mirrorc.runtime.codegen.decompositions import decompositions
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.torch_internals import (
     compile_with_inductor,
@@ -26,12 +25,20 @@ RegionFunction = Callable[[list[Any]], Any]
 
 def decompositions_for(backend: str) -> Mapping[Any, Callable[..., Any]]:
     """The decompositions to capture with."""
-    return decompositions(inductor_decompositions()) if backend == "inductor" else {}
+    return inductor_decompositions() if backend == "inductor" else {}
 
 
-def likes_channels_last(backend: str, device: torch.device) -> bool:
-    """Whether convolutions are faster in channels-last format: oneDNN's are, which Inductor's code calls on CPUs."""
-    return backend == "inductor" and device.type == "cpu" and torch.backends.mkldnn.is_available()
+def preferences(backend: str, device: torch.device) -> dict[str, bool]:
+    """What the code of a backend is faster with, as options of `mirrorc.passes.default_pipeline`.
+
+    Inductor's convolutions on CPUs are oneDNN's, which are faster in channels-last format; its tanh is slow. An eager GELU is one
+    operator, whose tanh costs little.
+    """
+    is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return {
+        "gelu_by_sigmoid": backend == "inductor",
+        "channels_last": backend == "inductor" and is_onednn,
+    }
 
 
 class RegionCompiler:

@@ -8,14 +8,17 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import specializer
 from mirrorc.capture.arguments import flatten_call, split_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices
-from mirrorc.runtime.codegen.regions import likes_channels_last
+from mirrorc.ir.program import Program
+from mirrorc.passes import LayChannelsLast, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.codegen.regions import preferences
 from mirrorc.torch_internals import has_cpp_compiler
+from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
 
@@ -35,14 +38,18 @@ class Convolutions(nn.Module):
         return self.head(F.conv2d(h, self.weight, groups=2).relu().mean((2, 3)))
 
 
-def captured_graph(model: nn.Module, x: torch.Tensor, *, channels_last: bool) -> fx.Graph:
+def captured(model: nn.Module, x: torch.Tensor) -> Program:
     call = flatten_call(["x"], (x,), {"target": torch.arange(len(x)) % 5})
     devices = parse_devices(["cpu:0"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
     shards = split_call(call, 1)
-    captured = capture_program(training_call, call, shards, devices, state, optimizer, {}, channels_last=channels_last)
-    return captured.program.shard_graphs[0]
+    return capture_program(training_call, call, shards, devices, state, optimizer, {}).program
+
+
+def laid(model: nn.Module, x: torch.Tensor) -> fx.Graph:
+    """The graph that the pass gives for a model, verified."""
+    return run_passes(captured(model, x), [LayChannelsLast()], [Verify()]).shard_graphs[0]
 
 
 def is_channels_last(node: fx.Node) -> bool:
@@ -50,7 +57,7 @@ def is_channels_last(node: fx.Node) -> bool:
 
 
 def test_convolutions_and_what_is_made_of_them_lie_channels_last() -> None:
-    graph = captured_graph(Convolutions(), torch.randn(4, 3, 6, 6), channels_last=True)
+    graph = laid(Convolutions(), torch.randn(4, 3, 6, 6))
     convolutions = targets(graph, aten.convolution.default)
     assert len(convolutions) == 4
     others = [node for node in targets(graph, aten.relu.default, aten.add.Tensor) if node.meta["val"].dim() == 4]
@@ -63,7 +70,7 @@ def test_convolutions_and_what_is_made_of_them_lie_channels_last() -> None:
 
 
 def test_parameters_and_arguments_keep_their_strides_and_each_is_copied_once() -> None:
-    graph = captured_graph(Convolutions(), torch.randn(4, 3, 6, 6), channels_last=True)
+    graph = laid(Convolutions(), torch.randn(4, 3, 6, 6))
     sources = [node.args[0] for node in targets(graph, aten.clone.default) if node.kwargs.get("memory_format")]
     names = [str(node.kwargs.get("variable", node.target)) for node in sources if not node.args]
     assert sorted(names) == ["stem.weight", "twice.weight", "weight", "x"]
@@ -73,7 +80,7 @@ def test_parameters_and_arguments_keep_their_strides_and_each_is_copied_once() -
 def test_what_lies_so_already_is_not_copied() -> None:
     model = Convolutions().to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
-    assert targets(captured_graph(model, x, channels_last=True), aten.clone.default) == []
+    assert targets(laid(model, x), aten.clone.default) == []
 
 
 @pytest.mark.parametrize(
@@ -85,14 +92,18 @@ def test_what_lies_so_already_is_not_copied() -> None:
     ids=["float64", "conv1d"],
 )
 def test_what_onednn_does_not_know_is_left_alone(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
-    plain, laid = (captured_graph(make().to(x.dtype), x, channels_last=flag) for flag in (False, True))
-    assert [str(node.target) for node in plain.nodes] == [str(node.target) for node in laid.nodes]
+    program = captured(make().to(x.dtype), x)
+    assert LayChannelsLast().run(program).shard_graphs == program.shard_graphs
 
 
 def test_only_compiled_cpu_code_gets_it() -> None:
-    assert likes_channels_last("inductor", torch.device("cpu")) == torch.backends.mkldnn.is_available()
-    assert not likes_channels_last("eager", torch.device("cpu"))
-    assert not likes_channels_last("inductor", torch.device("cuda"))
+    wanted = preferences("inductor", torch.device("cpu"))
+    assert wanted["channels_last"] == torch.backends.mkldnn.is_available()
+    assert not preferences("eager", torch.device("cpu"))["channels_last"]
+    assert not preferences("inductor", torch.device("cuda"))["channels_last"]
+    program = captured(Convolutions(), torch.randn(4, 3, 6, 6))
+    after = LayChannelsLast(wanted=False).run(program)
+    assert after.shard_graphs == program.shard_graphs and "keep their memory format" in after.remarks[-1]
 
 
 class PseudoLabels(nn.Module):
@@ -179,15 +190,17 @@ MODELS = [
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_the_format_changes_no_number(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
+def test_the_format_changes_no_number(make: Callable[[], nn.Module]) -> None:
     """Trained with it and without: whatever a model does with what convolutions give."""
     trained = []
     for channels_last in (False, True):
-        monkeypatch.setattr(specializer, "likes_channels_last", lambda *_, it=channels_last: it)
         torch.manual_seed(0)
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        passes = default_pipeline(channels_last=channels_last)
+        with mirrorc.compile(
+            model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=passes
+        ) as step:
             losses = [step(torch.randn(6, 3, 6, 6), target=torch.arange(6) % 5).item() for _ in range(3)]
             said = any("not laid channels-last: " in remark.text for remark in step.program.remarks)
             assert said == (channels_last and make is LooksAtStrides)

@@ -278,7 +278,7 @@ def test_what_goes_wrong_in_a_script_is_explained(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("plan", r"there is no pass 'plan': there are plan-buckets, .*, and module:Class"),
+        ("plan", r"there is no pass 'plan': there are decompose-gelu, .*, and module:Class"),
         (
             "plan-buckets{cap=3}",
             r"'plan-buckets' does not take these options .*cap.*; it has: bucket_cap_mb, first_bucket_mb",

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts
+from mirrorc.analysis.layouts import SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -24,7 +25,7 @@ from mirrorc.ir.nodes import (
     target_name,
 )
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.ir.value_types import is_same_type, value_type
+from mirrorc.ir.value_types import value_type
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
@@ -38,6 +39,8 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     that means to change one says so by the attribute changes_dataflow = True.
 
     Expressions are compared by structure: over region calls where regions stay as they are, else over the operators in them.
+    A value and its copy in another memory format are the same (`mirrorc.analysis.layouts.LAYOUT_ONLY`), but not to an operator
+    that may read memory in order: for such a one, the strides of what it is given belong to the expression.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the same graphs, which the pass has left alone: that is checked
@@ -67,7 +70,7 @@ class KnownFlows:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._roots: dict[int, Any] = {}
+        self._roots: dict[Any, Any] = {}
         self._last: tuple[Program, bool, Flows] | None = None
 
     def flows(self, program: Program, inlined: bool, *, is_new: bool = False) -> Flows:
@@ -146,7 +149,8 @@ class _Expressions:
     Args:
         program: the program.
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
-        roots: for the number of a view, the number and the type of what is viewed.
+        roots: for a view, by its number and how it lies in memory, the number of what is viewed and how that lies; for the number
+            of a value of another shape, the number and the shape of the one with whose elements it begins.
         inlined: whether to look into regions.
         makers: is given, for each number, the node that it was found at first.
     """
@@ -155,7 +159,7 @@ class _Expressions:
         self,
         program: Program,
         numbers: dict[Any, int],
-        roots: dict[int, Any],
+        roots: dict[Any, Any],
         inlined: bool,
         makers: dict[int, fx.Node] | None = None,
     ) -> None:
@@ -236,6 +240,8 @@ class _Expressions:
                 )
             elif node.target in ops.FACTORED:
                 numbered[node] = self._whole(node, numbered)
+            elif is_layout_only(node):
+                numbered[node] = numbered[node.args[0]]
             elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif is_compute(node) and node.target._schema.is_mutable:
@@ -247,24 +253,45 @@ class _Expressions:
         return numbered
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot."""
+        """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot.
+
+        What `reshape` gives may be a copy: it is no view of the memory of what it was given.
+        """
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        root, kind = self.roots.get(numbered[source], (numbered[source], value_type(source.meta.get("val"))))
-        if is_same_type(value_type(node.meta.get("val")), kind):
+        viewed = (numbered[source], _lies(source))
+        root, lies = self.roots.get(viewed, viewed)
+        if _lies(node) == lies and node.target is not torch.ops.aten.reshape.default:
             return int(root)
-        number = self._number_operator(node, numbered)
-        self.roots[number] = (root, kind)
+        is_in_order = node.target in SAME_ORDER
+        number = self._reshaped(node, viewed[0]) if is_in_order else self._number_operator(node, numbered)
+        if node.target is not torch.ops.aten.reshape.default:
+            self.roots[number, _lies(node)] = (root, lies)
+        return number
+
+    def _reshaped(self, node: fx.Node, source: int) -> int:
+        """The elements of a value in another shape, however often and by whatever operator that was changed on the way."""
+        first, shape = self.roots.get(source, (source, _shape(node.args[0])))
+        if _shape(node) == shape:
+            return int(first)
+        number = self._number(torch.ops.aten.reshape.default, ("value", first), _shape(node))
+        self.roots[number] = (first, shape)
         return number
 
     def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        return self._number(node.target, _hashable(node.args, numbered), _hashable(node.kwargs, numbered))
+        return self._number_application(node.target, node.args, node.kwargs, numbered)
+
+    def _number_application(self, target: Any, args: Any, kwargs: Any, numbered: Mapping[fx.Node, Any]) -> int:
+        key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered)]
+        if reads_strides(target) or may_read_memory_in_order(target):
+            fx.node.map_arg((args, kwargs), lambda source: key.append(_lies(source)))
+        return self._number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
         """A gradient as factors is the expression of the whole."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
-            return _Value(self._number(target, _hashable(args, numbered), _hashable(kwargs, numbered)))
+            return _Value(self._number_application(target, args, kwargs, numbered))
 
         whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
         assert isinstance(whole, _Value), "a form of gradient makes it by operators"
@@ -296,6 +323,18 @@ class _Expressions:
         numbered = self._number_graph(body, dict(zip(placeholders, given, strict=False)))
         results: Any = body.output_node().args[0]
         return tuple(numbered[result] for result in results)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.meta["val"].shape)
+
+
+def _lies(node: fx.Node) -> Any:
+    """A value's shape and strides, those apart that mean nothing."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple((size, stride if size > 1 else 0) for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
