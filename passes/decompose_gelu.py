@@ -51,10 +51,8 @@ class DecomposeGelu:
     )
 
     def run(self, program: Program) -> Program:
-        if not any(_is_tanh_gelu(node) for graph in program.shard_graphs for node in graph.nodes):
+        if not self.wanted or not any(_is_tanh_gelu(node) for graph in program.shard_graphs for node in graph.nodes):
             return program
-        if not self.wanted:
-            return _with_remark(program, "GELU keeps its tanh: this backend has an operator of its own for it")
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         nodes = [node for graph in graphs for node in graph.nodes if _is_tanh_gelu(node)]
         for node in nodes:

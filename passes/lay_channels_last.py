@@ -52,10 +52,8 @@ class LayChannelsLast:
     changes_bits: str = field(default="in another format, convolutions and means add in another order", init=False)
 
     def run(self, program: Program) -> Program:
-        if not any(_is_convolution(node) for graph in program.shard_graphs for node in graph.nodes):
+        if not self.wanted or not any(_is_convolution(node) for graph in program.shard_graphs for node in graph.nodes):
             return program
-        if not self.wanted:
-            return _left_alone(program, "convolutions keep their memory format: this backend is no faster with another")
         layouts = [_Layout(copied(graph)) for graph in program.shard_graphs]
         try:
             for layout in layouts:

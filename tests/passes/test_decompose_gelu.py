@@ -69,10 +69,9 @@ def test_the_tanh_of_forward_and_backward_becomes_a_sigmoid_and_the_other_gelu_s
     assert any("taken the place of GELU's tanh: 2" in remark for remark in program.remarks)
 
 
-def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -> None:
+def test_where_nothing_is_to_be_done_the_program_stays() -> None:
     program = captured_model(TwoGelus(), 2, 4, columns=3)
-    after = DecomposeGelu(wanted=False).run(program)
-    assert after.shard_graphs == program.shard_graphs and "GELU keeps its tanh" in after.remarks[-1]
+    assert DecomposeGelu(wanted=False).run(program).shard_graphs == program.shard_graphs
     program = captured_model(nn.Linear(3, 2), 2, 4, columns=3)
     assert DecomposeGelu().run(program).shard_graphs == program.shard_graphs
 

@@ -102,8 +102,7 @@ def test_only_compiled_cpu_code_gets_it() -> None:
     assert not preferences("eager", torch.device("cpu"))["channels_last"]
     assert not preferences("inductor", torch.device("cuda"))["channels_last"]
     program = captured(Convolutions(), torch.randn(4, 3, 6, 6))
-    after = LayChannelsLast(wanted=False).run(program)
-    assert after.shard_graphs == program.shard_graphs and "keep their memory format" in after.remarks[-1]
+    assert LayChannelsLast(wanted=False).run(program).shard_graphs == program.shard_graphs
 
 
 class PseudoLabels(nn.Module):
