@@ -84,8 +84,9 @@ def _decompose(node: fx.Node) -> None:
                 name = f"{node.name}_{operator}"
                 values[inside] = add_node(node.graph, inside.op, inside.target, args, kwargs, name)
                 values[inside].meta.update({**node.meta, "val": inside.meta["val"]})
-    made = fx.node.map_arg(body.output_node().args[0], values.__getitem__)
-    node.replace_all_uses_with(made)
+    made = body.output_node().args[0]
+    assert isinstance(made, fx.Node)
+    node.replace_all_uses_with(values[made])
     node.graph.erase_node(node)
 
 
