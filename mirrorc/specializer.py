@@ -128,7 +128,7 @@ class Specializer:
         )
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
-        program = captured.program.evolve(remarks=(*captured.program.remarks, *options.remarks))
+        program = captured.program.with_remarks(*options.remarks)
         program, pipeline = self._with_measured_sizes(program)
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, instruments)

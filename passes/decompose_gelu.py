@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, traced_on_fake_tensors
 
 aten = torch.ops.aten
@@ -51,19 +52,17 @@ class DecomposeGelu:
     )
 
     def run(self, program: Program) -> Program:
-        if not self.wanted or not any(_is_tanh_gelu(node) for graph in program.shard_graphs for node in graph.nodes):
-            return program
+        if not any(_is_tanh_gelu(node) for graph in program.shard_graphs for node in graph.nodes):
+            return program.with_remarks("there is no GELU by tanh", is_kept=False)
+        if not self.wanted:
+            reason = "GELU keeps its tanh: this backend has an operator of its own for it"
+            return program.with_remarks(reason, is_kept=False)
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         nodes = [node for graph in graphs for node in graph.nodes if _is_tanh_gelu(node)]
         for node in nodes:
             _decompose(node)
-        num_calls = len(nodes) // len(graphs)
-        said = f"operators in which a sigmoid has taken the place of GELU's tanh: {num_calls}"
-        return _with_remark(program.evolve(shard_graphs=graphs), said)
-
-
-def _with_remark(program: Program, remark: str) -> Program:
-    return program.evolve(remarks=(*program.remarks, remark))
+        said = f"a sigmoid takes the place of the tanh in {counted(len(nodes) // len(graphs), 'GELU operator')}"
+        return program.evolve(shard_graphs=graphs).with_remarks(said)
 
 
 def _is_tanh_gelu(node: fx.Node) -> bool:

@@ -67,7 +67,9 @@ class FactorGradients:
     name: str = field(default="factor-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
-    changes_bits: str = field(default="a share of such a gradient is one sum over the examples of all replicas", init=False)
+    changes_bits: str = field(
+        default="a share of such a gradient is one sum over the examples of all replicas", init=False
+    )
 
     def run(self, program: Program) -> Program:
         if not program.buckets:

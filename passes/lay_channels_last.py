@@ -12,6 +12,7 @@ from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
@@ -52,25 +53,28 @@ class LayChannelsLast:
     changes_bits: str = field(default="in another format, convolutions and means add in another order", init=False)
 
     def run(self, program: Program) -> Program:
-        if not self.wanted or not any(_is_convolution(node) for graph in program.shard_graphs for node in graph.nodes):
-            return program
+        if not any(_is_convolution(node) for graph in program.shard_graphs for node in graph.nodes):
+            reason = "there is no convolution that channels-last format makes faster"
+            return program.with_remarks(reason, is_kept=False)
+        if not self.wanted:
+            reason = "convolutions keep their memory format: this backend is no faster with another"
+            return program.with_remarks(reason, is_kept=False)
         layouts = [_Layout(copied(graph)) for graph in program.shard_graphs]
         try:
             for layout in layouts:
                 layout.run()
         except _DependsOnStrides as found:
             reason = f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
-            return _left_alone(program, reason)
+            return program.with_remarks(reason)
         first = layouts[0]
         if not first.changed:
-            return _left_alone(program, "convolutions and what they take are in channels-last format already")
-        said = f"convolutions laid channels-last: {first.num_convolutions}; values copied for that: {first.num_copies}"
-        graphs = tuple(layout.graph for layout in layouts)
-        return program.evolve(shard_graphs=graphs, remarks=(*program.remarks, said))
-
-
-def _left_alone(program: Program, reason: str) -> Program:
-    return program.evolve(remarks=(*program.remarks, reason))
+            reason = "convolutions and what they take are in channels-last format already"
+            return program.with_remarks(reason, is_kept=False)
+        said = (
+            f"{counted(first.num_convolutions, 'convolution')} work in channels-last format, for which "
+            f"{counted(first.num_copies, 'value')} are copied; what is made of their results lies so, too"
+        )
+        return program.evolve(shard_graphs=tuple(layout.graph for layout in layouts)).with_remarks(said)
 
 
 class _DependsOnStrides(Exception):

@@ -66,14 +66,16 @@ def test_the_tanh_of_forward_and_backward_becomes_a_sigmoid_and_the_other_gelu_s
         assert [node.kwargs.get("approximate", "none") for node in left] == ["none", "none"]
         names = [node.name for node in targets(graph, aten.sigmoid.default)]
         assert names == ["one_gelu_sigmoid", "d_one_gelu_backward_sigmoid"]
-    assert any("taken the place of GELU's tanh: 2" in remark for remark in program.remarks)
+    assert any("in 2 GELU operators" in remark.text for remark in program.remarks)
 
 
-def test_where_nothing_is_to_be_done_the_program_stays() -> None:
+def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -> None:
     program = captured_model(TwoGelus(), 2, 4, columns=3)
-    assert DecomposeGelu(wanted=False).run(program).shard_graphs == program.shard_graphs
+    after = DecomposeGelu(wanted=False).run(program)
+    assert after.shard_graphs == program.shard_graphs and "GELU keeps its tanh" in after.remarks[-1].text
     program = captured_model(nn.Linear(3, 2), 2, 4, columns=3)
-    assert DecomposeGelu().run(program).shard_graphs == program.shard_graphs
+    after = DecomposeGelu().run(program)
+    assert after.shard_graphs == program.shard_graphs and after.remarks[-1].text == "there is no GELU by tanh"
 
 
 def test_only_compiled_code_gets_it() -> None:

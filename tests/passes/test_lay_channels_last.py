@@ -93,7 +93,9 @@ def test_what_lies_so_already_is_not_copied() -> None:
 )
 def test_what_onednn_does_not_know_is_left_alone(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
     program = captured(make().to(x.dtype), x)
-    assert LayChannelsLast().run(program).shard_graphs == program.shard_graphs
+    after = LayChannelsLast().run(program)
+    assert after.shard_graphs == program.shard_graphs
+    assert after.remarks[-1].text == "there is no convolution that channels-last format makes faster"
 
 
 def test_only_compiled_cpu_code_gets_it() -> None:
@@ -102,7 +104,8 @@ def test_only_compiled_cpu_code_gets_it() -> None:
     assert not preferences("eager", torch.device("cpu"))["channels_last"]
     assert not preferences("inductor", torch.device("cuda"))["channels_last"]
     program = captured(Convolutions(), torch.randn(4, 3, 6, 6))
-    assert LayChannelsLast(wanted=False).run(program).shard_graphs == program.shard_graphs
+    after = LayChannelsLast(wanted=False).run(program)
+    assert after.shard_graphs == program.shard_graphs and "keep their memory format" in after.remarks[-1].text
 
 
 class PseudoLabels(nn.Module):
