@@ -291,7 +291,11 @@ class _Expressions:
         """A gradient as factors is the expression of the whole."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
-            return _Value(self._number_application(target, args, kwargs, numbered))
+            if target not in SAME_ORDER:
+                return _Value(self._number_application(target, args, kwargs, numbered))
+            source = args[0].number if isinstance(args[0], _Value) else numbered[args[0]]
+            first, _ = self.roots.get(source, (source, None))
+            return _Value(self._number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
 
         whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
         assert isinstance(whole, _Value), "a form of gradient makes it by operators"
