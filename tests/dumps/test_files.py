@@ -326,7 +326,7 @@ def test_files_go_into_a_folder_per_program(tmp_path: Path) -> None:
 
 
 def test_without_a_directory_and_a_trace_there_are_no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirrorc.dumps.files.is_structured_trace_on", lambda: False)
+    monkeypatch.setattr("mirrorc.dumps.sinks.is_structured_trace_on", lambda: False)
     assert dump_sinks(None) == []
 
 
