@@ -27,9 +27,8 @@ from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.regions import BACKENDS, preferences
+from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
-from mirrorc.torch_internals import has_cpp_compiler
 
 
 def compile(
@@ -88,7 +87,8 @@ def compile(
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    check_choices(loss_fn, loss_reduction, backend, BACKENDS, timeout_seconds, record, exact_order)
+    check_choices(loss_fn, loss_reduction, timeout_seconds, record, exact_order)
+    chosen_backend = backend_named(backend)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     check_additions(add_passes)
     dump_to = dump_directory(dump)
@@ -99,10 +99,11 @@ def compile(
     is_measured = bucket_cap_mb == "auto"
     sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
     sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
-    if backend == "inductor" and parsed[0].torch_device.type == "cpu" and not has_cpp_compiler():
-        warnings.warn("no C++ compiler was found: backend='eager' is used instead of 'inductor'", stacklevel=2)
-        backend = "eager"
-    preferred = preferences(backend, parsed[0].torch_device)
+    objection = chosen_backend.objection(parsed[0].torch_device)
+    if objection:
+        warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
+        chosen_backend = backend_named("eager")
+    preferred = chosen_backend.preferences(parsed[0].torch_device)
     base = default_pipeline(**sizes, link=link, **preferred) if passes is None else passes
     pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
     remarks = []
@@ -117,7 +118,7 @@ def compile(
         optimizer=trainer,
         loss_fn=loss_fn,
         loss_reduction=loss_reduction,
-        backend=backend,
+        backend=chosen_backend,
         devices=parsed,
         pipeline=pipeline,
         to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,

@@ -13,6 +13,7 @@ from torch import nn
 
 from mirrorc.ir.devices import Device
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.runtime.codegen.backends import Backend
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class StepOptions:
     optimizer: torch.optim.Optimizer
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     loss_reduction: str
-    backend: str
+    backend: Backend
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
     to_measure: Pass | None  # the one of the pipeline whose bucket sizes are chosen by measurement
@@ -59,8 +60,6 @@ def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
 def check_choices(
     loss_fn: Any,
     loss_reduction: str,
-    backend: str,
-    backends: Sequence[str],
     timeout_seconds: float,
     record: bool,
     exact_order: bool,
@@ -76,8 +75,6 @@ def check_choices(
         raise ValueError(
             f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
         )
-    if backend not in backends:
-        raise ValueError(f"backend is {backend!r}: choose one of {', '.join(backends)}")
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
     if not isinstance(record, bool):

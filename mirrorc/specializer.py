@@ -23,7 +23,7 @@ from mirrorc.options import StepOptions
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.regions import RegionCompiler, decompositions_for
+from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.profiling.clocks import clock_for
@@ -124,7 +124,7 @@ class Specializer:
             options.devices,
             self._model,
             options.optimizer,
-            decompositions_for(options.backend),
+            options.backend.decompositions(),
         )
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)

@@ -1,1 +1,6 @@
 """From a model and a batch to one captured graph of forward, loss and backward."""
+
+from mirrorc.capture.dynamo import DynamoFrontEnd
+from mirrorc.capture.front_ends import register_front_end
+
+register_front_end(DynamoFrontEnd())

@@ -37,7 +37,7 @@ class CapturedGraph:
     constants: Mapping[str, torch.Tensor]
 
 
-def _restructure(
+def restructure(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
 ) -> CapturedGraph:
     """The joint graph with variables as reads, named arguments, and outputs by name."""

@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.captured_graph import CapturedGraph
-from mirrorc.capture.dynamo import capture
+from mirrorc.capture.front_ends import capture, front_end_named
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
@@ -51,8 +51,20 @@ def capture_program(
     state: ModelState,
     optimizer: torch.optim.Optimizer,
     decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    front_end: str = "dynamo",
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard.
+
+    Args:
+        training_call: model and loss.
+        call: the step's arguments, taken apart.
+        shards: their shards, one for each device.
+        devices: in order of replicas.
+        state: the model's variables.
+        optimizer: the user's.
+        decompositions: of ATen operators, as the backend likes them.
+        front_end: name of the front end that traces the model.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -66,7 +78,9 @@ def capture_program(
     captured = []
     for types in distinct:
         examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
-        captured.append(capture(training_call, examples, names, state.names, trained, decompositions))
+        captured.append(
+            capture(front_end_named(front_end), training_call, examples, names, state.names, trained, decompositions)
+        )
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}

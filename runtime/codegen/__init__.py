@@ -1,1 +1,8 @@
 """Makes graphs and regions executable."""
+
+from mirrorc.runtime.codegen.backends import register_backend
+from mirrorc.runtime.codegen.eager import EagerBackend
+from mirrorc.runtime.codegen.inductor import InductorBackend
+
+register_backend(InductorBackend())
+register_backend(EagerBackend())

@@ -158,7 +158,7 @@ def test_a_model_without_a_trainable_parameter() -> None:
 
 
 def test_no_cpp_compiler_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirrorc.api.has_cpp_compiler", lambda: False)
+    monkeypatch.setattr("mirrorc.runtime.codegen.inductor.has_cpp_compiler", lambda: False)
     model, batch = make_mlp(), mlp_batch(5)
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found: backend='eager' is used"):

@@ -12,7 +12,7 @@ from mirrorc.ir.program import Program
 from mirrorc.passes import DecomposeGelu
 from mirrorc.passes.decompose_gelu import gelu, gelu_backward
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.regions import preferences
+from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import has_cpp_compiler
 from mirrorc.verifier.verifier import Verify
 
@@ -80,7 +80,8 @@ def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -
 
 def test_only_compiled_code_gets_it() -> None:
     cpu = torch.device("cpu")
-    assert preferences("inductor", cpu)["gelu_by_sigmoid"] and not preferences("eager", cpu)["gelu_by_sigmoid"]
+    assert backend_named("inductor").preferences(cpu)["gelu_by_sigmoid"]
+    assert not backend_named("eager").preferences(cpu)
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")

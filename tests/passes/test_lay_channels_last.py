@@ -16,7 +16,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.passes import LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.regions import preferences
+from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import has_cpp_compiler
 from mirrorc.verifier.verifier import Verify
 
@@ -99,10 +99,10 @@ def test_what_onednn_does_not_know_is_left_alone(make: Callable[[], nn.Module], 
 
 
 def test_only_compiled_cpu_code_gets_it() -> None:
-    wanted = preferences("inductor", torch.device("cpu"))
+    wanted = backend_named("inductor").preferences(torch.device("cpu"))
     assert wanted["channels_last"] == torch.backends.mkldnn.is_available()
-    assert not preferences("eager", torch.device("cpu"))["channels_last"]
-    assert not preferences("inductor", torch.device("cuda"))["channels_last"]
+    assert not backend_named("eager").preferences(torch.device("cpu"))
+    assert not backend_named("inductor").preferences(torch.device("cuda"))["channels_last"]
     program = captured(Convolutions(), torch.randn(4, 3, 6, 6))
     after = LayChannelsLast(wanted=False).run(program)
     assert after.shard_graphs == program.shard_graphs and "keep their memory format" in after.remarks[-1].text

@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.ir.program import Region
+from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.memory.dry_run import Allocation, DryRun, dry_run
 
@@ -35,7 +36,7 @@ def region_of(build: Callable[..., Any], *rows: int) -> Region:
 
 
 def ran(region: Region, backend: str = "eager") -> DryRun:
-    return dry_run(region, RegionCompiler(backend, 1).compile(region, CPU), CPU)
+    return dry_run(region, RegionCompiler(backend_named(backend), 1).compile(region, CPU), CPU)
 
 
 def lives(found: DryRun) -> dict[str, tuple[int, str, str]]:

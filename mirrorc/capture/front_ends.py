@@ -1,0 +1,112 @@
+"""Front ends: what traces a model and its loss to one graph of forward, loss and backward, each a class with a name."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from mirrorc.capture.captured_graph import CapturedGraph, restructure
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.value_names import with_stable_names
+from mirrorc.torch_internals import JointGraph
+
+
+class FrontEnd(ABC):
+    """Traces a training call on example tensors.
+
+    Attributes:
+        name: by which it is chosen.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def trace(
+        self,
+        stack: contextlib.ExitStack,
+        call: TrainingCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> JointGraph:
+        """One functional graph of forward, loss and backward, in operators of ATen.
+
+        Args:
+            stack: keeps contexts open that the graph needs until it is restructured.
+            call: model and loss.
+            leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+            decompositions: of ATen operators, as the backend likes them.
+
+        Raises:
+            CaptureError: with the user's file and line, the reason and a remedy.
+        """
+
+
+_front_ends: dict[str, FrontEnd] = {}
+
+
+def register_front_end(front_end: FrontEnd) -> None:
+    """Makes a front end known by its name.
+
+    Raises:
+        ValueError: another front end has this name.
+    """
+    if front_end.name in _front_ends:
+        raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
+    _front_ends[front_end.name] = front_end
+
+
+def unregister_front_end(name: str) -> None:
+    """Forgets a front end, so that its name is free again."""
+    del _front_ends[name]
+
+
+def front_end_named(name: object) -> FrontEnd:
+    """The front end of a name.
+
+    Raises:
+        ValueError: there is none; lists those that there are.
+    """
+    front_end = _front_ends.get(name) if isinstance(name, str) else None
+    if front_end is None:
+        raise ValueError(f"capture is {name!r}: choose one of {', '.join(_front_ends)}")
+    return front_end
+
+
+def capture(
+    front_end: FrontEnd,
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    leaf_names: Sequence[str],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> CapturedGraph:
+    """Captures one step on one shard.
+
+    Args:
+        front_end: traces it.
+        call: model and loss.
+        leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+        leaf_names: identifiers for them.
+        variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
+            weights have several names and are one variable).
+        trained: the variables that the optimizer updates.
+        decompositions: of ATen operators, as the backend likes them.
+
+    Raises:
+        CaptureError: with the user's file and line, the reason and a remedy.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        joint = front_end.trace(stack, call, leaves, decompositions)
+    captured = restructure(joint, leaf_names, variable_names, trained, type(call.model).__name__)
+    graph = with_stable_names(captured.graph)
+    graph.lint()
+    return replace(captured, graph=graph)

@@ -1,0 +1,84 @@
+"""Backends: what makes a region executable, each a class with a name."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+RegionFunction = Callable[[list[Any]], Any]
+"""Takes a list of arguments, which it empties, and gives a sequence of outputs."""
+
+
+class Backend(ABC):
+    """Makes the bodies of regions executable. A backend of one's own overrides `compile` and what else differs.
+
+    Attributes:
+        name: as users write it in ``mirrorc.compile(..., backend=name)``.
+    """
+
+    name: ClassVar[str]
+
+    def objection(self, device: torch.device) -> str:
+        """Why the backend cannot compile for a device on this machine; an empty text if it can."""
+        return ""
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """The decompositions of ATen operators to capture with."""
+        return {}
+
+    def preferences(self, device: torch.device) -> dict[str, bool]:
+        """What the backend's code is faster with on a device, as options of `mirrorc.passes.default_pipeline`."""
+        return {}
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
+        """Begins in the background what the first region has to wait for; called before a program is captured."""
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, regions may be compiled side by side; their functions can be called after its end."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        """Makes a region executable.
+
+        Args:
+            graph_module: the region's body on its device; placeholders and results have fake values.
+            name: the region's.
+            num_threads: threads that the region may use on the CPU.
+        """
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Makes a backend known by its name.
+
+    Raises:
+        ValueError: another backend has this name.
+    """
+    if backend.name in _backends:
+        raise ValueError(f"there is a backend {backend.name!r} already: give this one another name")
+    _backends[backend.name] = backend
+
+
+def unregister_backend(name: str) -> None:
+    """Forgets a backend, so that its name is free again."""
+    del _backends[name]
+
+
+def backend_named(name: object) -> Backend:
+    """The backend of a name.
+
+    Raises:
+        ValueError: there is none; lists those that there are.
+    """
+    backend = _backends.get(name) if isinstance(name, str) else None
+    if backend is None:
+        raise ValueError(f"backend is {name!r}: choose one of {', '.join(_backends)}")
+    return backend

@@ -1,0 +1,47 @@
+"""The backend that compiles regions with torch's Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.runtime.codegen.backends import Backend, RegionFunction
+from mirrorc.torch_internals import (
+    compile_with_inductor,
+    has_cpp_compiler,
+    inductor_decompositions,
+    kernels_compiled_together,
+    prepare_cpp_compiler,
+)
+
+
+class InductorBackend(Backend):
+    """Compiles each region to fused kernels: C++ on CPUs, Triton on GPUs."""
+
+    name = "inductor"
+
+    def objection(self, device: torch.device) -> str:
+        return "no C++ compiler was found" if device.type == "cpu" and not has_cpp_compiler() else ""
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return inductor_decompositions()
+
+    def preferences(self, device: torch.device) -> dict[str, bool]:
+        """Inductor's convolutions on CPUs are oneDNN's, which are faster in channels-last format; its tanh is slow."""
+        is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        return {"gelu_by_sigmoid": True, "channels_last": is_onednn}
+
+    def prepare(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            prepare_cpp_compiler()
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        return kernels_compiled_together()
+
+    def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        return compile_with_inductor(graph_module, [node.meta["val"] for node in placeholders], num_threads)

@@ -1,0 +1,78 @@
+"""A front end that is declared outside of the package works like those within it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_mlp, mlp_batch
+from torch.nn import functional as F
+
+from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.dynamo import DynamoFrontEnd
+from mirrorc.capture.front_ends import front_end_named, register_front_end, unregister_front_end
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.specialize import capture_program
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.ir.devices import parse_devices
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.torch_internals import JointGraph
+
+
+class CountingFrontEnd(DynamoFrontEnd):
+    """Counts the graphs that it traces."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def trace(
+        self,
+        stack: contextlib.ExitStack,
+        call: TrainingCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> JointGraph:
+        self.shapes.append(tuple(leaves[0].shape))
+        return super().trace(stack, call, leaves, decompositions)
+
+
+@pytest.fixture
+def front_end() -> Iterator[CountingFrontEnd]:
+    own = CountingFrontEnd()
+    register_front_end(own)
+    yield own
+    unregister_front_end(own.name)
+
+
+def captured_text(name: str) -> str:
+    """The lowered program of a captured step on two uneven shards, as text."""
+    model, batch = make_mlp(), mlp_batch(5)
+    call = flatten_call(["x"], (batch["x"],), {"target": batch["target"]})
+    devices = parse_devices(["cpu:0", "cpu:1"])
+    captured = capture_program(
+        TrainingCall(model, F.cross_entropy, call.structure),
+        call,
+        split_call(call, 2),
+        devices,
+        ModelState(model, F.cross_entropy),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        {},
+        front_end=name,
+    )
+    return run_passes(captured.program, default_pipeline()).to_text(regions=True)
+
+
+def test_a_front_end_from_outside_traces_each_shape_of_a_shard(front_end: CountingFrontEnd) -> None:
+    assert captured_text("counting") == captured_text("dynamo")
+    assert front_end.shapes == [(3, 6), (2, 6)]
+
+
+def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontEnd) -> None:
+    with pytest.raises(ValueError, match="there is a front end 'counting' already: give this one another name"):
+        register_front_end(CountingFrontEnd())
+    with pytest.raises(ValueError, match="capture is 'no-such': choose one of dynamo, counting"):
+        front_end_named("no-such")
