@@ -64,6 +64,7 @@ def _print_version(is_asked: bool) -> None:
 SavedProgram = Annotated[Path, typer.Argument(help="a file that program.save() has written")]
 Regions = Annotated[bool, typer.Option("--regions", help="print the bodies of the regions, too")]
 Slots = Annotated[bool, typer.Option("--slots", help="print every gradient of a bucket on a line of its own")]
+NoFold = Annotated[bool, typer.Option("--no-fold", help="print every line of what repeats")]
 NoSources = Annotated[bool, typer.Option("--no-sources", help="leave out the user's source lines")]
 Imports = Annotated[
     list[str] | None,
@@ -91,12 +92,14 @@ def show(
     regions: Regions = False,
     slots: Slots = False,
     no_sources: NoSources = False,
+    no_fold: NoFold = False,
     imports: Imports = None,
 ) -> None:
     """Prints a saved program."""
     loaded = _load(program)
+    fold = False if no_fold else None
     try:
-        text = printed(loaded, program, regions=regions, slots=slots, sources=not no_sources)
+        text = printed(loaded, program, regions=regions, slots=slots, sources=not no_sources, fold=fold)
     except ValueError as error:
         _fail(error)
     print_coloured(text, sys.stdout)

@@ -133,8 +133,34 @@ def update_rules(
         state_class = 0
         if elementwise:
             state_class = classes.setdefault(state_signature(optimizer.state.get(parameter, {})), len(classes))
-        rules[name] = UpdateRule(f"{type(optimizer).__name__} group {group}", group, state_class, elementwise)
+        rules[name] = UpdateRule(_label(optimizer, group), group, state_class, elementwise)
     return rules
+
+
+def _label(optimizer: torch.optim.Optimizer, group: int) -> str:
+    return f"{type(optimizer).__name__} group {group}"
+
+
+def hyperparameters_by_label(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What each group of an optimizer holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
+
+    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers.
+    """
+    return {
+        _label(optimizer, i): ", ".join(
+            f"{key}={_plain(value)!r}"
+            for key, value in group.items()
+            if key not in ("params", "param_names") and value is not None and value is not False
+        )
+        for i, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter without what its tensors would print besides their numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return type(value)(_plain(part) for part in value) if type(value) in (tuple, list) else value
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:

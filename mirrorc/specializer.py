@@ -125,6 +125,7 @@ class Specializer:
             self._model,
             options.optimizer,
             options.backend.decompositions(),
+            loss_reduction=options.loss_reduction,
         )
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import calls_to, region_title
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.printing.wording import counted, numbered
 from mirrorc.torch_internals import add_node, lazy_graph_module
@@ -26,7 +27,8 @@ class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
     Region ``fwd_0`` is what comes before the first use of the loss's gradient; ``bwd_k`` ends with the last gradient of
-    bucket k. Regions with the same body are one region, called several times::
+    bucket k. Regions with the same body are one region, called several times. A piece that is another region for the second
+    shape of a shard is called after its counterpart: ``bwd_k_shard1``, in print ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
@@ -43,7 +45,7 @@ class OutlineRegions:
 
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
-        graphs = tuple(_outline(graph, program, pool) for graph in program.shard_graphs)
+        graphs = tuple(_outline(graph, program, pool.of_shard(i)) for i, graph in enumerate(program.shard_graphs))
         outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
         return outlined.with_remarks(_remark(outlined), is_kept=False)
 
@@ -59,7 +61,7 @@ def _remark(program: Program) -> str:
     )
     if len(program.shard_graphs) > 1:
         said += f", for {len(program.shard_graphs)} shard shapes together"
-    if repeated := [name for name in calls if calls[name] > 1]:
+    if repeated := [region_title(name) for name in calls if calls[name] > 1]:
         verb = "is" if len(repeated) == 1 else "are"
         said += (
             f". {numbered('region', repeated).capitalize()} {verb} called more than once: equal bodies are one region"
@@ -73,15 +75,33 @@ class _RegionPool:
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
         self._by_body: dict[Any, str] = {}
+        self._first_shape: dict[int, str] = {}  # the region of each piece, for the first shape of a shard
+        self._shard = 0
 
-    def add(self, phase: str, graph: fx.Graph) -> str:
+    def of_shard(self, shard: int) -> _RegionPool:
+        """The pool, from which regions are now taken for this shape of a shard."""
+        self._shard = shard
+        return self
+
+    def add(self, piece: int, graph: fx.Graph) -> str:
+        """The name of the region with this body; ``piece``: the place among the pieces of its graph, 0 for the forward."""
+        phase = "backward" if piece else "forward"
         key = (phase, _body_key(graph))
         if key not in self._by_body:
-            prefix = {"forward": "fwd", "backward": "bwd"}[phase]
-            name = f"{prefix}_{sum(region.phase == phase for region in self.regions.values())}"
+            name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], piece)
             self.regions[name] = Region(name, phase, lazy_graph_module({}, graph, name))
             self._by_body[key] = name
+        if not self._shard:
+            self._first_shape[piece] = self._by_body[key]
         return self._by_body[key]
+
+    def _free_name(self, prefix: str, piece: int) -> str:
+        variant = f"_shard{self._shard}" if self._shard else ""
+        counterpart = self._first_shape.get(piece, "") + variant
+        if self._shard and piece in self._first_shape and counterpart not in self.regions:
+            return counterpart
+        numbers = (number for number in itertools.count() if f"{prefix}_{number}" not in self.regions)
+        return next(f"{prefix}_{n}{variant}" for n in numbers if f"{prefix}_{n}{variant}" not in self.regions)
 
 
 def _body_key(graph: fx.Graph) -> Any:
@@ -108,7 +128,7 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
     gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
         if nodes:
-            region = _call(outer, nodes, used_outside, values, pool, "forward" if i == 0 else "backward")
+            region = _call(outer, nodes, used_outside, values, pool, i)
             results = [node for node in nodes if node in used_outside]
             found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
             region.kwargs = {**region.kwargs, "gradients": found}
@@ -165,7 +185,7 @@ def _call(
     used_outside: set[fx.Node],
     values: dict[fx.Node, fx.Node],
     pool: _RegionPool,
-    phase: str,
+    piece: int,
 ) -> fx.Node:
     """Moves nodes into a region and puts a call of it into the outer graph."""
     body = fx.Graph()
@@ -181,7 +201,7 @@ def _call(
         inside[node] = copy_node(body, node, inside)
     results = [node for node in nodes if node in used_outside]
     body.output(tuple(inside[node] for node in results))
-    region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(phase, body)})
+    region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(piece, body)})
     region.meta = _call_meta(results, nodes)
     for i, node in enumerate(results):
         values[node] = add_node(outer, "call_function", operator.getitem, (region, i), {}, node.name)

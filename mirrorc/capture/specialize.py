@@ -20,7 +20,7 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
-from mirrorc.optimizers import update_rules
+from mirrorc.optimizers import hyperparameters_by_label, update_rules
 from mirrorc.torch_internals import is_dense
 
 ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
@@ -53,6 +53,7 @@ def capture_program(
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     front_end: str = "dynamo",
+    loss_reduction: str = "mean",
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard.
 
@@ -91,6 +92,9 @@ def capture_program(
         arguments=captured[0].arguments,
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=shard_of_replica,
+        num_examples=shards.num_examples,
+        loss_reduction=loss_reduction,
+        optimizer_groups=hyperparameters_by_label(optimizer),
     )
     return CapturedProgram(program, constants)
 

@@ -68,6 +68,15 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
         yield from capped(filter(None, changed), _SENTENCES, "{} more regions changed")
 
 
+def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
+    """Groups of the optimizer that held other hyperparameters at compilation."""
+    held = [dict(line.split(": ", 1) for line in program.optimizers) for program in (old, new)]
+    for label in (label for label in held[1] if label in held[0]):
+        was, now = (part[label].rpartition(" (at compilation")[0] for part in held)
+        if was != now:
+            yield f"{label} was compiled with {now} instead of {was}"
+
+
 def remark_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
     """Remarks that are new or gone."""
     for said, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):

@@ -47,13 +47,8 @@ class BucketPairs:
 
 
 def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
-    """Pairs buckets of one number that have a gradient in common, then those that have most in common.
-
-    Where gradients are not all listed, it goes by numbers alone.
-    """
+    """Pairs buckets of one number that have a gradient in common, then those that have most in common."""
     tables = [{bucket.index: bucket for bucket in program.buckets} for program in (old, new)]
-    if not all(_is_listed(bucket) for table in tables for bucket in table.values()):
-        return BucketPairs(tables[0], tables[1], {index: index for index in tables[0] if index in tables[1]})
     place = _places(old.buckets)
     common = Counter((place[name], j) for name, j in _places(new.buckets).items() if name in place)
     new_of: dict[int, int] = {}
@@ -67,18 +62,11 @@ def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
 
 def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
     """Sentences on what differs, the most important first."""
-    if all(_is_listed(bucket) for table in (pairs.old, pairs.new) for bucket in table.values()):
-        yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
-    else:
-        yield from _count_changes(pairs)
+    yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
     yield from capped(_order_changes(pairs), _SENTENCES, "{} more buckets have their gradients in another order")
     yield from _type_changes(pairs)
     yield from capped(_size_changes(pairs), _SENTENCES, "{} more buckets have another size")
     yield from _rule_changes(pairs)
-
-
-def _is_listed(bucket: PrintedBucket) -> bool:
-    return len(bucket.gradients) == bucket.num_gradients
 
 
 def _places(buckets: Iterable[PrintedBucket]) -> dict[str, int]:
@@ -163,17 +151,6 @@ def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_plac
             names = [gradient.variable for gradient in buckets[index].gradients if gradient.variable not in other]
             if names:
                 yield f"{counted(len(names), 'gradient')} {said} bucket {index}: {listed(names, _LISTED)}"
-
-
-def _count_changes(pairs: BucketPairs) -> Iterator[str]:
-    """What can be said where gradients are not all listed."""
-    if pairs.added:
-        yield f"{numbered('bucket', pairs.added)} {'is' if len(pairs.added) == 1 else 'are'} new"
-    if pairs.gone:
-        yield f"{numbered('bucket', pairs.gone)} {'is' if len(pairs.gone) == 1 else 'are'} gone"
-    for old, new in pairs.pairs:
-        if old.num_gradients != new.num_gradients:
-            yield f"bucket {new.index} has {counted(new.num_gradients, 'gradient')} instead of {old.num_gradients}"
 
 
 def _order_changes(pairs: BucketPairs) -> Iterator[str]:

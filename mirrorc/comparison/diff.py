@@ -15,17 +15,20 @@ from mirrorc.comparison.body_changes import (
     body_changes,
     device_changes,
     group_changes,
+    optimizer_changes,
     remark_changes,
 )
 from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
 from mirrorc.comparison.schedule_changes import schedule_changes
-from mirrorc.comparison.text_changes import text_changes
+from mirrorc.comparison.text_changes import is_source, text_changes
 from mirrorc.ir.program import Program
+from mirrorc.printing.folding import is_mark
 from mirrorc.printing.printed_program import PrintedProgram
 from mirrorc.printing.reader import read_program_text
 
 _CANONICAL = {"slots": True, "sources": False}
-_SOURCE = re.compile(r" = (?:fwd|bwd)_\d+\(.*\)  +# ")  # beside a call of a region
+_LISTED_SLOT = re.compile(r"#     \S")
+_SEVERAL_DEVICES = re.compile(r"    (?:each|\S+(?:, \S+| … \S+)+) +\| ")
 
 
 def diff_texts(old: str, new: str) -> str:
@@ -33,7 +36,7 @@ def diff_texts(old: str, new: str) -> str:
 
     Args:
         old: a text that `Program.to_text` has given.
-        new: another. Print both in one form, best with ``slots=True``: what is not printed cannot be compared.
+        new: another. Print both in one form: what is not printed cannot be compared.
 
     Returns:
         Sentences, each on a line of its own, the most important first; then, after an empty line, the lines that differ.
@@ -78,7 +81,7 @@ def diff_files(old: Path, new: Path) -> str:
 
     Args:
         old: a saved program, or a printed one. A saved program is compared with a printed one in the form of that: what this
-            leaves out (bodies of regions, gradients that it only counts) is not compared.
+            leaves out (bodies of regions, the user's source) is not compared.
         new: another.
 
     Raises:
@@ -101,14 +104,16 @@ def _load(path: Path) -> Program | str:
     return path.read_text(encoding="utf-8") if is_printed else Program.load(path)
 
 
-def printed(program: Program, path: Path, *, regions: bool, slots: bool, sources: bool) -> str:
+def printed(
+    program: Program, path: Path, *, regions: bool, slots: bool, sources: bool, fold: bool | None = None
+) -> str:
     """A program out of a file as text.
 
     Raises:
         ValueError: it is malformed, so that it cannot be printed; names the file and the remedy.
     """
     try:
-        return program.to_text(regions=regions, slots=slots, sources=sources)
+        return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # of the printer, which knows programs that keep the rules
         reason = f"it is malformed ({type(error).__name__}: {error})"
         raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error
@@ -119,9 +124,14 @@ def _form_of(text: str) -> dict[str, bool]:
     lines = text.split("\n")
     return {
         "regions": any(line.startswith("region ") for line in lines),
-        "slots": any(line.startswith("#     ") for line in lines),
-        "sources": any(line.startswith("    # ") or _SOURCE.search(line) for line in lines),
+        "slots": any(_LISTED_SLOT.match(line) for line in lines),
+        "sources": any(is_source(line) for line in lines),
+        "fold": any(_is_folded(line) for line in lines),
     }
+
+
+def _is_folded(line: str) -> bool:
+    return is_mark(line) or line.endswith(", but for these lines") or _SEVERAL_DEVICES.match(line) is not None
 
 
 def _read(text: str, name: str) -> PrintedProgram:
@@ -141,4 +151,5 @@ def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
     yield from argument_changes(old, new)
     yield from body_changes(old, new)
     yield from group_changes(old, new)
+    yield from optimizer_changes(old, new)
     yield from remark_changes(old, new)

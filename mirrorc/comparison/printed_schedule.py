@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from mirrorc.ir.operation import Kind, operation_named
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram
 
 PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kind.WRITE, Kind.FACTORED))
+
+_VARIANT = re.compile(r"\.shard\d+$")  # of a region for another shape of a shard
 
 Key = tuple[str, str, int]
 """What an event is in any program: its kind; its bucket, region or gradient; its number among alike ones of its device."""
@@ -60,14 +63,9 @@ def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], s
     return Schedule(tuple(events))
 
 
-def is_region_call(line: PrintedLine) -> bool:
-    """Whether a line of a function calls a region."""
-    return _kind(line.operation) == "region"
-
-
 def _kind(operation: str) -> str:
     found = operation_named(operation)
     if found is not None:
         return found.kind.value
-    is_operator = "." in operation or operation == "getitem"
+    is_operator = "." in _VARIANT.sub("", operation) or operation == "getitem"
     return (Kind.COMPUTE if is_operator else Kind.REGION).value

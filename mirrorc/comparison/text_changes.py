@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mirrorc.comparison.printed_schedule import is_region_call
 from mirrorc.printing.printed_program import PrintedProgram
 
 _MOST_LINES = 200  # so many are shown
@@ -58,21 +57,28 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
     """The parts of a text by name, without what does not count: pass and time and what a dump says of them, the user's source."""
-    with_source = {line.number for f in program.functions for line in f.lines if line.comment and is_region_call(line)}
-    parts: dict[str, _Part] = {}
-    part = _Part()
+    parts: dict[str, _Part] = {"": _Part()}
+    part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
+    is_above = False
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-        if number == 1 or line.startswith(("def ", "region ")):
-            name = line.partition("(")[0] if number > 1 else ""
+        if line.startswith(("def ", "region ")):
+            name = line.partition("(")[0]
             while name in parts:
                 name += "'"
-            part = parts[name] = _Part()
-        is_report = 1 < number <= 1 + len(program.report)
-        if line and not is_report and not line.startswith("    # "):
-            kept = line.partition("  # ")[0].rstrip() if number in with_source else line
-            part.lines.append(kept if number > 1 else _MEASURED.sub("", kept))
-            part.numbers.append(number)
+            part = parts[name] = above
+        is_above = not line or (is_above and line.startswith("# "))
+        if not line:
+            above = _Part()
+        elif not (1 < number <= 1 + len(program.report)) and not is_source(line):
+            into = above if is_above else part
+            into.lines.append(line if number > 1 else _MEASURED.sub("", line))
+            into.numbers.append(number)
     return parts
+
+
+def is_source(line: str) -> bool:
+    """Whether a line of a text says no more than where in the user's code the next ones come from."""
+    return line.startswith("    # ") and not line.startswith("    # -- ")
 
 
 def _num_differing(one: _Part, other: _Part) -> int:

@@ -36,7 +36,7 @@ class PassReport:
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         try:
-            return self._folded(self.before) != self._folded(self.after) or bool(self._changed_regions())
+            return self._whole(self.before) != self._whole(self.after) or bool(self._changed_regions())
         except Exception:  # noqa: BLE001 - of the printer, which knows programs that keep the rules
             return True
 
@@ -84,7 +84,7 @@ class PassReport:
             return f"# no diff: a program {_failure('cannot be printed', error)}\n"
 
     def _diff(self, before: Program) -> str:
-        lines = _unified("program", self._folded(before), self._folded(self.after))
+        lines = _unified("program", *(program_to_text(p).partition("\n")[2] for p in (before, self.after)))
         for name, old, new in self._changed_regions():
             if max(old.count("\n"), new.count("\n")) > _MOST_DIFF_LINES:
                 lines.append(f"region {name} has changed; it is too long to show how")
@@ -93,9 +93,9 @@ class PassReport:
         return "\n".join(lines) + "\n"
 
     @staticmethod
-    def _folded(program: Program) -> str:
+    def _whole(program: Program) -> str:
         """The text without heading and remarks."""
-        return program_to_text(program.evolve(remarks=())).partition("\n")[2]
+        return program_to_text(program.evolve(remarks=()), slots=True).partition("\n")[2]
 
     def _changed_regions(self) -> list[tuple[str, str, str]]:
         """Regions with another body than before, and new ones where there were others: name, old text, new text."""

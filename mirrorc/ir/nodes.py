@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import fx
 
 from mirrorc.ir.operation import Kind, Operation, operation_of
+
+_VARIANT = re.compile(r"_shard(\d+)$")
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -74,6 +77,14 @@ def region_of(node: fx.Node) -> str:
     return str(node.target if node.op == "call_module" else node.kwargs["region"])
 
 
+def region_title(name: str) -> str:
+    """What a region is called in print: ``bwd_0.shard1`` is ``bwd_0`` for the second shape of a shard.
+
+    Its name has no dot, because names of modules in a graph have none.
+    """
+    return _VARIANT.sub(r".shard\1", name)
+
+
 def bucket_of(node: fx.Node) -> int:
     """The bucket that an operation is about; collectives' tag."""
     index = node.kwargs["bucket"]
@@ -113,6 +124,6 @@ def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]
 def call_name(node: fx.Node) -> str:
     """A call's name for people: its region's, or its operation and what that is about, such as ``wait b0``."""
     if is_region_call(node):
-        return region_of(node)
+        return region_title(region_of(node))
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
     return f"{name_of(node)} {about}".rstrip()

@@ -35,7 +35,7 @@ class Region:
     """A piece of forward or backward that all replicas share: held, compiled and printed once.
 
     Attributes:
-        name: such as ``fwd_0`` or ``bwd_2``.
+        name: such as ``fwd_0`` or ``bwd_2``; ``bwd_2_shard1`` is what ``bwd_2`` is for the second shape of a shard.
         phase: ``forward`` or ``backward``.
         graph_module: its body; placeholders are its arguments, the output is a tuple.
     """
@@ -82,6 +82,10 @@ class Program:
         regions: shared pieces of forward and backward, by name.
         buckets: the bucket plan, in the order in which buckets become ready.
         remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text is taken for a `Remark`.
+        num_examples: for each replica, how many examples of the batch it has; empty if that is not known.
+        loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
+        optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
+            update rule. For people alone: a step takes what the optimizer's groups hold then.
     """
 
     stage: Stage
@@ -95,6 +99,9 @@ class Program:
     regions: Mapping[str, Region] = field(default_factory=lambda: MappingProxyType({}))
     buckets: tuple[Bucket, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    num_examples: tuple[int, ...] = ()
+    loss_reduction: str = "mean"
+    optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         if isinstance(self.remarks, tuple) and any(isinstance(remark, str) for remark in self.remarks):
@@ -124,17 +131,21 @@ class Program:
         mirrored = [self.graph] if self.graph is not None else []
         return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
 
-    def to_text(self, *, regions: bool = False, slots: bool = False, sources: bool = True) -> str:
+    def to_text(
+        self, *, regions: bool = False, slots: bool = False, sources: bool = True, fold: bool | None = None
+    ) -> str:
         """The program as text; the grammar is in `mirrorc.printing.program_text`.
 
         Args:
             regions: print the bodies of the regions, too.
             slots: print every gradient of a bucket, each on a line of its own.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
+            fold: print once what repeats: layers of a deep model, devices of a mirrored program, shards of another size. By
+                default it is folded, unless ``slots`` asks for everything.
         """
         from mirrorc.printing.program_text import program_to_text
 
-        return program_to_text(self, regions=regions, slots=slots, sources=sources)
+        return program_to_text(self, regions=regions, slots=slots, sources=sources, fold=fold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program, whatever its stage, to a file, compressed if its name ends in ``.gz``; see `mirrorc.serialization`.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _COMMENT = (r"(?P<comment>#.*)$", "bright_black")
 _STYLES = (
     (r"^(?P<keyword>def|region)\b|\b(?P<return>return)\b", "bold magenta"),
-    (r"\b(?P<region>(?:fwd|bwd)_\d+)\b", "bold cyan"),
+    (r"\b(?P<region>(?:fwd|bwd)_\d+(?:\.shard\d+)?)\b", "bold cyan"),
     (r"(?P<type>(?:pending |share of )?\b(?:bool|(?:bf|f|i|u|c)\d+)\[[\d, ]*\])", "blue"),
 )
 _OF_KINDS = {

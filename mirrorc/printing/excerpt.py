@@ -28,7 +28,8 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
         return ""
     place = place_of[near]
     shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
-    return "\n\n" + "\n".join(("  > " if i == place else "    ") + rendered_line(lines[i], True) for i in shown)
+    width = max(len(lines[i].device) for i in shown)
+    return "\n\n" + "\n".join(("  > " if i == place else "    ") + rendered_line(lines[i], width) for i in shown)
 
 
 def _nearest(node: fx.Node) -> Iterator[fx.Node]:

@@ -13,12 +13,12 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
-    bucket_of,
     calls_to,
     is_compute,
     is_region_call,
     name_of,
     region_of,
+    region_title,
     replica_of,
     target_name,
     words_of_part,
@@ -26,19 +26,13 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import source_line
-from mirrorc.ir.variables import Placement
+from mirrorc.printing.line_comments import comment_of, explanations, owner_of
 from mirrorc.printing.values import PrintedValues, dtype_name, type_of
 
 _RESULT_WIDTH = 32
 
 
 _COMMENT_COLUMN = 92
-
-
-_LINE_WIDTH = 158
-
-
-_LEAST_COMMENT = 40
 
 
 @dataclass(frozen=True)
@@ -48,14 +42,18 @@ class Line:
     Attributes:
         text: what it says.
         node: the node that it prints.
-        note: said at its end.
-        source: the user's line that it comes from: at its end as well, or above it, where an operator is a line.
+        comment: said at its end.
+        source: the user's line that an operator comes from: printed above it.
+        device: in the mirrored graph, the device that does it, or ``all``.
+        above: lines of explanation above it.
     """
 
     text: str
     node: fx.Node
-    note: str = ""
+    comment: str = ""
     source: str = ""
+    device: str = ""
+    above: tuple[str, ...] = ()
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
@@ -65,43 +63,39 @@ def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
 
 
 def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
-    rendered, last_source = [], ""
+    """The lines as they are printed in a body."""
+    lines = list(lines)
+    width = max((len(line.device) for line in lines), default=0)
+    printed, last_source = [], ""
     for line in lines:
-        if sources and is_compute(line.node) and line.source and line.source != last_source:
-            rendered.append(f"    # {line.source}")
+        printed += [f"    # -- {explanation}" for explanation in line.above]
+        if sources and line.source and line.source != last_source:
+            printed.append(f"    # {line.source}")
             last_source = line.source
-        rendered.append("    " + rendered_line(line, sources))
-    return rendered
+        printed.append("    " + rendered_line(line, width))
+    return printed
 
 
-def rendered_line(line: Line, sources: bool) -> str:
-    source = line.source if sources and not is_compute(line.node) else ""
-    comment = line.note or source
-    width = _COMMENT_COLUMN - 4
-    if not comment:
-        return line.text
-    text = f"{line.text:<{width}}  # "
-    return text + comment[: max(_LEAST_COMMENT, _LINE_WIDTH - 4 - len(text))].rstrip()
+def rendered_line(line: Line, width: int = 0) -> str:
+    """A line by itself; ``width``: of the column of devices."""
+    text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
+    return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 
 
 def _calls(program: Program, graph: fx.Graph) -> list[Line]:
     """The lines of a graph of region calls and operations of the IR."""
     values = PrintedValues(program, graph)
-    width = max(len(device.name) for device in program.devices)
     together = _joined_texts(values, graph)
+    above = explanations(program, graph)
     lines = []
     for node in graph.nodes:
         operation = operation_of(node.target)
         is_joined = operation is not None and operation.printed is Printed.TOGETHER
         text = together.get(node) if is_joined else _call_text(values, node)
-        if text is None:
-            continue
-        if graph is program.graph:
-            replica = replica_of(node)
-            owner = program.devices[replica].name if replica is not None and replica < program.num_replicas else "all"
-            text = f"{owner:<{width}} | {text}"
-        is_call = is_region_call(node)
-        lines.append(Line(text, node, _note(program, node), source_line(node) if is_call else ""))
+        if text is not None:
+            device = owner_of(program, node) if graph is program.graph else ""
+            comment = comment_of(program, node)
+            lines.append(Line(text, node, comment, device=device, above=tuple(above.get(node, ()))))
     output = graph.output_node()
     given: Any = output.args[0]
     lines.append(Line("return loss" if isinstance(given, fx.Node) else f"return {', '.join(given)}", output))
@@ -126,7 +120,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     if is_region_call(node):
         parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
         results = values.listing(parts, typed=True)
-        return f"{results or '_':<{_RESULT_WIDTH}} = {region_of(node)}({values.listing(node.all_input_nodes)})"
+        return f"{results or '_':<{_RESULT_WIDTH}} = {region_title(region_of(node))}({values.listing(node.all_input_nodes)})"
     if is_compute(node):
         return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
     operation = operation_of(node.target)
@@ -137,7 +131,8 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
-        arguments = ", ".join(values.own_name(factor) for factor in node.all_input_nodes)
+        variable = str(node.kwargs["variable"])
+        arguments = ", ".join(values.factor_name(factor, variable) for factor in node.all_input_nodes)
     if node.target in ops.COLLECTIVES:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
@@ -154,16 +149,6 @@ def _distinct(values: PrintedValues, node: fx.Node) -> str:
     inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
     return ", ".join(name + of_all for name in inputs)
-
-
-def _note(program: Program, node: fx.Node) -> str:
-    if node.target is ops.update and 0 <= bucket_of(node) < len(program.buckets):
-        bucket = program.buckets[bucket_of(node)]
-        is_shared = bucket.placement is Placement.SHARED
-        return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
-    if node.target is ops.step_optimizer:
-        return "the optimizer's own step, once for all replicas"
-    return ""
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:

@@ -13,7 +13,7 @@ _COUNTED = re.compile(r"(\d+) (.+)")
 
 @dataclass(frozen=True)
 class PrintedValue:
-    """A value where it is defined: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 saved``.
+    """A value where it is defined: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``.
 
     Attributes:
         name: its name; of values that are counted, their kind.
@@ -44,10 +44,12 @@ class PrintedBucket:
         dtype: as printed, such as ``f32``.
         size: as printed, such as ``75.1 KiB``.
         num_gradients: how many it has.
-        gradients: those that are listed, in order; all, if there are ``num_gradients``.
+        gradients: all of them, in order.
         rule: its update rule's label.
         is_shared: whether one copy of its parameters serves all devices.
         ready_after: the region that gives its last gradient; empty before buckets are packed.
+        last_gradient: the variable of that gradient; empty before buckets are packed.
+        shares: which device updates which elements, as printed; empty where none updates a share.
     """
 
     number: int
@@ -59,6 +61,8 @@ class PrintedBucket:
     rule: str
     is_shared: bool = False
     ready_after: str = ""
+    last_gradient: str = ""
+    shares: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,12 @@ class PrintedLine:
     Attributes:
         number: its line of the text.
         text: what it says, without device and comment, with single spaces.
-        device: what the column of devices says: a device or ``all``; empty where there is no such column.
+        device: a device, or ``all`` where it is one line of all; empty where there is no column of devices. A line of the text
+            that several devices have is one of each of them.
         outcome: what is left of ``=``, as printed; empty if there is nothing.
         operation: what is called.
         inside: what is between the call's parentheses, as printed.
-        comment: a note, or the user's source line.
+        comment: what is said beside it.
     """
 
     number: int
@@ -111,7 +116,8 @@ class PrintedFunction:
         arguments: what it is given.
         lines: what it does.
         outcome: what it returns, as printed.
-        comment: what is said beside its name.
+        above: the lines above it: who runs it, on which examples, with which loss weight and random stream.
+        explanations: what is explained between its lines.
     """
 
     number: int
@@ -120,7 +126,8 @@ class PrintedFunction:
     arguments: tuple[PrintedValue, ...]
     lines: tuple[PrintedLine, ...]
     outcome: str
-    comment: str = ""
+    above: tuple[str, ...] = ()
+    explanations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class PrintedRegion:
 
     Attributes:
         number: its first line of the text.
-        name: such as ``fwd_0``.
+        name: such as ``fwd_0`` or ``bwd_0.shard1``.
         arguments: what it is given.
         statements: what it does.
         results: the names of what it gives.
@@ -153,6 +160,7 @@ class PrintedProgram:
         milliseconds: the time that the heading gives, if it does.
         report: what dumps say of a pass, below the heading.
         buckets: the bucket table.
+        optimizers: what the optimizer's groups held at compilation, as printed.
         remarks: those of the passes that are kept, each after the name of its pass.
         functions: what the devices run.
         regions: the bodies of regions, by name; none where they were left out.
@@ -164,6 +172,7 @@ class PrintedProgram:
     milliseconds: float | None = None
     report: tuple[str, ...] = ()
     buckets: tuple[PrintedBucket, ...] = ()
+    optimizers: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     functions: tuple[PrintedFunction, ...] = ()
     regions: Mapping[str, PrintedRegion] = field(default_factory=dict)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_computed, operation_name, origin_of, replica_of, words_of_part
+from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.nodes import (
+    bucket_of,
+    is_computed,
+    is_region_call,
+    operation_name,
+    origin_of,
+    region_of,
+    replica_of,
+    words_of_part,
+)
 from mirrorc.ir.operation import filled, operation_of
 from mirrorc.ir.program import Program
 
@@ -22,12 +32,17 @@ _DTYPES = {
 _LISTED = 4  # so many values of one kind are listed by name, more are counted
 _LISTED_WIDTH = 48  # and no more than fit in so many columns
 _LISTING_ORDER = (
-    "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "parameters", "write", "saved",
-    "slot",
+    "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "parameters", "write", "factor",
+    "activation", "activation gradient", "saved", "slot",
 )  # fmt: skip
 _ALWAYS_LISTED = ("argument", "bucket", "pending", "reduced", "computed", "parameters")
 _WRITTEN = {"gradient": "d({})", "write": "new({})"}
-_COUNTED = {"saved": "saved", "write": "new buffers"}
+_COUNTED = {
+    "write": ("new buffer", "new buffers"),
+    "activation gradient": ("d(activation)", "d(activations)"),
+    "saved": ("value", "values"),
+}
+_NEVER_LISTED = ("saved", "factor", "activation", "activation gradient")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,6 +70,7 @@ class PrintedValues:
     """What the values of a graph of calls are (their kind) and what they are called."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self._program = program
         self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
         for node in graph.nodes:
             self.kinds[node] = self._classify(node)
@@ -72,9 +88,20 @@ class PrintedValues:
             operation, words = of_part
             return operation.value, filled(operation.called, (), words)
         found = operation_of(node.target)
-        if found is None or isinstance(found.operands, str):
+        if found is None:
+            return self._kept_as(node), node.name
+        if isinstance(found.operands, str):
             return "saved", node.name
         return found.value, filled(found.called, node.args, node.kwargs) or node.name
+
+    def _kept_as(self, node: fx.Node) -> str:
+        """What a region gives for later ones: a factor, an activation, or the gradient of one."""
+        if node.users and all(user.target in ops.FACTORED for user in node.users):
+            return "factor"
+        call = node.args[0] if node.args else None
+        region = self._program.regions.get(region_of(call)) if _is_call(call) else None
+        is_backward = region is not None and region.phase == "backward"
+        return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
         """Calls what operators of torch make after their operand: ``b0_sum_clamp``, ``b0_sum_clamp_2`` on the same replica."""
@@ -97,9 +124,16 @@ class PrintedValues:
         replica = replica_of(node)
         return self.name(node).removesuffix(f"_r{replica}" if replica is not None else "")
 
+    def factor_name(self, node: fx.Node, variable: str) -> str:
+        """What a factor of a variable's gradient is called: ``left``, ``right``; by its own name if it is something else, too."""
+        name, own = self.own_name(node), f"{identifier(variable)}_"
+        return name.removeprefix(own) if name.startswith(own) else name
+
     def typed(self, node: fx.Node) -> str:
         """A value with its type, as where it is defined."""
         value = node.meta.get("val")
+        if node.target in ops.FACTORED:  # whose type is that of its slot, and what is there are its factors
+            return self.name(node)
         kind = type_of(value)
         whole = self._whole(node)
         if whole is not None and isinstance(value, torch.Tensor) and value.dim() == 1:
@@ -115,7 +149,7 @@ class PrintedValues:
         return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Values by name; saved ones, and many of a kind, by number. ``typed``: with the types of losses."""
+        """Values by name; what is kept for later regions, and many of a kind, by number. ``typed``: with the types of losses."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]
@@ -124,11 +158,16 @@ class PrintedValues:
         for kind, names in sorted(groups.items(), key=lambda group: _LISTING_ORDER.index(group[0])):
             listed = ", ".join(_WRITTEN.get(kind, "{}").format(name) for name in names)
             is_short = len(names) <= _LISTED and len(listed) <= _LISTED_WIDTH
-            if kind != "saved" and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
+            if kind not in _NEVER_LISTED and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
                 parts.append(listed)
             else:
-                parts.append(f"{len(names)} {_COUNTED.get(kind, kind + 's')}")
+                one, many = _COUNTED.get(kind, (kind, f"{kind}s"))
+                parts.append(f"{len(names)} {one if len(names) == 1 else many}")
         return ", ".join(parts)
+
+
+def _is_call(node: Any) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and is_region_call(node)
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:

@@ -35,8 +35,9 @@ from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
 from mirrorc.passes import default_pipeline
-from mirrorc.printing.program_text import program_to_text, type_of
+from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
+from mirrorc.printing.values import type_of
 
 BEFORE_BUCKETS = ("capture", "decompose-gelu", "lay-channels-last")  # programs without a bucket plan
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -75,10 +76,11 @@ def test_the_bucket_table() -> None:
     text = run_up_to("plan-buckets", handmade(1, weights), **SMALL_BUCKETS).to_text()
     rows = [re.split(r"\s{2,}", line) for line in text.splitlines() if line.startswith("# bucket")]
     assert rows == [
-        ["# bucket 0", "f32", "1.2 KiB", "m[300]", "Muon group 0"],
-        ["# bucket 1", "f32", "2.0 MiB", "large[512, 1024]", "AdamW group 0"],
-        ["# bucket 2", "bf16", "0.1 KiB", "small[3]", "AdamW group 0"],
+        ["# bucket 0", "f32", "1.2 KiB", "1 gradient", "Muon group 0"],
+        ["# bucket 1", "f32", "2.0 MiB", "1 gradient", "AdamW group 0"],
+        ["# bucket 2", "bf16", "0.1 KiB", "1 gradient", "AdamW group 0"],
     ]
+    assert re.findall(r"^#   (\S.*)$", text, re.MULTILINE) == ["m[300]", "large[512, 1024]", "small[3]"]
 
 
 def test_remarks_are_printed() -> None:
@@ -101,12 +103,13 @@ def bucket_rows(text: str) -> list[str]:
     return re.findall(r"^# bucket .*$", text, flags=re.MULTILINE)
 
 
-def test_a_bucket_says_after_which_region_it_is_ready_once_it_is_packed() -> None:
+def test_a_bucket_says_which_gradient_of_which_region_is_its_last_once_it_is_packed() -> None:
     stages = every_stage(handmade(2), **SMALL_BUCKETS)
     for name, program in stages.items():
         found = [row.partition(" · ready after ")[2] for row in bucket_rows(program.to_text())]
         without = [""] * len(program.buckets)
-        assert found == (["bwd_0", "bwd_1"] if program.stage >= Stage.PACKED else without), name
+        expected = ["d(fc2.weight) in bwd_0", "d(fc1.weight) in bwd_1"]
+        assert found == (expected if program.stage >= Stage.PACKED else without), name
 
 
 def test_a_bucket_whose_parameters_are_shared_says_so() -> None:
@@ -117,25 +120,25 @@ def test_a_bucket_whose_parameters_are_shared_says_so() -> None:
         "lower-collectives",
         "lower-devices",
     ]
-    assert " · shared · ready after bwd_0" in bucket_rows(stages["lower-devices"].to_text())[0]
+    assert " · shared · ready after d(fc1.weight) in bwd_0" in bucket_rows(stages["lower-devices"].to_text())[0]
 
 
 def test_gradients_of_a_bucket_are_listed_in_full_on_request() -> None:
     program = run_up_to("pack-gradients", handmade(2, [Weight(f"layer{i}.weight", (i, 3)) for i in range(1, 7)]))
-    (row,) = bucket_rows(program.to_text())
-    assert "layer6.weight[6, 3] layer5.weight[5, 3] … 3 more … layer1.weight[1, 3]" in row
+    together = "#   " + " ".join(f"layer{i}.weight[{i}, 3]" for i in range(6, 0, -1))
+    assert program.to_text().splitlines()[2] == together
     first, *slots = program.to_text(slots=True).splitlines()[1:8]
     assert re.split(r"\s{2,}", first) == [
         "# bucket 0",
         "f32",
         "0.4 KiB",
         "6 gradients",
-        "AdamW group 0 · ready after bwd_0",
+        "AdamW group 0 · ready after d(layer1.weight) in bwd_0",
     ]
     assert slots == [f"#     layer{i}.weight[{i}, 3]" for i in range(6, 0, -1)]
     rest = [
         [line for line in text.splitlines() if not line.startswith("# ")]
-        for text in (program.to_text(), program.to_text(slots=True))
+        for text in (program.to_text(fold=False), program.to_text(slots=True))
     ]
     assert rest[0] == rest[1]
 
@@ -143,15 +146,18 @@ def test_gradients_of_a_bucket_are_listed_in_full_on_request() -> None:
 def test_devices_that_run_the_same_are_printed_once() -> None:
     text = lowered(3)
     assert functions(text) == ["cpu_0"]
-    assert "cpu:1 runs the same as replica 1; cpu:2 runs the same as replica 2" in text
+    assert "\n# cpu:0 … cpu:2 (replicas 0 … 2) run this\ndef cpu_0(" in text
 
 
 def test_an_uneven_batch_prints_a_function_for_each_shape() -> None:
     text = lowered(3, uneven=True)
     assert functions(text) == ["cpu_0", "cpu_2"]
-    FileCheck().check("def cpu_0(x: f32[2, 4]").check("cpu:1 runs the same as replica 1").check("fwd_0(").check(
-        "def cpu_2(x: f32[1, 4]"
-    ).check("fwd_1(").run(text)
+    FileCheck().check("# cpu:0, cpu:1 (replicas 0, 1) run this").check("def cpu_0(x: f32[2, 4]").check("fwd_0(").check(
+        "# cpu:2 (replica 2) runs this"
+    ).check("def cpu_2(x: f32[1, 4]").check_same("# as cpu_0, but for these lines").check("fwd_0.shard1(").run(text)
+    assert text.count("wait(") == 2, "of the second function, lines that are no other are left out"
+    whole = run_up_to("lower-devices", handmade(3, uneven=True), **SMALL_BUCKETS).to_text(fold=False)
+    assert whole.count("wait(") == 4 and "but for these lines" not in whole
 
 
 def test_a_lowered_program_reads_as_in_the_design() -> None:
@@ -191,17 +197,22 @@ def test_received_parameters_are_printed_with_their_type() -> None:
     ).run(text)
 
 
+REGION_CALL = r"(fwd|bwd)_\d+(\.shard\d+)?\("
+
+
 def test_every_value_of_a_collective_and_of_a_region_has_a_type() -> None:
     for name, program in every_stage(captured_two_layers(2), **SMALL_BUCKETS).items():
         for line in program.to_text(regions=True).splitlines():
             result, is_assignment, operation = line.partition(" = ")
-            if is_assignment and not line.startswith("#") and not re.match(r"(fwd|bwd)_\d+\(", operation):
+            if is_assignment and not line.startswith("#") and not re.match(REGION_CALL, operation):
                 assert re.search(r": (pending |share of )?(\(.*\)|[a-z]+\d*\[[\d, ]*\])\s*$", result), (name, line)
 
 
 def test_a_mirrored_program_names_the_device_of_every_line() -> None:
     text = run_up_to("insert-all-reduce", handmade(2)).to_text()
-    owners = re.findall(r"^    (\S+)\s+\| ", text, flags=re.MULTILINE)
+    assert re.findall(r"^    (\S+)\s+\| ", text, flags=re.MULTILINE) == ["each", "each", "each", "all", "each"]
+    whole = run_up_to("insert-all-reduce", handmade(2)).to_text(fold=False)
+    owners = re.findall(r"^    (\S+)\s+\| ", whole, flags=re.MULTILINE)
     assert owners == ["cpu:0", "cpu:1", "cpu:0", "cpu:0", "cpu:1", "cpu:1", "all", "cpu:0", "cpu:1"]
 
 
@@ -225,7 +236,7 @@ def test_bodies_of_regions_are_printed_on_request() -> None:
 
 
 def test_lines_name_the_users_source() -> None:
-    text = run_up_to("lower-devices", captured_two_layers()).to_text()
+    text = run_up_to("lower-devices", captured_two_layers()).to_text(regions=True)
     line = next(
         i for i, code in enumerate((SUPPORT / "tiny_programs.py").read_text().splitlines(), 1) if "self.fc2(" in code
     )
@@ -277,10 +288,15 @@ def code_of(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def test_remarks_stay_where_sources_are_left_out() -> None:
+def test_remarks_and_comments_stay_where_sources_are_left_out() -> None:
     program = run_up_to("lower-devices", captured_two_layers())
     assert program.remarks
-    for said in ("# remark: ", "# SGD group 0", "# cpu:1 runs the same as replica 1"):
+    for said in (
+        "# remark: ",
+        "# SGD group 0",
+        "# cpu:0, cpu:1 (replicas 0, 1) run this",
+        "# backward of the loss, fc2 … fc1",
+    ):
         assert said in program.to_text(sources=False)
 
 
@@ -389,7 +405,7 @@ def test_one_more_call_between_modules_changes_only_lines_about_it(
         changed = [line[2:] for line in difflib.ndiff(*texts) if line[0] in "+-"]
         assert 0 < len(changed) <= 40, (name, changed)
         for line in changed:
-            is_call = re.search(r" = (fwd|bwd)_\d+\(", line)
+            is_call = re.search(f" = {REGION_CALL}", line)
             assert is_call or any(part in line for part in about), (name, about, line)
 
 
@@ -447,11 +463,14 @@ def test_changing_a_layer_changes_only_lines_that_name_it(change: dict[str, Any]
         changed = [line[2:] for line in difflib.ndiff(*texts) if line[0] in "+-"]
         own = {b.index for b in before[name].buckets if any("blocks.1." in slot.variable for slot in b.slots)}
         sizes = [f"b{index}{kind}: " for index in own for kind in ("", "_pending", "_sum", "_share")]
-        sized = tuple([f"# bucket {index}  " for index in own] + sizes) if "width" in change else ()
+        sizes += [f"wait(bucket={index}, " for index in own]
+        sized = (
+            tuple([f"# bucket {index}  " for index in own] + [*sizes, "#   shares, of "]) if "width" in change else ()
+        )
         assert changed and (own or name in BEFORE_BUCKETS), name
         for line in changed:
             is_named = re.search(r"\bblocks\.1\.|blocks_1_", line)
-            is_call = re.search(r" = (fwd|bwd)_\d+\(", line)
+            is_call = re.search(f" = {REGION_CALL}", line)
             assert is_named or is_call or line.split("|")[-1].strip().startswith(sized), (name, line)
 
 

@@ -206,7 +206,13 @@ def golden_program(name: str, num_devices: int) -> Program:
     if num_devices == MODELS[name].uneven_on:
         program = _captured(name, num_devices)
     else:
-        program = _captured(name, 1).evolve(devices=_devices(num_devices), shard_of_replica=(0,) * num_devices)
+        program = _captured(name, 1)
+        each = program.num_examples[0]
+        program = program.evolve(
+            devices=_devices(num_devices),
+            shard_of_replica=(0,) * num_devices,
+            num_examples=(each,) * num_devices,
+        )
     return run_passes(program, default_pipeline(**MODELS[name].buckets))
 
 

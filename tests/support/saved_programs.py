@@ -66,6 +66,7 @@ def on_devices(program: Program, num_devices: int) -> Program:
         devices=program.devices[:num_devices],
         shard_graphs=program.shard_graphs[:1],
         shard_of_replica=(0,) * num_devices,
+        num_examples=program.num_examples[:1] * num_devices,
     )
 
 

@@ -1,0 +1,157 @@
+"""The table of buckets: what is in each, how it is updated, when it is ready, and which device updates which part."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_of, region_title
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Placement
+from mirrorc.printing.folding import folded
+from mirrorc.printing.spans import range_text
+from mirrorc.printing.values import dtype_name, size_text
+from mirrorc.printing.variants import wrapped
+
+_LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
+_LISTED_SHARES = 8  # so many are written out where lines are folded; of more, the first and the last
+_WIDTH = 158
+_INDENT = "#   "
+_MORE = "#       "  # begins a line that goes on with the one before
+
+
+def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
+    """The lines of the table, and what the optimizer's groups hold.
+
+    Args:
+        program: at any stage.
+        slots: print every gradient on a line of its own.
+        fold: print buckets that differ in their layers alone once, and many shares by the first and the last.
+    """
+    ready = _ready_after(program)
+    lines: list[str] = []
+    for bucket in program.buckets:
+        lines += [_row(bucket, ready.get(bucket.index, "")), *_members(bucket, slots), *_shares(program, bucket, fold)]
+    lines = folded(lines, "# … bucket ") if fold else lines
+    labels = dict.fromkeys(bucket.rule.label for bucket in program.buckets)
+    held = ((label, program.optimizer_groups[label]) for label in labels if label in program.optimizer_groups)
+    return [
+        *lines,
+        *(
+            f"# optimizer {label}: {values} (at compilation; a step takes what the group holds then)"
+            for label, values in held
+        ),
+    ]
+
+
+def _row(bucket: Bucket, ready_after: str) -> str:
+    rule = bucket.rule.label + (" · shared" if bucket.placement is Placement.SHARED else "")
+    rule += f" · ready after {ready_after}" if ready_after else ""
+    head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {size_text(bucket.num_bytes):>9}"
+    return f"{head}  {len(bucket.slots)} gradient{'s' if len(bucket.slots) != 1 else ''}  {rule}"
+
+
+@dataclass
+class _Members:
+    """Gradients of a bucket that follow each other and have their names' beginning in common.
+
+    Attributes:
+        path: the beginning, up to the number of the layer; empty where there is none.
+        first: that number.
+        last: that of the last layer that has the same gradients.
+        names: the rest of the names, each with its shape.
+    """
+
+    path: str
+    first: int
+    last: int
+    names: list[str]
+
+    def title(self) -> str:
+        if not self.path:
+            return ""
+        layers = f"{self.path}{self.first}"
+        return f"{layers}: " if self.first == self.last else f"{layers} … {self.path}{self.last}: "
+
+
+def _members(bucket: Bucket, slots: bool) -> list[str]:
+    if slots:
+        return [f"#     {slot.variable}{list(slot.shape)}" for slot in bucket.slots]
+    lines: list[str] = []
+    for members in _alike(_layers(bucket)):
+        line = _INDENT + members.title()
+        for i, name in enumerate(members.names):
+            if len(line) + len(name) > _WIDTH and i:
+                lines.append(line.rstrip())
+                line = _MORE
+            line += name + " "
+        lines.append(line.rstrip())
+    return lines
+
+
+def _layers(bucket: Bucket) -> list[_Members]:
+    """The gradients of a bucket, layer by layer; those without a layer are taken together."""
+    found: list[_Members] = []
+    for slot in bucket.slots:
+        match = _LAYER.fullmatch(slot.variable)
+        path, number, name = (match[1], int(match[2]), match[3]) if match else ("", 0, slot.variable)
+        if not found or (found[-1].path, found[-1].first) != (path, number):
+            found.append(_Members(path, number, number, []))
+        found[-1].names.append(f"{name}{list(slot.shape)}")
+    return found
+
+
+def _alike(layers: Iterable[_Members]) -> list[_Members]:
+    """Layers that have the same gradients and follow each other, as one."""
+    found: list[_Members] = []
+    for layer in layers:
+        last = found[-1] if found else None
+        if last is not None and layer.path and (last.path, last.names) == (layer.path, layer.names):
+            step = layer.first - last.last
+            if abs(step) == 1 and (last.first == last.last or (last.last - last.first) * step > 0):
+                last.last = layer.first
+                continue
+        found.append(layer)
+    return found
+
+
+def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
+    if bucket.placement is not Placement.SHARED or not bucket.rule.elementwise:
+        return []
+    parts = [
+        f"{device.name} {range_text(*bucket.share(replica, program.num_replicas))}"
+        for replica, device in enumerate(program.devices)
+    ]
+    if fold and len(parts) > _LISTED_SHARES:
+        parts = [*parts[:2], "…", parts[-1]]
+    return wrapped(f"shares, of elements 0 … {bucket.num_elements - 1}: ", parts)
+
+
+def _ready_after(program: Program) -> dict[int, str]:
+    """The gradient of each bucket that comes last on the first device, and its region, once buckets are packed."""
+    found: dict[int, str] = {}
+    graphs = program.graphs() if program.stage >= Stage.PACKED else []
+    names = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
+    for node in calls_to(graphs[0], ops.pack) if graphs else ():
+        if bucket_of(node) not in found:
+            found[bucket_of(node)] = _last_gradient(node, names.get(bucket_of(node), []))
+    return found
+
+
+def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
+    """``d(fc1.weight) in bwd_1``; just what is known of a pack that is malformed."""
+    last: tuple[fx.Node, str] | None = None
+    for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
+        if not isinstance(gradient, fx.Node):
+            continue
+        for part in gradient.all_input_nodes if gradient.target in ops.FACTORED else [gradient]:
+            call = part.args[0] if part.args else None
+            if isinstance(call, fx.Node) and is_region_call(call) and (last is None or not call < last[0]):
+                last = call, name
+    return f"d({last[1]}) in {region_title(region_of(last[0]))}" if last is not None else ""

@@ -1,0 +1,177 @@
+"""Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
+
+A stretch is told again by how its numbers move on: those of buckets, and the first number in each dotted name, as that of a
+layer. So nothing is lost::
+
+    48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
+    b3: f32[50816] = pack(bucket=3, 48 gradients)
+    … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_NUMBERS = re.compile(
+    r"(?<![\w.])(?P<before>b|bucket=|bucket )(?P<bucket>\d+)(?![\d.])"
+    r"|(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)(?=\.[A-Za-z_])"
+    r"|(?<![\w.])(?P<parts>(?:[A-Za-z_]\w*\.)+)(?P<last>\d+)(?![\w.])"
+    r"|(?<![\w.])(?P<identifier>[A-Za-z]\w*?_)(?P<inner>\d+)(?=_[A-Za-z])"
+)
+_KINDS = (("before", "bucket"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
+_MARK = re.compile(
+    r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+): as (?:b|bucket )(?P<base>\d+) "
+    r"\(the (?:(?P<lines>\d+) lines|line) above\)(?:, for (?P<from>\S+) … (?P<to>\S+))?"
+)
+_LONGEST = 24  # lines of a stretch
+_LEAST_REPEATS = 3  # a stretch that comes less often is printed each time
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A line without its numbers.
+
+    Attributes:
+        text: what it says, with single spaces and gaps for the numbers.
+        buckets: its numbers of buckets, in order.
+        layers: its numbers of layers, in order.
+        label: the first layer's name up to its number; empty if there is none.
+    """
+
+    text: str
+    buckets: tuple[int, ...]
+    layers: tuple[int, ...]
+    label: str = ""
+
+
+def folded(lines: Sequence[str], sign: str) -> list[str]:
+    """The lines with stretches that repeat told once.
+
+    Args:
+        lines: of a table or of a function's body.
+        sign: what a line that stands for others begins with: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
+    """
+    shapes = [_shape(line) for line in lines]
+    kept: list[str] = []
+    i = 0
+    while i < len(lines):
+        length, repeats = _longest_stretch(shapes, i)
+        kept += lines[i : i + length]
+        if repeats >= _LEAST_REPEATS:
+            kept.append(_mark(shapes, i, length, repeats, sign))
+            i += length * repeats
+        else:
+            i += length
+    return kept
+
+
+def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
+    """Every line that `folded` was given, with the number of the line that says it; the first is 1."""
+    found: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        mark = _MARK.fullmatch(line)
+        if mark is None:
+            found.append((number, line))
+            continue
+        first, last, base = (int(mark[name]) for name in ("first", "last", "base"))
+        repeats = (last - first) // (first - base) + 1 if first != base else 0
+        begin, end = (_number_at_end(mark[name] or "0") for name in ("from", "to"))
+        layer_step = (end - begin) // (repeats - 1) if repeats > 1 else 0
+        stretch = [text for _, text in found[-int(mark["lines"] or 1) :]]
+        for i in range(1, repeats + 1):
+            found += [(number, _moved(text, i * (first - base), i * layer_step)) for text in stretch]
+    return found
+
+
+def is_mark(line: str) -> bool:
+    """Whether a line stands for others."""
+    return _MARK.fullmatch(line) is not None
+
+
+def _shape(line: str) -> _Shape:
+    buckets: list[int] = []
+    layers: list[int] = []
+    labels: list[str] = []
+
+    def take(name: str, before: str, number: int) -> str:
+        (buckets if name == "bucket" else layers).append(number)
+        if name != "bucket":
+            labels.append(before)
+        return f"{before}#"
+
+    text = _replaced(" ".join(line.split()), take)
+    return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "")
+
+
+def _moved(line: str, buckets: int, layers: int) -> str:
+    return _replaced(line, lambda name, before, number: f"{before}{number + (buckets if name == 'bucket' else layers)}")
+
+
+def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
+    def replace(match: re.Match[str]) -> str:
+        before, name = next((before, name) for before, name in _KINDS if match[name] is not None)
+        return replacement(name, match[before], int(match[name]))
+
+    return _NUMBERS.sub(replace, line)
+
+
+def _longest_stretch(shapes: Sequence[_Shape], start: int) -> tuple[int, int]:
+    """Length and number of the repeats that save most lines from here on; one line, once, if none does."""
+    best, most = (1, 1), 0
+    for length in range(1, min(_LONGEST, (len(shapes) - start) // _LEAST_REPEATS) + 1):
+        if shapes[start].text != shapes[start + length].text:
+            continue
+        repeats = _repeats(shapes, start, length)
+        if repeats >= _LEAST_REPEATS and length * (repeats - 1) > most:
+            best, most = (length, repeats), length * (repeats - 1)
+    return best
+
+
+def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
+    """How often a stretch comes, its numbers moving on evenly."""
+    steps = _steps(shapes, start, start + length, length)
+    repeats = 1
+    if steps is None or not steps[0]:
+        return repeats
+    while start + (repeats + 1) * length <= len(shapes):
+        before = start + (repeats - 1) * length
+        if _steps(shapes, before, before + length, length) != steps:
+            break
+        repeats += 1
+    return repeats
+
+
+def _steps(shapes: Sequence[_Shape], one: int, other: int, length: int) -> tuple[int, int | None] | None:
+    """By how much buckets and layers move on from one stretch to the next; None if they are not alike."""
+    buckets: set[int] = set()
+    layers: set[int] = set()
+    for a, b in zip(shapes[one : one + length], shapes[other : other + length], strict=True):
+        if a.text != b.text:
+            return None
+        buckets.update(y - x for x, y in zip(a.buckets, b.buckets, strict=True))
+        layers.update(y - x for x, y in zip(a.layers, b.layers, strict=True))
+    if len(buckets) != 1 or len(layers) > 1:
+        return None
+    return buckets.pop(), layers.pop() if layers else None
+
+
+def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign: str) -> str:
+    stretch = shapes[start : start + length]
+    base = next(shape.buckets[0] for shape in stretch if shape.buckets)
+    steps = _steps(shapes, start, start + length, length)
+    assert steps is not None, "a stretch that repeats"
+    unit, second = sign.rpartition("… ")[2], "b" if sign.endswith("b") else ""
+    above = "the line above" if length == 1 else f"the {length} lines above"
+    text = f"{sign}{base + steps[0]} … {second}{base + (repeats - 1) * steps[0]}: as {unit}{base} ({above})"
+    named = next((shape for shape in stretch if shape.layers), None)
+    if named is None or not steps[1]:
+        return text
+    first, last = (named.layers[0] + i * steps[1] for i in (1, repeats - 1))
+    return f"{text}, for {named.label}{first} … {named.label}{last}"
+
+
+def _number_at_end(name: str) -> int:
+    match = re.search(r"\d+$", name)
+    return int(match[0]) if match else 0

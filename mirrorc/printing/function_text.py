@@ -1,0 +1,160 @@
+"""The functions of a program: what its devices run, those that run the same up to shapes told together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from torch import fx
+
+from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.folding import folded
+from mirrorc.printing.graph_text import Line, graph_lines, rendered
+from mirrorc.printing.line_comments import share_comment
+from mirrorc.printing.spans import spans
+from mirrorc.printing.values import type_of
+from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
+
+EACH = "each"
+"""What the column of devices says of a line that is every device's."""
+
+_VARIANT = re.compile(r"\.shard\d+$")
+_CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
+_MOST_DIFFERING = 2 / 3  # of a function's lines; one that differs in more of them is printed whole
+_SIGN = "    … b"
+
+
+def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The arguments of a graph, each with its type; ``names`` has those that are called otherwise in print."""
+    placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
+    return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
+
+
+def function_lines(program: Program, *, sources: bool, fold: bool) -> list[str]:
+    """The functions of a program of any stage, each after an empty line.
+
+    Args:
+        program: at any stage.
+        sources: print the user's source lines above operators.
+        fold: print once what repeats in a function, on several devices of the mirrored graph, or for another shape of a shard.
+    """
+    lines: list[str] = []
+    for shard, graph in enumerate(program.shard_graphs):
+        users = [replica for replica, own in enumerate(program.shard_of_replica) if own == shard]
+        above = heading(program, users, is_first=not shard) if users else []
+        body = rendered(graph_lines(program, graph), sources)
+        lines += ["", *above, f"def one_device({signature(graph)}):", *_stretches(program, body, fold)]
+    if program.graph is not None:
+        variants = enumerate(variants_of_mirrored(program))
+        above = [line for i, replicas in variants for line in heading(program, replicas, is_first=not i)]
+        mirrored = graph_lines(program, program.graph)
+        mirrored = (
+            _devices_folded(program, mirrored) if fold else [_with_share(program, line, False) for line in mirrored]
+        )
+        lines += ["", *above, "def all_devices():", *_stretches(program, rendered(mirrored, sources), fold)]
+    return [*lines, *_device_functions(program, sources, fold)]
+
+
+def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
+    return folded(body, _SIGN) if fold and program.stage > Stage.OUTLINED else body
+
+
+def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:
+    """A line with what it says of a share, which is another on every device; ``replica``: whose, if the line does not tell."""
+    own = replica if replica is not None else line.node.kwargs.get("replica")
+    comment = share_comment(program, line.node, own, others) if isinstance(own, int) else ""
+    return replace(line, comment=comment) if comment else line
+
+
+def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
+    """The lines of the mirrored graph, those that several devices have next to each other printed once."""
+    runs = [(device, list(run)) for device, run in itertools.groupby(lines, lambda line: line.device)]
+    found: list[Line] = []
+    while runs:
+        device, run = runs[0]
+        told = [(line.text, line.comment) for line in run]
+        alike = [device]
+        for other, others in runs[1:] if device not in ("", "all") else ():
+            if [(line.text, line.comment) for line in others] != told or other in ("all", *alike):
+                break
+            alike.append(other)
+        runs = runs[len(alike) :]
+        column = device if len(alike) == 1 else EACH if len(alike) == program.num_replicas else spans(alike)
+        found += [replace(_with_share(program, line, len(alike) > 1), device=column) for line in run]
+    return found
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What some devices run.
+
+    Attributes:
+        replicas: who runs it.
+        name: after the first device.
+        signature: its arguments.
+        lines: its body.
+    """
+
+    replicas: Sequence[int]
+    name: str
+    signature: str
+    lines: Sequence[Line]
+
+
+def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
+    """The devices' programs; those that run the same are printed once, of others that do up to shapes what differs."""
+    printed: list[str] = []
+    known: list[_Function] = []
+    for function in _functions(program):
+        above = ["", *heading(program, function.replicas, is_first=not printed)]
+        others = len(function.replicas) > 1
+        lines = [_with_share(program, line, others, function.replicas[0]) for line in function.lines]
+        base, differing = None, None
+        if fold:
+            found = ((other, _differing(other.lines, function.lines)) for other in known)
+            base, differing = next(((other, places) for other, places in found if places is not None), (None, None))
+        comment = f"  # as {base.name}, but for these lines" if base is not None else ""
+        if differing is not None:
+            lines = [replace(lines[i], above=()) for i in differing] + [lines[-1]]
+        elif fold and known:
+            lines = [replace(line, above=()) for line in lines]  # said above
+        if differing is None:
+            known.append(function)
+        body = _stretches(program, rendered(lines, sources), fold)
+        printed += [*above, f"def {function.name}({function.signature}):{comment}", *body]
+    return printed
+
+
+def _functions(program: Program) -> list[_Function]:
+    modules = list(program.device_graphs.values())
+    lines = [graph_lines(program, module.graph) for module in modules]
+    signatures = [signature(module.graph) for module in modules]
+    texts = [tuple((line.text, line.comment) for line in own) for own in lines]
+    keys = [(signatures[r], texts[r], num_examples(program, r)) for r in range(len(modules))]
+    names = device_names(program, range(len(modules)))
+    return [
+        _Function(g, re.sub(r"[^0-9A-Za-z]", "_", names[g[0]]), signatures[g[0]], lines[g[0]]) for g in groups(keys)
+    ]
+
+
+def operation_of(text: str) -> str:
+    """What a line calls, without the variant of a region: lines of two variants correspond where these are the same."""
+    match = _CALLED.match(text)
+    return _VARIANT.sub("", match["operation"]) if match else text
+
+
+def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
+    """The places of the lines to print of a variant of another function; None if it is to be printed whole.
+
+    Where one line of an operation differs, all of that operation are printed, so that it is clear which lines they replace.
+    """
+    operations = [operation_of(line.text) for line in lines]
+    if operations != [operation_of(line.text) for line in base]:
+        return None
+    told = [[(line.text, line.comment) for line in part] for part in (base, lines)]
+    differ = {operation for operation, one, other in zip(operations, *told, strict=True) if one != other}
+    places = [i for i, operation in enumerate(operations) if operation in differ]
+    return places if len(places) <= _MOST_DIFFERING * len(lines) else None

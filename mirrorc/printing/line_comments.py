@@ -1,0 +1,216 @@
+"""What is said beside a line of a graph, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.links import link_named, link_names
+from mirrorc.ir.nodes import (
+    bucket_of,
+    calls_to,
+    is_compute,
+    is_of,
+    is_region_call,
+    origin_of,
+    region_of,
+    replica_of,
+    stays_factored,
+)
+from mirrorc.ir.operation import Kind
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Placement, Role
+from mirrorc.printing.spans import range_text
+from mirrorc.printing.values import type_of
+
+_OWN_STEP = "the optimizer's own step, once for all replicas"
+
+
+def comment_of(program: Program, node: fx.Node) -> str:
+    """What is said of a node at the end of its line; the same on every device that runs the same. Empty for most."""
+    if is_region_call(node):
+        return _modules(program, node)
+    if is_of(node, Kind.FACTORED):
+        return _factored(program, node)
+    comment = _COMMENTS.get(node.target)
+    return comment(program, node) if comment is not None else ""
+
+
+def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
+    """Which part of a bucket a `wait` gives on one device; nothing where it gives the whole.
+
+    Args:
+        program: that the node is in.
+        node: any.
+        replica: the device's.
+        others: whether the line stands for more devices, whose shares the table of buckets has.
+    """
+    launch = node.args[0] if node.target is ops.wait and node.args else None
+    bucket = _bucket(program, node) if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
+    if bucket is None:
+        return ""
+    start, stop = bucket.share(replica, program.num_replicas)
+    elements = f"elements {range_text(start, stop)}" if start < stop else "no elements"
+    where = f" on {program.devices[replica].name}, others: see bucket {bucket.index}" if others else ""
+    return f"{elements} of {bucket.num_elements}{where}"
+
+
+def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    """Lines that are printed above a node: who makes factored gradients; from where on parameters may be written, and why."""
+    return {**_of_factors(program, graph), **_of_writing(program, graph)}
+
+
+def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    first = next((node for node in calls_to(graph, *ops.FACTORED) if _is_made_by_shares(node)), None)
+    text = "a factored gradient is not made here: at the wait each device makes its own share of it, of all replicas' factors"
+    return {first: [text]} if first is not None else {}
+
+
+def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    writes = list(calls_to(graph, ops.update, ops.step_optimizer, ops.store))
+    calls = [node for node in graph.nodes if is_region_call(node)]
+    if not writes or not calls or order[writes[0]] < order[calls[-1]]:
+        return {}
+    if not any(bucket.placement is Placement.SHARED for bucket in program.buckets):
+        alone = "" if program.num_replicas == 1 else ", and each device writes a copy of its own"
+        return {writes[0]: [f"parameters may be written from here on: backward is done{alone}"]}
+    last = next((n for n in calls_to(graph, ops.wait) if _is_after(order, _launch_of(n), calls[-1])), None)
+    if last is None or order[writes[0]] < order[last]:
+        return {}
+    lines = [
+        f"parameters may be written from here on: when the next wait returns, every device has launched b{bucket_of(last)}, its",
+        "last reduction, so it is done with backward, and no device reads the one copy of the parameters any more in this step;",
+        "therefore the bucket that was launched last is waited for first, and the others in the reverse order of their launches",
+    ]
+    waits = list(dict.fromkeys(bucket_of(node) for node in calls_to(graph, ops.wait)))
+    is_reversed = waits == sorted(waits, reverse=True) and len(waits) > 1
+    return {last: lines if is_reversed else [lines[0], lines[1].replace(";", "")]}
+
+
+def _is_after(order: Mapping[fx.Node, int], launch: Any, call: fx.Node) -> bool:
+    return isinstance(launch, fx.Node) and order[launch] > order[call]
+
+
+def _launch_of(wait: fx.Node) -> Any:
+    return wait.args[0] if wait.args else None
+
+
+def _bucket(program: Program, node: fx.Node) -> Bucket | None:
+    index = bucket_of(node)
+    return program.buckets[index] if 0 <= index < len(program.buckets) else None
+
+
+def _modules(program: Program, call: fx.Node) -> str:
+    """The modules that a region covers, first and last as it runs: of the parameters that it reads, or makes gradients of."""
+    region = program.regions.get(region_of(call))
+    if region is None:
+        return ""
+    place = {name: i for i, name in enumerate(program.variables)}  # in the order in which the forward reads them
+    is_forward = region.phase == "forward"
+    reads = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.read}
+    about = (name for name in (reads if is_forward else _made_by(call)) if name in place)
+    names = sorted((n for n in about if program.variables[n].role is Role.PARAMETER), key=place.__getitem__)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in (names if is_forward else names[::-1])))
+    common = _common_beginning(program)
+    span = " … ".join(module.removeprefix(common) for module in [*modules[:1], *modules[1:][-1:]])
+    if is_forward:
+        return f"forward of {span} and the loss" if span else "forward and the loss"
+    has_loss = any(_is_loss_weight(program, node) for node in call.all_input_nodes)
+    return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
+
+
+def _common_beginning(program: Program) -> str:
+    """What all parameters of a program begin with: ``transformer.``; it is left out beside regions."""
+    first = {name.partition(".")[0] for name, variable in program.variables.items() if variable.role is Role.PARAMETER}
+    return f"{next(iter(first))}." if len(first) == 1 else ""
+
+
+def _is_loss_weight(program: Program, node: fx.Node) -> bool:
+    if node.op != "placeholder" and node.target is not ops.argument:
+        return False
+    name = str(node.kwargs.get("name", node.target))
+    return any(argument.kind == "loss_weight" and argument.name == name for argument in program.arguments)
+
+
+def _made_by(call: fx.Node) -> set[str]:
+    """The variables whose gradients a call gives, as they are or as factors."""
+    gradients: Any = call.kwargs.get("gradients") or {}
+    factored = (user for part in call.users for user in part.users if user.target in ops.FACTORED)
+    return {*gradients, *(str(node.kwargs["variable"]) for node in factored)}
+
+
+def _factored(program: Program, node: fx.Node) -> str:
+    """The types of the factors, and who makes the gradient of them."""
+    left, right = (type_of(factor.meta.get("val")) for factor in node.args[:2])  # type: ignore[union-attr]
+    made_of = f"{left} @ {right}" if node.target is ops.product else f"rows {left} added up at {right}"
+    if _is_made_by_shares(node):
+        return f"{made_of}, made by shares at the wait"
+    links = {launch.kwargs.get("link") for launch in _launches_of(node)}
+    return f"{made_of}, made whole by pack" if links and None not in links else made_of
+
+
+def _launches_of(gradient: fx.Node) -> list[fx.Node]:
+    """What takes the bucket that a gradient is packed into."""
+    return [user for pack in gradient.users if pack.target is ops.pack for user in pack.users]
+
+
+def _is_made_by_shares(gradient: fx.Node) -> bool:
+    launches = _launches_of(gradient)
+    return bool(launches) and all(_is_read_in_place(node) for node in launches) and stays_factored(gradient)
+
+
+def _is_read_in_place(launch: fx.Node) -> bool:
+    """Whether each device makes its share of a bucket, out of what all replicas offer in one memory."""
+    link = launch.kwargs.get("link")
+    return launch.target is ops.reduce_scatter and link in link_names() and link_named(link).reads_one_memory
+
+
+def _packed(program: Program, node: fx.Node) -> str:
+    """How many gradients backward has written into the bucket already, how many are copied, and how many are factors."""
+    counts = {"in place": 0, "copied": 0, "factored": 0}
+    for gradient in node.args:
+        if isinstance(gradient, fx.Node):
+            counts[_way_of(gradient)] += 1
+    return ", ".join(f"{number} {way}" for way, number in counts.items() if number)
+
+
+def _way_of(gradient: fx.Node) -> str:
+    if stays_factored(gradient):
+        return "factored"
+    call = origin_of(gradient).args[0] if gradient.args else None
+    if is_compute(gradient) or not isinstance(call, fx.Node) or not is_region_call(call):
+        return "copied"
+    gradients: Any = call.kwargs.get("gradients") or {}
+    place = gradient.args[1] if len(gradient.args) > 1 else None
+    names = {name for name, at in gradients.items() if at == place}
+    slots = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.slot}
+    return "in place" if names & slots else "copied"
+
+
+def _updated(program: Program, node: fx.Node) -> str:
+    bucket = _bucket(program, node)
+    if bucket is None:
+        return ""
+    is_shared = bucket.placement is Placement.SHARED
+    return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
+
+
+_COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
+    {
+        ops.pack: _packed,
+        ops.update: _updated,
+        ops.step_optimizer: lambda program, node: _OWN_STEP,
+    }
+)
+
+
+def owner_of(program: Program, node: fx.Node) -> str:
+    """The device of a node of the mirrored graph; ``all`` for collectives."""
+    replica = replica_of(node)
+    return program.devices[replica].name if replica is not None and replica < program.num_replicas else "all"

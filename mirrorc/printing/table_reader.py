@@ -1,0 +1,92 @@
+"""Reads the table of buckets back."""
+
+from __future__ import annotations
+
+import re
+
+from mirrorc.printing.printed_program import PrintedBucket, PrintedGradient
+from mirrorc.printing.text_cursor import TextCursor
+
+_BUCKET = re.compile(
+    r"# bucket (?P<index>\d+)  (?P<dtype>\S+) +(?P<size>\d+(?:\.\d+)? [KMGT]?i?B)  (?P<count>\d+) gradients?  (?P<rule>\S.*)"
+)
+_READY = re.compile(r"ready after d\((?P<gradient>.*)\) in (?P<region>\S+)")
+_LISTED = "#     "  # begins the line of one gradient, if they are not taken together
+_INDENT = "#   "
+_MORE = "#       "
+_SHARES = "#   shares, "
+_LAYERS = re.compile(r"(?P<path>(?:[A-Za-z_]\w*\.)+)(?P<first>\d+)(?: … (?P=path)(?P<last>\d+))?: (?P<rest>.*)")
+_GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |$)")
+
+
+def read_buckets(text: TextCursor, number: int) -> tuple[PrintedBucket, ...]:
+    """The buckets of a table, of which there must be a number; raises as `TextCursor.fail`."""
+    buckets = []
+    while text.next.startswith("# bucket "):
+        buckets.append(_bucket(text))
+    text.expect(len(buckets) == number, f"{number} buckets up to here, as the heading says; there are {len(buckets)}")
+    return tuple(buckets)
+
+
+def _bucket(text: TextCursor) -> PrintedBucket:
+    row = text.match(_BUCKET, text.take(), "'# bucket INDEX  DTYPE  SIZE  N gradients  RULE'")
+    number, count = text.number, int(row["count"])
+    rule, *facts = row["rule"].split(" · ")
+    ready = [match for fact in facts if (match := _READY.fullmatch(fact))]
+    expected = "'RULE · shared · ready after d(VARIABLE) in REGION' at the end"
+    text.expect(len(ready) + ("shared" in facts) == len(facts), expected)
+    gradients = _gradients(text, count)
+    text.expect(
+        len(gradients) == count, f"{count} gradients up to here, '#     VARIABLE[SHAPE]'; there are {len(gradients)}"
+    )
+    shares = text.take().removeprefix(_SHARES) if text.next.startswith(_SHARES) else ""
+    while shares and text.next.startswith(_MORE):
+        shares += " " + text.take().removeprefix(_MORE)
+    return PrintedBucket(
+        number=number,
+        index=int(row["index"]),
+        dtype=row["dtype"],
+        size=row["size"],
+        num_gradients=count,
+        gradients=tuple(gradients),
+        rule=rule,
+        is_shared="shared" in facts,
+        ready_after=ready[0]["region"] if ready else "",
+        last_gradient=ready[0]["gradient"] if ready else "",
+        shares=shares,
+    )
+
+
+def _gradients(text: TextCursor, count: int) -> list[PrintedGradient]:
+    """The gradients of a bucket: each on a line, or taken together by layers."""
+    found: list[PrintedGradient] = []
+    while text.next.startswith(_INDENT) and not text.next.startswith(_SHARES) and len(found) < count:
+        line = text.take()
+        if line.startswith(_LISTED):
+            found += _listed(text, line.removeprefix(_LISTED))
+            continue
+        line = line.removeprefix(_INDENT)
+        while text.next.startswith(_MORE):
+            line += " " + text.take().removeprefix(_MORE)
+        layers = _LAYERS.fullmatch(line)
+        if layers is None:
+            found += _listed(text, line)
+            continue
+        first, last = int(layers["first"]), int(layers["last"] or layers["first"])
+        for layer in range(first, last + 1) if last >= first else range(first, last - 1, -1):
+            own = _listed(text, layers["rest"])
+            found += [
+                PrintedGradient(f"{layers['path']}{layer}.{gradient.variable}", gradient.shape) for gradient in own
+            ]
+    return found
+
+
+def _listed(text: TextCursor, line: str) -> list[PrintedGradient]:
+    found, place = [], 0
+    while place < len(line):
+        gradient = _GRADIENT.match(line, place)
+        if gradient is None:
+            text.fail("gradients, 'VARIABLE[SHAPE]'")
+        found.append(PrintedGradient(gradient["variable"], gradient["shape"]))
+        place = gradient.end()
+    return found

@@ -1,0 +1,104 @@
+"""Devices that run one program up to shapes, and what is said above it: their shards, loss weight and random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.printing.spans import range_text, spans
+from mirrorc.printing.values import type_of
+
+
+def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
+    """The names of replicas' devices."""
+    return [program.devices[replica].name for replica in replicas]
+
+
+def groups(keys: Iterable[Hashable]) -> list[list[int]]:
+    """The replicas that have equal keys, in the order of the first of each."""
+    found: dict[Hashable, list[int]] = {}
+    for replica, key in enumerate(keys):
+        found.setdefault(key, []).append(replica)
+    return list(found.values())
+
+
+def variants_of_mirrored(program: Program) -> list[list[int]]:
+    """The replicas of a mirrored program, grouped by the types of their arguments."""
+    types: list[list[tuple[str, str]]] = [[] for _ in program.devices]
+    for node in calls_to(program.mirrored_graph, ops.argument):
+        replica = replica_of(node)
+        if replica is not None and replica < len(types):
+            types[replica].append((str(node.kwargs["name"]), type_of(node.meta.get("val"))))
+    return groups((tuple(own), num_examples(program, replica)) for replica, own in enumerate(types))
+
+
+def num_examples(program: Program, replica: int) -> int | None:
+    """How many examples of the batch a replica has; None if that is not known."""
+    return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
+
+
+def heading(program: Program, replicas: Sequence[int], *, is_first: bool = True) -> list[str]:
+    """The lines above a function: which devices run it, on which examples, with which loss weight and random stream.
+
+    Args:
+        program: at any stage.
+        replicas: that run it.
+        is_first: whether no such lines stand above; else what holds for all replicas is not said again.
+    """
+    several = len(replicas) > 1
+    who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {spans(replicas)})"
+    verb = "run this" if several else "runs this"
+    own = num_examples(program, replicas[0])
+    if own is None:
+        return [f"{who} {verb}", *_seed_lines(program, is_first)]
+    total, each = sum(program.num_examples), " each" if several else ""
+    return [
+        f"{who} {verb} on {own} of the batch's {total} example{'s' if total > 1 else ''}{each}",
+        *_example_lines(program, replicas),
+        _weight_line(program, own, total, is_first),
+        *_seed_lines(program, is_first),
+    ]
+
+
+def _example_lines(program: Program, replicas: Sequence[int]) -> list[str]:
+    ends = list(accumulate(program.num_examples))
+    parts = [
+        f"{program.devices[replica].name} {range_text(ends[replica] - program.num_examples[replica], ends[replica])}"
+        for replica in replicas
+    ]
+    return wrapped("examples by their place in the batch, from 0: ", parts)
+
+
+def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
+    name = next((a.name for a in program.arguments if a.kind == "loss_weight"), "loss_weight")
+    if program.loss_reduction == "sum":
+        why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
+        return f"#   {name} = 1{why if is_first else ''}"
+    why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas"
+    return f"#   {name} = {own}/{total}{why if is_first else ''}"
+
+
+def _seed_lines(program: Program, is_first: bool) -> list[str]:
+    name = next((a.name for a in program.arguments if a.kind == "seed"), None)
+    if name is None:
+        return []
+    why = ": each replica draws random numbers of its own; the step's seed is one draw of torch's default generator"
+    return [f"#   {name} = mix(seed of the step, number of the replica){why if is_first else ''}"]
+
+
+_WIDTH = 158
+
+
+def wrapped(title: str, parts: Sequence[str]) -> list[str]:
+    """``#   TITLE part, part, ...`` on lines of bounded width; those after the first are indented further."""
+    lines, line = [], f"#   {title}"
+    for i, part in enumerate(parts):
+        piece = part + (", " if i + 1 < len(parts) else "")
+        if len(line) + len(piece.rstrip()) > _WIDTH and not line.endswith(title) and line.strip("# "):
+            lines.append(line.rstrip())
+            line = "#       "
+        line += piece
+    return [*lines, line]
