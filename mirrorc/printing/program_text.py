@@ -10,7 +10,7 @@ The printed form::
     member    = "#     VARIABLE[SHAPE]"
               | "#   " [ LAYER [ "… LAYER" ] ":" ] VARIABLE[SHAPE] ...
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
-    optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; a step takes what the group holds then)"
+    optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; read anew in each step)"
     remark    = "# remark: " [ PASS ": " ] TEXT
     function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" ] ( line | why )+ "return NAME, ..."
     who       = "# DEVICE, ... (replicas N, ...) run this" [ "on N of the batch's N examples each" ] ( "#   " TEXT )*

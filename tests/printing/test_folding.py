@@ -1,0 +1,102 @@
+import pytest
+from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade
+
+from mirrorc.ir.program import Program
+from mirrorc.printing.folding import folded, is_mark, unfolded
+from mirrorc.printing.reader import read_program_text
+from mirrorc.printing.spans import read_spans, spans
+
+SIGN = "    … b"
+SCREEN = 60  # lines
+
+
+def layers(number: int) -> list[str]:
+    """The lines of backward of so many layers, each in a bucket of its own."""
+    return [
+        line
+        for bucket, layer in enumerate(range(number - 1, -1, -1))
+        for line in (
+            f"    d(h.{layer}.up.weight) = bwd_1(slot(h.{layer}.up.weight))   # backward of h.{layer}.up",
+            f"    b{bucket}: f32[16] = pack(bucket={bucket}, d(h.{layer}.up.weight))",
+        )
+    ]
+
+
+def test_stretches_that_move_on_evenly_are_told_once_and_come_back() -> None:
+    lines = ["    loss: f32[] = fwd_0(x)", *layers(31), "    return loss"]
+    short = folded(lines, SIGN)
+    assert short == [*lines[:3], "    … b1 … b30: as b0 (the 2 lines above), for h.29 … h.0", lines[-1]]
+    assert [text for _, text in unfolded(short)] == lines
+    assert [number for number, _ in unfolded(short)] == [1, 2, 3, *[4] * 60, 5]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_comes_less_than_three_times_is_printed_each_time(number: int) -> None:
+    assert folded(layers(number), SIGN) == layers(number)
+
+
+def test_what_does_not_move_on_evenly_is_printed() -> None:
+    lines = layers(9)
+    for place, line in (
+        (8, lines[8].replace("h.4.", "h.7.")),  # a layer out of line
+        (9, lines[9].replace("b4:", "b7:")),  # a bucket out of line
+        (8, lines[8].replace("bwd_1", "bwd_2")),  # another region
+        (9, lines[9].replace("f32[16]", "f32[17]")),  # another size
+    ):
+        changed = [*lines[:place], line, *lines[place + 1 :]]
+        short = folded(changed, SIGN)
+        assert any(line in text for text in short), (line, short)
+        assert [text for _, text in unfolded(short)] == changed
+
+
+def test_numbers_that_are_none_of_buckets_or_layers_stay() -> None:
+    lines = [
+        f"    b{i}_share: share of f32[20] = wait(bucket={i}, b{i}_pending)  # elements 0 … 9 of 20" for i in range(9)
+    ]
+    assert folded(lines[::-1], SIGN)[1] == "    … b7 … b0: as b8 (the line above)"
+    assert [text for _, text in unfolded(folded(lines[::-1], SIGN))] == lines[::-1]
+
+
+def deep(num_layers: int) -> Program:
+    weights = [Weight(f"h.{i}.{name}", (40, 8)) for i in range(num_layers) for name in ("up.weight", "down.weight")]
+    return handmade(3, [Weight("first"), *weights, Weight("last")], uneven=True)
+
+
+def test_a_deep_model_fits_on_a_screen_at_every_stage_with_buckets_and_nothing_is_lost() -> None:
+    caps = {"bucket_cap_mb": 2 * 40 * 8 * 4 / 2**20, "first_bucket_mb": 1e-6}
+    for name, program in every_stage(deep(32), **caps).items():
+        short, whole = program.to_text(), program.to_text(fold=False)
+        read, expected = read_program_text(short), read_program_text(whole)
+        assert len(read.buckets) == len(program.buckets) >= 32
+        assert [b.gradients for b in read.buckets] == [b.gradients for b in expected.buckets]
+        assert [(b.size, b.ready_after, b.last_gradient, b.shares) for b in read.buckets] == [
+            (b.size, b.ready_after, b.last_gradient, b.shares) for b in expected.buckets
+        ]
+        for device in expected.devices:
+            lines = [[line.text for line in side.lines_of(device)] for side in (read, expected)]
+            assert lines[0] == lines[1], (name, device)
+        assert any(is_mark(line) for line in short.splitlines()) and not any(map(is_mark, whole.splitlines()))
+        if program.device_graphs:
+            schedule = [line for line in short.splitlines() if not line.startswith("# remark: ")]
+            assert len(schedule) <= SCREEN < len(whole.splitlines()), len(schedule)
+
+
+def test_devices_that_do_the_same_next_to_each_other_are_told_together() -> None:
+    program = every_stage(deep(1), **SMALL_BUCKETS)["insert-all-reduce"]
+    text = program.to_text()
+    assert (
+        "    cpu:0, cpu:1 | loss: f32[] " in text
+        and "    cpu:2        | loss: f32[] " in text
+        and "fwd_0.shard1(" in text
+    )
+    assert "    each         | b0: f32[16] " in text and "    all          | b0_pending: " in text
+
+
+def test_spans() -> None:
+    for items, text in (
+        (["cpu:0", "cpu:1", "cpu:2", "cpu:5"], "cpu:0 … cpu:2, cpu:5"),
+        (["cpu:0", "cpu:1"], "cpu:0, cpu:1"),
+        (["cuda:0/0", "cuda:0/1", "cuda:1/0"], "cuda:0/0, cuda:0/1, cuda:1/0"),
+        (["0", "2", "3", "4"], "0, 2 … 4"),
+    ):
+        assert spans(items) == text and read_spans(text) == tuple(items)
