@@ -36,8 +36,8 @@ ORDER = (
     "runtime/state",
     "runtime/profiling",
     "runtime/devices",
+    "mirrorc/printing",  # which tells what analyses find
     "mirrorc/analysis",
-    "mirrorc/printing",
     "mirrorc/pipeline",
     "mirrorc/serialization",
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.links import link_named, link_names
+from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import (
     bucket_of,
     calls_to,
@@ -20,7 +21,6 @@ from mirrorc.ir.nodes import (
     origin_of,
     region_of,
     replica_of,
-    stays_factored,
 )
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import Program
@@ -66,7 +66,7 @@ def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    first = next((node for node in calls_to(graph, *ops.FACTORED) if _is_made_by_shares(node)), None)
+    first = next((node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES), None)
     text = "a factored gradient is not made here: at the wait each device makes its own share of it, of all replicas' factors"
     return {first: [text]} if first is not None else {}
 
@@ -147,28 +147,11 @@ def _made_by(call: fx.Node) -> set[str]:
 
 def _factored(program: Program, node: fx.Node) -> str:
     """The types of the factors, and who makes the gradient of them."""
-    left, right = (type_of(factor.meta.get("val")) for factor in node.args[:2])  # type: ignore[union-attr]
-    made_of = f"{left} @ {right}" if node.target is ops.product else f"rows {left} added up at {right}"
-    if _is_made_by_shares(node):
-        return f"{made_of}, made by shares at the wait"
-    links = {launch.kwargs.get("link") for launch in _launches_of(node)}
-    return f"{made_of}, made whole by pack" if links and None not in links else made_of
-
-
-def _launches_of(gradient: fx.Node) -> list[fx.Node]:
-    """What takes the bucket that a gradient is packed into."""
-    return [user for pack in gradient.users if pack.target is ops.pack for user in pack.users]
-
-
-def _is_made_by_shares(gradient: fx.Node) -> bool:
-    launches = _launches_of(gradient)
-    return bool(launches) and all(_is_read_in_place(node) for node in launches) and stays_factored(gradient)
-
-
-def _is_read_in_place(launch: fx.Node) -> bool:
-    """Whether each device makes its share of a bucket, out of what all replicas offer in one memory."""
-    link = launch.kwargs.get("link")
-    return launch.target is ops.reduce_scatter and link in link_names() and link_named(link).reads_one_memory
+    form = FORMS.get(node.target)
+    types = [type_of(factor.meta.get("val")) for factor in node.all_input_nodes]
+    made_of = form.expression(*types) if form is not None else ", ".join(types)
+    maker = maker_of(node)
+    return f"{made_of}, made {maker.value}" if maker is not None else made_of
 
 
 def _packed(program: Program, node: fx.Node) -> str:
