@@ -55,7 +55,18 @@ def test_bodies_of_other_shapes_are_other_regions() -> None:
 def test_shard_shapes_share_the_regions_that_do_not_depend_on_them() -> None:
     program = outlined(handmade(uneven=True))
     called = [[call.kwargs["region"] for call in targets(graph, ops.call_region)] for graph in program.shard_graphs]
-    assert called == [["fwd_0", "bwd_0", "bwd_1"], ["fwd_1", "bwd_0", "bwd_1"]]
+    assert called == [["fwd_0", "bwd_0", "bwd_1"], ["fwd_0_shard1", "bwd_0", "bwd_1"]]
+
+
+def test_a_region_of_another_shard_shape_is_called_after_its_counterpart() -> None:
+    program = outlined(captured_two_layers(3, rows=8))
+    first, second = (
+        [call.kwargs["region"] for call in targets(graph, ops.call_region)] for graph in program.shard_graphs
+    )
+    assert first == ["fwd_0", "bwd_0", "bwd_1", "bwd_2", "bwd_3"]
+    assert second == [f"{name}_shard1" for name in first]
+    assert list(program.regions) == [*first, *second]
+    assert "= bwd_0.shard1(" in program.to_text() and "\nregion bwd_0.shard1(" in program.to_text(regions=True)
 
 
 @pytest.mark.parametrize("program", [handmade(buffer=True), captured_two_layers()], ids=["handmade", "captured"])
