@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import Program
-from mirrorc.printing.graph_text import graph_lines, rendered_line
+from mirrorc.ir.source_lines import source_line
+from mirrorc.printing.graph_text import Line, graph_lines, rendered_line
 
 _AROUND = 5  # lines shown before and after one that an error is about
 
@@ -29,7 +31,13 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
     place = place_of[near]
     shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
     width = max(len(lines[i].device) for i in shown)
-    return "\n\n" + "\n".join(("  > " if i == place else "    ") + rendered_line(lines[i], width) for i in shown)
+    return "\n\n" + "\n".join(("  > " if i == place else "    ") + _shown(lines[i], width) for i in shown)
+
+
+def _shown(line: Line, width: int) -> str:
+    """A line; that of a region with the user's line, too."""
+    source = source_line(line.node) if is_region_call(line.node) else ""
+    return rendered_line(line, width) + (f", {source}" if source else "")
 
 
 def _nearest(node: fx.Node) -> Iterator[fx.Node]:

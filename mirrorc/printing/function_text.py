@@ -119,9 +119,7 @@ def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
         comment = f"  # as {base.name}, but for these lines" if base is not None else ""
         if differing is not None:
             lines = [replace(lines[i], above=()) for i in differing] + [lines[-1]]
-        elif fold and known:
-            lines = [replace(line, above=()) for line in lines]  # said above
-        if differing is None:
+        else:
             known.append(function)
         body = _stretches(program, rendered(lines, sources), fold)
         printed += [*above, f"def {function.name}({function.signature}):{comment}", *body]

@@ -45,7 +45,7 @@ def test_an_optimizer_that_is_not_elementwise_runs_once_and_its_parameters_are_b
     stores = targets(program.mirrored_graph, ops.store)
     assert [(n.kwargs["bucket"], n.kwargs["replica"]) for n in stores] == [(index, 1) for index in whole]
     FileCheck().check_count("update(bucket=1", 2, exactly=True).check("step_optimizer(b0_sum, b2_sum)").run(
-        program.to_text()
+        program.to_text(fold=False)
     )
 
 

@@ -37,7 +37,7 @@ def test_each_replica_runs_the_graph_of_its_shard_shape() -> None:
     forward = {c.kwargs["replica"]: c.kwargs["region"] for c in targets(graph, ops.call_region)
                if str(c.kwargs["region"]).startswith("fwd")}  # fmt: skip
     rows = {n.kwargs["replica"]: n.meta["val"].size(0) for n in targets(graph, ops.argument) if n.kwargs["name"] == "x"}
-    assert forward == {0: "fwd_0", 1: "fwd_0", 2: "fwd_1"}
+    assert forward == {0: "fwd_0", 1: "fwd_0", 2: "fwd_0_shard1"}
     assert rows == {0: 2, 1: 2, 2: 1}
 
 

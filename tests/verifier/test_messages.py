@@ -90,8 +90,8 @@ def test_at_most_eleven_lines_are_shown(pass_name: str) -> None:
     assert "breaks the rule collectives_are_waited_for_once of stage REDUCED and later: all_reduce of bucket " in said
     assert len(shown) == 11 and [i for i, line in enumerate(shown) if line.startswith("  > ")] == [5]
     assert "_pending: pending f32[" in shown[5] and "= all_reduce(bucket=" in shown[5]
-    text = [line.strip() for line in program.to_text().splitlines()]
-    assert all(line.removeprefix("  > ").strip() in text for line in shown)
+    text = [line.partition("  # ")[0].strip() for line in program.to_text(fold=False).splitlines()]
+    assert all(line.removeprefix("  > ").partition("  # ")[0].strip() in text for line in shown)
 
 
 def test_a_place_in_a_region_is_shown_in_its_body() -> None:
@@ -119,7 +119,7 @@ def test_a_region_call_is_shown_with_the_users_line() -> None:
         and re.search(r": \w+ is made of \w+, where it was of \w+", said)
     )
     assert any(line.startswith("  > cpu:0 | ") for line in shown)
-    assert any("bwd_0(" in line and "# tiny_programs.py:" in line for line in shown)
+    assert any("bwd_0(" in line and ", tiny_programs.py:" in line for line in shown)
 
 
 def test_a_table_is_no_place_in_the_program() -> None:
