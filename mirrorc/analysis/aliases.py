@@ -38,8 +38,9 @@ def viewed_variable(program: Program, value: fx.Node) -> str | None:
     if not isinstance(call, fx.Node) or not is_region_call(call):
         return None
     body = program.regions[region_of(call)].graph_module.graph
-    placeholders = [node for node in body.nodes if node.op == "placeholder"]
     results: Any = body.output_node().args[0]
     inside = viewed(results[value.args[1]])
-    given = call.args[placeholders.index(inside)] if inside in placeholders else None
+    if inside.op != "placeholder":
+        return None
+    given = call.args[[node for node in body.nodes if node.op == "placeholder"].index(inside)]
     return viewed_variable(program, given) if isinstance(given, fx.Node) else None

@@ -245,6 +245,25 @@ def a_function_of_python(graph: fx.Graph) -> None:
     insert_before_output(graph, operator.add, loss, loss, 1)
 
 
+def use_a_view_after_the_update(graph: fx.Graph) -> None:
+    """The view was made before the update, and is of what the update has written."""
+    read = first(graph, ops.read)
+    with graph.inserting_after(read):
+        view = graph.call_function(torch.ops.aten.alias.default, (read,))
+    view.meta["val"] = read.meta["val"]
+    insert_before_output(graph, torch.ops.aten.neg.default, read, view)
+
+
+def use_a_view_while_others_update(graph: fx.Graph) -> None:
+    """The last replica uses a view of a parameter after its last launch, for which others wait before they write."""
+    read, wait = (targets(graph, operation)[-1] for operation in (ops.read, ops.reduce_scatter))
+    with graph.inserting_after(read):
+        view = graph.call_function(torch.ops.aten.alias.default, (read,))
+    with graph.inserting_after(wait):
+        used = graph.call_function(torch.ops.aten.neg.default, (view,))
+    view.meta["val"] = used.meta["val"] = read.meta["val"]
+
+
 def an_operator_that_writes(graph: fx.Graph) -> None:
     packed = first(graph, ops.pack)
     insert_before_output(graph, torch.ops.aten.mul_.Tensor, packed, packed, 2)
@@ -620,6 +639,8 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", give_another_loss),
     ],
     "variables_are_written_after_reads": [
+        at("insert-update", use_a_view_after_the_update),
+        at("lower-devices", use_a_view_after_the_update),
         at("schedule-overlap", update_before_a_region),
         on_every_device("lower-devices", update_before_a_region),
     ],
@@ -638,6 +659,7 @@ BAD: dict[str, list[Mutation]] = {
         bucket_change("lower-devices", lambda b: (b[0], dataclasses.replace(b[1], placement=Placement.SHARED))),
     ],
     "shared_parameters_are_written_last": [
+        sharded(use_a_view_while_others_update),
         sharded(lambda graph: move_to_end(graph, first(graph, ops.wait), first(graph, ops.update))),
         sharded(lambda graph: write_before_the_wait(graph, replica=1)),
     ],

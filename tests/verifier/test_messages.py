@@ -35,7 +35,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.checked_graphs import Checked
-from mirrorc.verifier.rules import every_bucket_is_updated_once
+from mirrorc.verifier.rules.updates import every_bucket_is_updated_once
 from mirrorc.verifier.verifier import Verify, verify
 
 

@@ -1,6 +1,8 @@
+import importlib
 import inspect
 import operator
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
 
 import pytest
 from broken_programs import BAD, CAPS, first, read_early, two_buckets, update_early, whole_optimizer
@@ -21,20 +23,26 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.verifier.rules import no_device_waits_for_ever
-from mirrorc.verifier.verifier import GRAPHS_FIRST, GRAPHS_LAST, LAST, RELATIONS, RULES, Verify, rules, verify
+from mirrorc.verifier import rules as rules_folder
+from mirrorc.verifier.rule import Order, Rule, Scope, rule, rules, withdraw
+from mirrorc.verifier.rules.ordering import no_device_waits_for_ever
+from mirrorc.verifier.rules.programs import Violation
+from mirrorc.verifier.verifier import Verify, verify
 
 CASES = [
     pytest.param(rule, *mutation, id=f"{rule}-{i}") for rule, found in BAD.items() for i, mutation in enumerate(found)
 ]
 
 
-KINDS = {
-    **{rule.__name__: f"of stage {stage.name}( and later)?" for stage, found in RULES.items() for rule in found},
-    **{rule.__name__: "of every stage" for rule in (*LAST, *GRAPHS_FIRST, *GRAPHS_LAST)},
-    **{rule.__name__: "on passes" for rule in RELATIONS},
-}
-RELATION_NAMES = {rule.__name__ for rule in RELATIONS}
+RULES = {rule.name: rule for rule in rules()}
+PASS_RULES = {name for name, rule in RULES.items() if rule.scope is Scope.PASS}
+
+
+def kind_of(rule: Rule) -> str:
+    """What a message says of a rule, as a pattern."""
+    if rule.scope is Scope.PASS:
+        return "on passes"
+    return f"of stage {rule.since.name}( and later)?" if rule.since is not None else "of every stage"
 
 
 @pytest.mark.parametrize(("rule", "pass_name", "mutate"), CASES)
@@ -45,8 +53,10 @@ def test_a_program_that_breaks_a_rule_is_refused(
     assert [len(bucket.slots) for bucket in program.buckets] == [2, 1]
     verify(program, before=before)
     mutant = mutate(program)
-    with pytest.raises(VerifyError, match=f"pass 'mine' gave a program that breaks the rule {rule} {KINDS[rule]}:"):
-        verify(mutant, after="mine", before=before if rule in RELATION_NAMES else None)
+    with pytest.raises(
+        VerifyError, match=f"pass 'mine' gave a program that breaks the rule {rule} {kind_of(RULES[rule])}:"
+    ):
+        verify(mutant, after="mine", before=before if rule in PASS_RULES else None)
 
 
 def test_an_update_while_backward_reads_other_parameters_is_allowed() -> None:
@@ -59,19 +69,58 @@ def test_an_update_while_backward_reads_other_parameters_is_allowed() -> None:
 
 
 def test_every_rule_is_provoked() -> None:
-    lists = [*RULES.values(), LAST, GRAPHS_FIRST, GRAPHS_LAST, RELATIONS]
-    assert set(BAD) == {rule.__name__ for found in lists for rule in found} and all(BAD.values())
-    assert len(KINDS) == sum(map(len, lists))
+    assert set(BAD) == set(RULES) and all(BAD.values())
 
 
-def test_every_rule_is_in_a_list() -> None:
-    """A rule that nobody lists is never checked."""
-    assert set(KINDS) == {name for name in rules.__all__ if inspect.isgeneratorfunction(getattr(rules, name))}
-    assert all(inspect.getdoc(getattr(rules, name)) for name in KINDS)
+def test_every_rule_in_the_folder_is_registered() -> None:
+    """A rule that nobody registers is never checked."""
+    found = set()
+    for module in pkgutil.iter_modules(rules_folder.__path__):
+        own = vars(importlib.import_module(f"{rules_folder.__name__}.{module.name}"))
+        found |= {name for name, value in own.items() if _is_check(value) and value.__module__.endswith(module.name)}
+    assert set(RULES) == found
+    assert {rule.since for rule in RULES.values() if rule.since is not None} == set(Stage), "each stage brings rules"
 
 
-def test_every_stage_has_its_list_of_rules() -> None:
-    assert list(RULES) == list(Stage)
+def _is_check(value: object) -> bool:
+    """Whether something is a public generator of violations of a program, and no part of one."""
+    if not inspect.isgeneratorfunction(value) or value.__name__.startswith("_"):
+        return False
+    first = next(iter(inspect.signature(value).parameters), "")
+    return first in ("program", "before") and "Violation" in str(inspect.signature(value).return_annotation)
+
+
+def test_rules_that_others_stand_on_are_checked_first() -> None:
+    orders = [rule.order for rule in rules() if rule.scope is not Scope.PASS]
+    assert orders == sorted(orders) and orders[0] is Order.FORM and orders[-1] is Order.TYPES
+    assert rules()[0].name == "graphs_are_well_formed"
+    assert [rule.name for rule in rules()][-2:] == ["tables_are_kept", "dataflow_is_kept"]
+    in_the_middle = [rule.since for rule in rules() if rule.order is Order.MEANING and rule.scope is Scope.PROGRAM]
+    assert in_the_middle == sorted(in_the_middle, key=int)
+
+
+def test_a_rule_from_outside_is_checked_and_taken_back() -> None:
+    program = run_up_to("pack-gradients", two_buckets(), **CAPS)
+
+    @rule(since=Stage.PACKED)
+    def buckets_are_small(program: Program) -> Iterator[Violation]:
+        """No bucket has more than one element."""
+        for graph in program.graphs():
+            yield from (Violation("it is large", node) for node in targets(graph, ops.pack))
+
+    try:
+        verify(run_up_to("replicate", two_buckets(), **CAPS))
+        with pytest.raises(
+            VerifyError, match=r"the rule buckets_are_small of stage PACKED: it is large. The rule: No bucket has more"
+        ):
+            verify(program)
+        with pytest.raises(ValueError, match="there is a rule 'buckets_are_small' already"):
+            rule(since=Stage.LOWERED)(buckets_are_small)
+    finally:
+        withdraw(buckets_are_small)
+    verify(program)
+    with pytest.raises(ValueError, match="has no docstring"):
+        rule()(lambda program: iter(()))
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS], ids=["one-bucket", "many-buckets"])

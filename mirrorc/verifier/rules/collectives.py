@@ -15,9 +15,11 @@ from mirrorc.ir.links import check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
+from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
 
 
+@rule(since=Stage.REDUCED)
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
     """Each replica that takes part waits for a pending value exactly once, under its own tag; nothing else uses it."""
     for where, graph, replicas in scopes(program):
@@ -36,6 +38,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{node.name} waits for {node.args[0]}, which is not in flight", node)
 
 
+@rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
     """Nothing uses a bucket but the reduction that it is packed for, nor what operators of torch make of it on the way there."""
     for _, graph, _ in scopes(program):
@@ -65,6 +68,7 @@ def _leads_to(node: fx.Node, given: fx.Node) -> bool:
     return any(value is node for value in _way(origin_of(given), given))
 
 
+@rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     """From a bucket's `pack` on, no region of that replica writes into its slots; what is sent is not written any more."""
     parts = BucketParts(program)
@@ -127,6 +131,7 @@ def _say_memory(memory: _Memory) -> str:
     return memory.name if isinstance(memory, fx.Node) else f"the {memory[0]} of bucket {memory[1]}"
 
 
+@rule(since=Stage.REDUCED)
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
     """Reductions add up, and what is broadcast or sent is a part of the bucket that it is tagged with: gradients that have been
     added up so far, each once, or parameters that the optimizer has made."""
@@ -150,6 +155,7 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
                     )
 
 
+@rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
     """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends."""
     if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
@@ -168,6 +174,7 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
             yield Violation(f"{say(node)} joins replicas {found}, not each of {program.num_replicas} once", node)
 
 
+@rule(since=Stage.LOWERED)
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
     """Every collective of a lowered program names a link; broadcasts are sends and receipts."""
     for _, graph, _ in scopes(program):
@@ -176,6 +183,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
 
 
+@rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
     """A link that a collective names exists, can join the program's devices, and carries that collective."""
     for _, graph, _ in scopes(program):

@@ -26,6 +26,7 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.value_types import value_type
+from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
@@ -34,6 +35,7 @@ _UNCHANGED = -1  # a way on which nothing is made of the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
+@rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
     """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same; a pass
     that means to change one says so by the attribute changes_dataflow = True.

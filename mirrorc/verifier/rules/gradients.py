@@ -25,9 +25,11 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 
+@rule(since=Stage.CAPTURED)
 def slots_are_disjoint(program: Program) -> Iterator[Violation]:
     """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
     for i, bucket in enumerate(program.buckets):
@@ -47,6 +49,7 @@ def slots_are_disjoint(program: Program) -> Iterator[Violation]:
                 yield Violation(f"bucket {i}: {slot.variable} follows another update rule than the bucket")
 
 
+@rule(since=Stage.CAPTURED)
 def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
     """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
@@ -64,6 +67,7 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
         yield from (Violation(f"the slot of {name} has no gradient") for name in sorted(set(slots) - gradients))
 
 
+@rule(since=Stage.PACKED)
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
     """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
     for where, graph, replicas in scopes(program):
@@ -91,6 +95,7 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
                     )
 
 
+@rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
     """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
     for _, graph, _ in scopes(program):
@@ -106,6 +111,7 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
                 yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
 
 
+@rule(since=Stage.PACKED)
 def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed as that of its own variable and replica."""
     for _, graph, _ in scopes(program):
@@ -131,6 +137,7 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
+@rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
     """All replicas pack the same gradients of a bucket as factors: nobody could add factors to a whole gradient."""
     expected: dict[int, tuple[set[str], str]] = {}
@@ -147,6 +154,7 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
                 )
 
 
+@rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before it is made."""
     for graph in program.graphs():
@@ -159,6 +167,7 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
                     )
 
 
+@rule(since=Stage.OUTLINED)
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
     """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
     for graph in program.graphs():
@@ -167,6 +176,7 @@ def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]
                 yield from _wrong_slots(program, call)
 
 
+@rule(since=Stage.CAPTURED)
 def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
     """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
     for region in program.regions.values():
@@ -178,6 +188,7 @@ def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
                 )
 
 
+@rule(since=Stage.CAPTURED)
 def regions_write_only_slots(program: Program) -> Iterator[Violation]:
     """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
     for graph in program.graphs():

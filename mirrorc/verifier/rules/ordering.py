@@ -12,14 +12,16 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
+from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 
 Step = tuple[str, fx.Node]  # a device, and a node of its program
 
 
+@rule(since=Stage.LOWERED)
 def collectives_have_one_order(program: Program) -> Iterator[Violation]:
     """Every device launches the same collectives, of one tag, type and link, in one order, and waits for them in one order."""
     orders = {
@@ -64,6 +66,7 @@ def _describe(node: fx.Node) -> str:
     return f"{say(node)}{given}{link}"
 
 
+@rule(since=Stage.REDUCED)
 def every_send_is_received(program: Program) -> Iterator[Violation]:
     """Each send has one receipt of the same bucket, chunk and round, by the replica that it names, over its link; each receipt
     has one send."""
@@ -88,6 +91,7 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
             )
 
 
+@rule(since=Stage.LOWERED)
 def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
     """No circle of waits: a wait follows what its own device does before it, and every launch and send that it waits for."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()

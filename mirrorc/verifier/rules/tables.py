@@ -12,9 +12,11 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_region_call, name_of, region_of, replica_of
 from mirrorc.ir.operation import operation_of
 from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation
 
 
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
     """Up to OUTLINED there is a graph per shard shape, up to SCHEDULED the mirrored graph, in LOWERED one per device."""
     found = (bool(program.shard_graphs), program.graph is not None, bool(program.device_graphs))
@@ -37,6 +39,7 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
         yield Violation(f"there are graphs for {', '.join(program.device_graphs)}, which are not the devices in order")
 
 
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def references_lead_somewhere(program: Program) -> Iterator[Violation]:
     """Variables, buckets, regions and gradients that nodes and slots name are in the program, and no bucket is empty."""
     for bucket in program.buckets:
@@ -70,6 +73,7 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
                 yield Violation(f"{node.name} gives the gradient of {name} as result {place} of {len(results)}", node)
 
 
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
     """An operation has its keywords and takes as many values as it needs: an optimizer's step one for each bucket, others one."""
     for graph in program.graphs():
@@ -90,6 +94,7 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{node.name} takes {expected} values, but is given {len(node.args)}", node)
 
 
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def arguments_are_in_order(program: Program) -> Iterator[Violation]:
     """A replica takes the program's arguments, all of them, in their order."""
     names = [argument.name for argument in program.arguments]
@@ -107,6 +112,7 @@ def arguments_are_in_order(program: Program) -> Iterator[Violation]:
                 yield Violation(f"the arguments are {', '.join(names)}, but{where} taken as {', '.join(own)}")
 
 
+@rule(since=Stage.CAPTURED)
 def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
     """A slot has the shape, strides and number of elements of its variable."""
     for bucket in program.buckets:
@@ -122,6 +128,7 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
                 )
 
 
+@rule(scope=Scope.PASS, order=Order.REFERENCES)
 def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
     """A pass keeps the devices, the arguments and the variables."""
     for name in ("devices", "arguments", "variables"):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import fx
 
+from mirrorc.analysis.aliases import viewed_variable
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, region_of, replica_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, replica_of
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
 from mirrorc.ir.variables import Placement
+from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
@@ -27,6 +27,7 @@ from mirrorc.verifier.rules.programs import (
 )
 
 
+@rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
     parts = BucketParts(program)
@@ -83,6 +84,7 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
     return int(start < stop)
 
 
+@rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
     for _, graph, _ in scopes(program):
@@ -93,51 +95,29 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{say(node)} does not fit its parameters, which are {bucket.placement.value}", node)
 
 
+@rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable after every region of its own that reads it, or a view of it."""
+    """A replica writes a variable after everything of its own that uses it, or a view of it."""
     for where, graph, replicas in scopes(program):
         for replica in replicas:
-            written: set[str] = set()
+            written: set[str | None] = set()
             for node in graph.nodes:
-                if replica_of(node) != replica:
+                if replica_of(node) != replica or node.op == "output":
                     continue
+                if written and node.target is not operator.getitem:  # which gives a part, and uses none
+                    used = {viewed_variable(program, source) for source in node.all_input_nodes}
+                    early = sorted(name for name in written & used if name is not None)
+                    if early:
+                        yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
                 if node.target is ops.write:
                     written.add(str(node.kwargs["variable"]))
                 for index in written_buckets(node):
                     written.update(slot.variable for slot in program.buckets[index].slots)
-                if written and (is_region_call(node) or is_compute(node)):
-                    early = sorted(written & {_variable_of(program, source) for source in node.all_input_nodes})
-                    if early:
-                        yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
 
 
-def _is_view(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return any(result.alias_info is not None for result in target._schema.returns)
-
-
-def _variable_of(program: Program, node: fx.Node) -> str:
-    """The variable that a value is, or is a view of; empty if it is a value of its own."""
-    while node.target is operator.getitem:
-        call = node.args[0]
-        assert isinstance(call, fx.Node)
-        if not is_region_call(call):
-            return ""
-        body = program.regions[region_of(call)].graph_module.graph
-        value: Any = body.output_node().args[0][node.args[1]]  # type: ignore[index]
-        while _is_view(value.target):
-            value = value.args[0]
-        if value.op != "placeholder":
-            return ""
-        given = call.args[[n for n in body.nodes if n.op == "placeholder"].index(value)]
-        assert isinstance(given, fx.Node)
-        node = given
-    return str(node.kwargs["variable"]) if node.target is ops.read else ""
-
-
+@rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before it writes shared parameters, a device has waited for a reduction that all devices launch after their last region."""
+    """Before it writes shared parameters, a device has waited for a reduction that all launch after their last use of any."""
     shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
     if not shared:
         return
@@ -146,7 +126,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
         for where, graph, replicas in scopes(program)
         for replica in replicas
     ]
-    late = set.intersection(*(_launched_after_regions(nodes) for _, nodes in orders))
+    late = set.intersection(*(_launched_after_uses(program, nodes) for _, nodes in orders))
     for where_name, nodes in orders:
         is_safe = False
         for node in nodes:
@@ -159,6 +139,11 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
                 )
 
 
-def _launched_after_regions(nodes: list[fx.Node]) -> set[tuple[str, int]]:
+def _launched_after_uses(program: Program, nodes: list[fx.Node]) -> set[tuple[str, int]]:
+    """The reductions that a device launches when it is done with regions, and with operators on variables or views of them."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
+    for i, node in enumerate(nodes[last + 1 :], last + 1):
+        if node.op != "output" and node.target is not operator.getitem:
+            is_use = any(viewed_variable(program, source) is not None for source in node.all_input_nodes)
+            last = i if is_use else last
     return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}

@@ -10,12 +10,14 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_known, name_of, origin_of, replica_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
 from mirrorc.ir.value_types import say_type, value_type
+from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 
+@rule(scope=Scope.GRAPH, order=Order.FORM)
 def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violation]:
     """Every value is defined before it is used, in its own graph, and names are unique (torch.fx's own lint)."""
     try:
@@ -26,6 +28,7 @@ def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violat
         yield Violation(f"graph is malformed: {message}", next((n for n in graph.nodes if n.name in named[-1:]), None))
 
 
+@rule(scope=Scope.GRAPH, order=Order.TYPES)
 def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
     """Every value has the shape, strides and dtype that its operation gives, recomputed from its arguments with fake tensors."""
     for node in graph.nodes:
@@ -46,6 +49,7 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
             yield Violation(f"{node.name}: {error}", node)
 
 
+@rule(order=Order.OWNERS)
 def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
     """In the mirrored graph, what a node is given belongs to its own replica, but for collectives, which join all."""
     if program.graph is None:
@@ -62,6 +66,7 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
                 yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
 
 
+@rule(since=Stage.REPLICATED)
 def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     """What the mirrored graph gives for a replica is that replica's, and what it gives for a bucket is that bucket."""
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
@@ -79,6 +84,7 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
             yield Violation(f"the results for {what} are of another bucket")
 
 
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def every_operation_is_known(program: Program) -> Iterator[Violation]:
     """Outside of regions there are operations of mirrorc and operators of torch: what the runtime can run."""
     for _, graph, _ in scopes(program):

@@ -1,8 +1,8 @@
 """Ways to change a valid program, in one table: `KINDS`."""
 
-from mutations import bodies, buckets, collectives, harmless, packs, sends, tables, updates, values
+from mutations import bodies, buckets, collectives, harmless, packs, sends, tables, updates, values, views
 from mutations.table import KINDS, Kind
 
 __all__ = [
-    "KINDS", "Kind", "bodies", "buckets", "collectives", "harmless", "packs", "sends", "tables", "updates", "values",
+    "KINDS", "Kind", "bodies", "buckets", "collectives", "harmless", "packs", "sends", "tables", "updates", "values", "views",
 ]  # fmt: skip
