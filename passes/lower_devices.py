@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from mirrorc.ir import ops
+from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
@@ -67,7 +68,7 @@ def _remark(program: Program, graphs: Sequence[fx.Graph]) -> str:
 
 def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], replica: int) -> fx.Node:
     kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
-    name = node.name.removesuffix(f"_r{replica}")
+    name = of_all_replicas(node.name, replica)
     if node.target is ops.argument:
         lowered = graph.placeholder(str(kwargs["name"]))
     elif node.target is ops.call_region:

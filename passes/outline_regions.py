@@ -17,7 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to, region_title
-from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.ir.program import ArgumentKind, Program, Region, Stage, placeholders_of
 from mirrorc.printing.wording import counted, numbered
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
@@ -140,7 +140,7 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
 def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     """The operators of the forward, then those up to the last gradient of each bucket."""
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not ops.read]
-    tangent = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight")
+    (tangent,) = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}

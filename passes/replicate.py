@@ -11,6 +11,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
+from mirrorc.ir.identifiers import of_replica
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import listed, numbered
@@ -99,4 +100,4 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], replic
         copy.meta.update(node.meta)
         return copy
     more = {} if node.target is operator.getitem else {"replica": replica}
-    return copy_node(graph, node, copies, name=f"{node.name}_r{replica}", **more)
+    return copy_node(graph, node, copies, name=of_replica(node.name, replica), **more)

@@ -16,7 +16,7 @@ from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Argument
+from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.source_lines import module_of
 from mirrorc.torch_internals import JointGraph
 
@@ -51,13 +51,13 @@ def restructure(
     by_leaf = {joint.leaf_of[n]: n for n in joint_nodes if n in joint.leaf_of}
     for leaf, name in enumerate(leaf_names):
         node = graph.placeholder(name)
-        arguments.append(Argument(name, "batch", leaf))
+        arguments.append(Argument(name, ArgumentKind.BATCH, leaf))
         if leaf in by_leaf:
             node.meta["val"] = by_leaf[leaf].meta["val"]
             values[by_leaf[leaf]] = node
-    for kind, source in (("loss_weight", joint.tangent), ("seed", None)):
-        node = graph.placeholder(kind)
-        arguments.append(Argument(kind, kind))
+    for kind, source in ((ArgumentKind.LOSS_WEIGHT, joint.tangent), (ArgumentKind.SEED, None)):
+        node = graph.placeholder(kind.value)
+        arguments.append(Argument(kind.value, kind))
         node.meta["val"] = source.meta["val"] if source is not None else joint.fake_seed()
         if source is not None:
             values[source] = node

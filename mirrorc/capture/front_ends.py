@@ -107,6 +107,6 @@ def capture(
         stack.enter_context(warnings.catch_warnings())
         joint = front_end.trace(stack, call, leaves, decompositions)
     captured = restructure(joint, leaf_names, variable_names, trained, type(call.model).__name__)
-    graph = with_stable_names(captured.graph)
+    graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     return replace(captured, graph=graph)

@@ -18,7 +18,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import hyperparameters_by_label, update_rules
 from mirrorc.torch_internals import is_dense
@@ -100,7 +100,7 @@ def capture_program(
 
 
 def _unique(names: list[str]) -> list[str]:
-    taken: set[str] = {"loss_weight", "seed", "args"}
+    taken = {"args", *(kind.value for kind in ArgumentKind if kind is not ArgumentKind.BATCH)}
     for i, name in enumerate(names):
         while name in taken:
             name += "_"

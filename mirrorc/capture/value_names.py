@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,11 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.program import Argument, ArgumentKind, placeholders_of
 from mirrorc.ir.source_lines import module_of
 
 
-def with_stable_names(graph: fx.Graph) -> fx.Graph:
+def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
     """A copy whose values are called by module and operator, such as ``encoder_fc1_addmm``, in backward ``d_encoder_fc1_mm``.
 
     What a model computes between its modules is called by the last module that it is made of: ``fc1_relu`` in
@@ -26,7 +27,7 @@ def with_stable_names(graph: fx.Graph) -> fx.Graph:
     values: dict[fx.Node, fx.Node] = {}
     counts: Counter[str] = Counter()
     taken = {node.name for node in graph.nodes if node.op == "placeholder"}
-    places = _Places(graph)
+    places = _Places(graph, arguments)
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -81,7 +82,9 @@ class _Place:
 class _Places:
     """What the values of a graph are called by; asked for each value in turn."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
+        self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)
+        self._of_the_batch = placeholders_of(graph, arguments, ArgumentKind.BATCH)
         self._found: dict[fx.Node, _Place] = {}
         self._backward: set[fx.Node] = set()
         self._last = _Place()  # of the operators so far
@@ -95,7 +98,7 @@ class _Places:
 
     def of(self, node: fx.Node) -> str:
         """What a value is called by; all that it is made of must have been asked for."""
-        if node.target == "loss_weight" or any(source in self._backward for source in node.all_input_nodes):
+        if node in self._tangents or any(source in self._backward for source in node.all_input_nodes):
             self._backward.add(node)
         place = self._found[node] = self._place(node)
         if node.op == "call_function" and node.target is not ops.read and place.since >= 0:
@@ -105,7 +108,7 @@ class _Places:
     def _place(self, node: fx.Node) -> _Place:
         position = self._position[node]
         if node.op == "placeholder":
-            return _Place("" if node.target in ("loss_weight", "seed") else str(node.target))
+            return _Place(str(node.target) if node in self._of_the_batch else "")
         if node.target is ops.read:
             first_use = min((self._position[user] for user in node.users), default=position)
             return _Place(str(node.kwargs["variable"]), first_use, is_owned=True)

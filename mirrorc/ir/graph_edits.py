@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.identifiers import identifier, of_replica
 from mirrorc.ir.nodes import is_operator, operation_name, words_of_part
 from mirrorc.ir.operation import Kind, filled, operation_of
 from mirrorc.ir.program import Program
@@ -71,8 +71,7 @@ def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     if is_operator(target) or (found is not None and found.kind is Kind.COMPUTE):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
         stem = stem or f"{operand}_{operation_name(target)}"
-    replica = f"_r{kwargs['replica']}" if kwargs.get("replica") is not None else ""
-    return identifier((stem or operation_name(target)) + replica)
+    return identifier(of_replica(stem or operation_name(target), kwargs.get("replica")))
 
 
 def insert(

@@ -1,9 +1,19 @@
-"""Names that can stand in Python code."""
+"""Names of nodes: those that can stand in Python code, and those of one node on every replica."""
 
 from __future__ import annotations
 
 import keyword as keywords
 import re
+
+
+def of_replica(name: str, replica: int | None) -> str:
+    """What a node is called on a replica, where all replicas have one of this name; None where there is but one."""
+    return name if replica is None else f"{name}_r{replica}"
+
+
+def of_all_replicas(name: str, replica: int | None) -> str:
+    """The name that `of_replica` was given for this replica's node. Nothing may follow from it but another name."""
+    return name if replica is None else name.removesuffix(f"_r{replica}")
 
 
 def identifier(path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -45,20 +45,33 @@ class Region:
     graph_module: fx.GraphModule
 
 
+class ArgumentKind(enum.StrEnum):
+    """What an argument of a device's program is; files and prints have its text."""
+
+    BATCH = "batch"  # a shard, or a tensor that is given whole
+    LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
+    SEED = "seed"  # the replica's random stream in this step
+
+
 @dataclass(frozen=True)
 class Argument:
     """An argument of a device's program.
 
     Attributes:
         name: as printed.
-        kind: ``batch`` (a shard or a replicated tensor), ``loss_weight`` (the replica's share of the batch, fed to
-            backward as the loss's tangent) or ``seed`` (the replica's random stream in this step).
-        leaf: for ``batch``, the index of the tensor among the call's tensor arguments.
+        kind: what it is.
+        leaf: of the batch, the index of the tensor among the call's tensor arguments.
     """
 
     name: str
-    kind: str
+    kind: ArgumentKind
     leaf: int | None = None
+
+
+def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: ArgumentKind) -> list[fx.Node]:
+    """The placeholders of a single device's graph that are arguments of a kind."""
+    names = {argument.name for argument in arguments if argument.kind is kind}
+    return [node for node in graph.nodes if node.op == "placeholder" and node.target in names]
 
 
 @dataclass(frozen=True)

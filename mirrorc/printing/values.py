@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.identifiers import identifier, of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
     is_computed,
@@ -121,8 +121,7 @@ class PrintedValues:
 
     def own_name(self, node: fx.Node) -> str:
         """A value's name, the same on all replicas, where kinds are not counted."""
-        replica = replica_of(node)
-        return self.name(node).removesuffix(f"_r{replica}" if replica is not None else "")
+        return of_all_replicas(self.name(node), replica_of(node))
 
     def factor_name(self, node: fx.Node, variable: str) -> str:
         """What a factor of a variable's gradient is called: ``left``, ``right``; by its own name if it is something else, too."""

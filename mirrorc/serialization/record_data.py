@@ -54,7 +54,9 @@ def encode_record(value: Any, kind: Any, what: str) -> Any:
     found = expect(value, kind, what)
     if kind in _PLAIN:
         return found
-    return encode_name(found) if kind in _NAMED else found.name
+    if kind in _NAMED:
+        return encode_name(found)
+    return found.value if issubclass(kind, enum.StrEnum) else found.name
 
 
 def decode_record(data: Any, kind: Any, what: str) -> Any:
@@ -77,7 +79,10 @@ def decode_record(data: Any, kind: Any, what: str) -> Any:
         return kind(**{name: decode_record(data[name], hint, f"{what}.{name}") for name, hint in fields.items()})
     if kind in _NAMED:
         return decode_name(data, kind, what)
-    return expect(data, kind, what) if kind in _PLAIN else entry(kind.__members__, data, what)
+    if kind in _PLAIN:
+        return expect(data, kind, what)
+    members = {member.value: member for member in kind} if issubclass(kind, enum.StrEnum) else kind.__members__
+    return entry(members, data, what)
 
 
 def check_keys(data: Any, wanted: Mapping[str, Any], what: str) -> None:

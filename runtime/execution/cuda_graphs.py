@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.errors import ExecutionError
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line
 from mirrorc.optimizers import check_capturable
 
@@ -26,7 +26,7 @@ def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -
     Raises:
         ValueError: names the random operation or the update, and the remedy.
     """
-    seeds = [n for graph in program.shard_graphs for n in graph.nodes if n.op == "placeholder" and n.target == "seed"]
+    seeds = [n for g in program.shard_graphs for n in placeholders_of(g, program.arguments, ArgumentKind.SEED)]
     drawn = next((user for seed in seeds for user in seed.users), None)
     if drawn is not None:
         line = source_line(drawn)

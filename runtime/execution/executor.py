@@ -12,7 +12,7 @@ from torch import fx
 
 from mirrorc.custom_ops.random import mix
 from mirrorc.ir import ops
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
@@ -69,7 +69,7 @@ class Executor:
     @property
     def needs_seed(self) -> bool:
         """Whether the program draws random numbers."""
-        return any(argument.kind == "seed" for argument in self.program.arguments)
+        return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def bind(self) -> None:
         """Binds the program to the memory's present layout."""
@@ -187,10 +187,10 @@ class Executor:
             wait_event(event)
         values: list[torch.Tensor] = []
         for argument in self.program.arguments:
-            if argument.kind == "batch":
+            if argument.kind is ArgumentKind.BATCH:
                 own = shard[argument.leaf]  # type: ignore[index]
                 values.append(own if self._step_graph is not None else own.to(device, non_blocking=True))
-            elif argument.kind == "loss_weight":
+            elif argument.kind is ArgumentKind.LOSS_WEIGHT:
                 values.append(weight)
             else:
                 assert seed is not None
@@ -214,7 +214,8 @@ class Executor:
     def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
         if weights not in self._weights:
             graph = next(iter(self.program.device_graphs.values())).graph
-            like = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight").meta["val"]
+            (argument,) = placeholders_of(graph, self.program.arguments, ArgumentKind.LOSS_WEIGHT)
+            like = argument.meta["val"]
             self._weights[weights] = [
                 torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
                 for weight, device in zip(weights, self.program.devices, strict=True)

@@ -446,7 +446,7 @@ def test_names_do_not_depend_on_the_tracers_numbering() -> None:
     for seed in (0, 1):
         shuffled = [renumbered(graph, seed) for graph in program.shard_graphs]
         assert [n.name for n in shuffled[0].nodes] != [n.name for n in program.shard_graphs[0].nodes]
-        again = program.evolve(shard_graphs=tuple(with_stable_names(graph) for graph in shuffled))
+        again = program.evolve(shard_graphs=tuple(with_stable_names(graph, program.arguments) for graph in shuffled))
         stages, found = every_stage(program, **SMALL_BUCKETS), every_stage(again, **SMALL_BUCKETS)
         for name in stages:
             assert found[name].to_text(regions=True) == stages[name].to_text(regions=True), name

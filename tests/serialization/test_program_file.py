@@ -1,5 +1,6 @@
 import gzip
 import itertools
+import json
 import operator
 import os
 import subprocess
@@ -30,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
@@ -229,3 +230,16 @@ def test_another_process_loads_the_same_and_writes_the_same_bytes(tmp_path: Path
     for stage, program in every_stage(captured_two_layers()).items():
         program.save(tmp_path / "here.json")
         assert (tmp_path / f"{stage}.own").read_bytes() == (tmp_path / "here.json").read_bytes()
+
+
+def test_kinds_of_arguments_are_written_as_their_text(tmp_path: Path) -> None:
+    program = captured("dropout")
+    program.save(tmp_path / "program.json")
+    written = json.loads((tmp_path / "program.json").read_text())
+    assert [argument["kind"] for argument in written["program"]["arguments"]] == ["batch", "batch", "loss_weight", "seed"]
+    kinds = [argument.kind for argument in Program.load(tmp_path / "program.json").arguments]
+    assert kinds[-2:] == [ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED] and isinstance(kinds[0], ArgumentKind)
+    for graph in program.shard_graphs:
+        for kind in ArgumentKind:
+            names = [str(node.target) for node in placeholders_of(graph, program.arguments, kind)]
+            assert names == [argument.name for argument in program.arguments if argument.kind is kind]

@@ -25,7 +25,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.passes import PlaceGradients, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
@@ -390,7 +390,7 @@ def exchange_what_a_region_is_given(graph: fx.Graph) -> None:
 
 
 def give_another_loss(graph: fx.Graph) -> None:
-    other = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "loss_weight")
+    (other,) = placeholders_of(graph, two_buckets().arguments, ArgumentKind.LOSS_WEIGHT)
     graph.output_node().args = (other,)
 
 

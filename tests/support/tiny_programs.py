@@ -17,7 +17,7 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -113,7 +113,7 @@ def handmade(
         stage=Stage.CAPTURED,
         devices=parse_devices([f"cpu:{i}" for i in range(num_devices)]),
         variables=variables,
-        arguments=(Argument("x", "batch", 0), Argument("loss_weight", "loss_weight")),
+        arguments=(Argument("x", ArgumentKind.BATCH, 0), Argument("loss_weight", ArgumentKind.LOSS_WEIGHT)),
         shard_graphs=tuple(handmade_graph(weights, n, buffer=buffer, fake_mode=fake_mode) for n in rows),
         shard_of_replica=tuple(int(uneven and i == num_devices - 1) for i in range(num_devices)),
     )
