@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import fx
 
@@ -10,7 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import best_link, carrier_of, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class LowerCollectives:
     name: str = field(default="lower-collectives", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    establishes: ClassVar = (Property.LINKED,)
 
     def __post_init__(self) -> None:
         if self.link is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of, replica_of
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.printing.wording import counted, listed
 
 
@@ -30,8 +31,9 @@ class ScheduleOverlap:
 
     name: str = field(default="schedule-overlap", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
-    latest_input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    establishes: ClassVar = (Property.ORDERED,)
+    precedes: ClassVar = (Property.ORDERED, Property.PLACED, Property.LINKED)
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

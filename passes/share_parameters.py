@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -13,7 +13,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copied
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.nodes import calls_to, is_computed, replica_of
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
 from mirrorc.printing.wording import numbered
@@ -45,6 +45,8 @@ class ShareParameters:
     name: str = field(default="share-parameters", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    establishes: ClassVar = (Property.PLACED,)
+    precedes: ClassVar = (Property.LINKED,)
 
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):

@@ -181,6 +181,7 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
     symbol.__name__ = symbol.__qualname__ = name
     symbol.__doc__ = function.__doc__
     symbol.__module__ = function.__module__
+    symbol.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return symbol
 
 

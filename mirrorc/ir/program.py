@@ -18,7 +18,11 @@ from mirrorc.ir.variables import Variable
 
 
 class Stage(enum.IntEnum):
-    """How far a program has been compiled. A pass names the stage it takes and the stage it makes."""
+    """How far a program has been compiled. A pass names the stage it takes and the stage it makes.
+
+    A SCHEDULED program is an UPDATED one of which a `Property` may have become true; passes make it so in several steps, of
+    which each may be left out.
+    """
 
     CAPTURED = 0
     OUTLINED = 1
@@ -28,6 +32,19 @@ class Stage(enum.IntEnum):
     UPDATED = 5
     SCHEDULED = 6
     LOWERED = 7
+
+    @property
+    def refines(self) -> Stage | None:
+        """The stage whose programs those of this one are still, with properties: what takes that stage takes this one, too."""
+        return Stage.UPDATED if self is Stage.SCHEDULED else None
+
+
+class Property(enum.Enum):
+    """What a pass has made true of a program, besides its stage; the value says it in a message."""
+
+    ORDERED = "ordered"  # launches come early and waits late
+    PLACED = "placed"  # buckets know where their parameters live, and reductions fit that
+    LINKED = "linked"  # every collective has a link
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class Program:
         loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
+        properties: what passes have made true of it, besides the stage; the runner notes what a pass establishes.
     """
 
     stage: Stage
@@ -115,6 +133,7 @@ class Program:
     num_examples: tuple[int, ...] = ()
     loss_reduction: str = "mean"
     optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    properties: tuple[Property, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.remarks, tuple) and any(isinstance(remark, str) for remark in self.remarks):

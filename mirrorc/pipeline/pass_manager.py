@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property
 from mirrorc.ir.remarks import Remark
-from mirrorc.pipeline.protocol import Instrument, Pass, changes_bits
+from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,13 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
             f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
             "texts; add one with program.with_remarks('why')"
         )
-    return _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
+    told = _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
+    return _with_properties(told, program, compiler_pass)
 
 
 def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -> Program:
     """The program with a remark on how the pass has changed bits, if it has done anything."""
-    how = changes_bits(compiler_pass)
+    how = traits_of(compiler_pass).changes_bits
     if not how or (before.graphs() == after.graphs() and before.regions == after.regions):
         return after
     return after.with_remarks(f"this changes bits, as {how}; exact_order=True leaves the pass out")
@@ -112,7 +113,8 @@ def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:
 
 
 def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:
-    if compiler_pass.input_stage <= program.stage <= _latest_input_stage(compiler_pass):
+    if compiler_pass.input_stage <= program.stage <= traits_of(compiler_pass).latest_input_stage:
+        _check_properties(compiler_pass, program, passes)
         return
     makers = [p.name for p in passes if p.output_stage is compiler_pass.input_stage and p is not compiler_pass]
     remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that gives {compiler_pass.input_stage.name}"
@@ -127,8 +129,25 @@ def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) 
     )
 
 
-def _latest_input_stage(compiler_pass: Pass) -> Stage:
-    first, last = compiler_pass.input_stage, compiler_pass.output_stage
-    default = Stage.SCHEDULED if first is Stage.UPDATED and last > first else first
-    stage: Stage = getattr(compiler_pass, "latest_input_stage", default)
-    return stage
+def _check_properties(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:
+    traits = traits_of(compiler_pass)
+    for wanted in traits.requires:
+        if wanted not in program.properties:
+            makers = [p.name for p in passes if wanted in traits_of(p).establishes]
+            remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that establishes {wanted}"
+            raise PassError(f"pass {compiler_pass.name!r} takes {wanted.value} programs, but this one is not; {remedy}")
+    for early in traits.precedes:
+        if early in program.properties:
+            is_own = early in traits.establishes
+            remedy = f"leave {compiler_pass.name!r} out" if is_own else "move it to an earlier place in the pipeline"
+            raise PassError(
+                f"pass {compiler_pass.name!r} takes programs that are not {early.value} yet, but the program is already "
+                f"{early.value}; {remedy}"
+            )
+
+
+def _with_properties(program: Program, before: Program, compiler_pass: Pass) -> Program:
+    """The program with what has become true of it noted; passes need not do that themselves."""
+    known = {*before.properties, *program.properties, *traits_of(compiler_pass).establishes}
+    properties = tuple(each for each in Property if each in known)
+    return program if properties == program.properties else program.evolve(properties=properties)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.pipeline.protocol import Pass, changes_bits
+from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
@@ -23,8 +23,8 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
     """The passes without those that change the bits of a step, and a remark that names these; empty if there are none."""
-    left_out = [compiler_pass.name for compiler_pass in passes if changes_bits(compiler_pass)]
-    kept = [compiler_pass for compiler_pass in passes if not changes_bits(compiler_pass)]
+    left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
+    kept = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
     return kept, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
 
 

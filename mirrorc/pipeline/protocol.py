@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 
 
 @runtime_checkable
@@ -16,17 +17,7 @@ class Pass(Protocol):
         input_stage: the stage of the program that it takes.
         output_stage: the stage of the program that it gives.
 
-    A pass that takes later stages as well says up to which by an attribute ``latest_input_stage``. One that takes UPDATED
-    programs and gives later ones need not say that it takes SCHEDULED ones, too: they are UPDATED ones in another order, made by
-    several passes, each of which may be left out.
-
-    A pass that means to change what is computed (how a gradient is made, or what is made of a bucket before its reduction or
-    update) says so by an attribute ``changes_dataflow = True``; of all others the verifier demands that the loss, every
-    gradient, every bucket's way to its update and every written buffer stay the same expressions.
-
-    A pass after which a step may give other bits, because numbers are rounded or added up otherwise, says how by an attribute
-    ``changes_bits``: a clause, such as ``"terms are added in another order"``. The dump shows it, and `mirrorc.compile` leaves
-    the pass out if ``exact_order=True``. Where such a pass has nothing to do, it gives the graphs that it was given.
+    What else a pass may say of itself, by attributes that it need not have, is in `Traits`, with what holds if it does not.
     """
 
     @property
@@ -41,9 +32,40 @@ class Pass(Protocol):
         ...
 
 
-def changes_bits(compiler_pass: Pass) -> str:
-    """How a pass changes the bits of a step; empty if it does not."""
-    return str(getattr(compiler_pass, "changes_bits", ""))
+@dataclass(frozen=True)
+class Traits:
+    """What a pass may say of itself besides, by attributes of these names.
+
+    Attributes:
+        latest_input_stage: the last stage of the programs that it takes. By default its input stage; a pass that gives a later
+            stage takes those that refine its input stage, too: one from UPDATED to LOWERED takes SCHEDULED programs.
+        requires: what must be true of the program that it takes.
+        establishes: what is true of the program that it gives, and of all after it.
+        precedes: what must not be true yet of the program that it takes.
+        changes_dataflow: whether it means to change what is computed: how a gradient is made, or what is made of a bucket before
+            its reduction or update. Of all others the verifier demands that the loss, every gradient, every bucket's way to
+            its update and every written buffer stay the same expressions.
+        changes_bits: how a step may give other bits after it, because numbers are rounded or added up otherwise: a clause, such
+            as ``"terms are added in another order"``; empty if it does not. The dump shows it, and `mirrorc.compile` leaves
+            the pass out if ``exact_order=True``. Where such a pass has nothing to do, it gives the graphs that it was given.
+    """
+
+    latest_input_stage: Stage
+    requires: tuple[Property, ...] = ()
+    establishes: tuple[Property, ...] = ()
+    precedes: tuple[Property, ...] = ()
+    changes_dataflow: bool = False
+    changes_bits: str = ""
+
+
+def traits_of(compiler_pass: Pass) -> Traits:
+    """What a pass says of itself, with the defaults of what it does not say."""
+    first, last = compiler_pass.input_stage, compiler_pass.output_stage
+    refining = [stage for stage in Stage if stage.refines is first and last > first]
+    said = {
+        each.name: getattr(compiler_pass, each.name) for each in fields(Traits) if hasattr(compiler_pass, each.name)
+    }
+    return Traits(**{"latest_input_stage": max([first, *refining]), **said})
 
 
 class Instrument:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mirrorc.errors import VerifyError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import source_line
-from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
 from mirrorc.verifier.checked_graphs import Checked, _all_graphs
 from mirrorc.verifier.rule import Rule, Scope, rules
@@ -98,5 +98,5 @@ class Verify(Instrument):
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Raises `VerifyError` if a rule is broken."""
-        keeps_dataflow = not getattr(compiler_pass, "changes_dataflow", False)
+        keeps_dataflow = not traits_of(compiler_pass).changes_dataflow
         verify(after, after=compiler_pass.name, before=before, checked=self._checked, keeps_dataflow=keeps_dataflow)

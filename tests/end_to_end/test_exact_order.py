@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.protocol import Pass, changes_bits
+from mirrorc.pipeline.protocol import Pass, traits_of
 
 FLAGGED = ["decompose-gelu", "lay-channels-last", "factor-gradients"]
 
@@ -74,7 +74,7 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
 
 
 def test_every_pass_with_the_flag_changes_bits() -> None:
-    assert [one.name for one in everything_on() if changes_bits(one)] == FLAGGED
+    assert [one.name for one in everything_on() if traits_of(one).changes_bits] == FLAGGED
     with_all = trained(EveryFlag, IMAGES, everything_on())
     for name in FLAGGED:
         without = trained(EveryFlag, IMAGES, everything_on(), disable_passes=[name])
@@ -86,7 +86,7 @@ def test_every_pass_with_the_flag_changes_bits() -> None:
 def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
     exact = trained(EveryFlag, IMAGES, everything_on(), exact_order=True)
     optional = []
-    for name in (one.name for one in everything_on() if not changes_bits(one)):
+    for name in (one.name for one in everything_on() if not traits_of(one).changes_bits):
         try:
             found = trained(EveryFlag, IMAGES, everything_on(), exact_order=True, disable_passes=[name])
         except mirrorc.MirrorcError:

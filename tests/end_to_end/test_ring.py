@@ -17,7 +17,7 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
 from mirrorc.passes import LowerDevices
-from mirrorc.verifier import rules
+from mirrorc.verifier.rules.collectives import nothing_is_written_in_flight
 from mirrorc.verifier.verifier import verify
 
 aten = torch.ops.aten
@@ -159,13 +159,13 @@ def add_in_place(program: Program, *, after_the_send: bool) -> tuple[fx.Node, fx
 def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
     program = ring_of(3)
     added, sent = add_in_place(program, after_the_send=True)
-    (violation,) = rules.nothing_is_written_in_flight(program)
+    (violation,) = nothing_is_written_in_flight(program)
     assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
     with pytest.raises(VerifyError, match="breaks the rule regions_write_only_slots "):  # no operator may, anywhere
         verify(program)
     program = ring_of(3)
     add_in_place(program, after_the_send=False)
-    assert not list(rules.nothing_is_written_in_flight(program))
+    assert not list(nothing_is_written_in_flight(program))
 
 
 def test_parameters_that_are_sent_are_not_stored_to_afterwards() -> None:

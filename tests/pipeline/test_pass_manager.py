@@ -5,11 +5,11 @@ import pytest
 from tiny_programs import PASS_NAMES, core_pipeline, handmade
 
 from mirrorc.errors import PassError, VerifyError
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import select_passes
-from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.pipeline.protocol import Instrument, Pass, Traits, traits_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,12 @@ def test_a_pass_is_not_given_what_a_pass_of_its_stage_has_made() -> None:
             continue
         with pytest.raises(PassError) as caught:
             run_passes(handmade(), [*core_pipeline()[: place + 1], compiler_pass])
+        if compiler_pass.name == "schedule-overlap":
+            assert str(caught.value) == (
+                "pass 'schedule-overlap' takes programs that are not ordered yet, but the program is already ordered; leave "
+                "'schedule-overlap' out"
+            )
+            continue
         assert str(caught.value) == (
             f"pass {compiler_pass.name!r} takes programs from {first.name} to {last.name}, but the program is already "
             f"{last.name}; leave {compiler_pass.name!r} out"
@@ -110,6 +116,46 @@ def test_a_pass_is_not_given_what_a_pass_of_its_stage_has_made() -> None:
 def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
     for without in ("schedule-overlap", "lower-collectives"):
         assert run_passes(handmade(1), select_passes(core_pipeline(), [without])).stage is Stage.LOWERED
+
+
+def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> None:
+    program = run_passes(handmade(), default_pipeline())
+    assert program.properties == tuple(Property)
+    assert run_passes(handmade(), core_pipeline()).properties == (Property.ORDERED, Property.LINKED)
+    pipeline = {compiler_pass.name: compiler_pass for compiler_pass in default_pipeline()}
+    names = ["plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update"]
+    for late, early, word in (
+        ("share-parameters", "lower-collectives", "linked"),
+        ("schedule-overlap", "lower-collectives", "linked"),
+        ("schedule-overlap", "share-parameters", "placed"),
+    ):
+        with pytest.raises(
+            PassError, match=f"{late!r} takes programs that are not {word} yet, .*; move it to an earlier place"
+        ):
+            run_passes(handmade(), [pipeline[name] for name in (*names, early, late)])
+
+
+def test_a_pass_may_require_a_property() -> None:
+    class NeedsOrder(Custom):
+        requires = (Property.ORDERED,)
+
+    needy = NeedsOrder(lambda program: program, "needy", Stage.UPDATED, Stage.SCHEDULED)
+    until_update = core_pipeline()[:6]
+    assert until_update[-1].name == "insert-update"
+    with pytest.raises(
+        PassError, match="'needy' takes ordered programs, but this one is not; add a pass that establishes"
+    ):
+        run_passes(handmade(), [*until_update, needy])
+    schedule = core_pipeline()[6]
+    with pytest.raises(PassError, match=r"'needy' takes ordered programs, .*; run 'schedule-overlap' before it"):
+        run_passes(handmade(), [*until_update, needy, schedule])
+    assert run_passes(handmade(), [*until_update, schedule, needy]).stage is Stage.SCHEDULED
+
+
+def test_a_pass_says_nothing_of_itself_but_what_it_must() -> None:
+    plain = Custom(lambda program: program)
+    assert traits_of(plain) == Traits(latest_input_stage=plain.input_stage)
+    assert [stage for stage in Stage if stage.refines] == [Stage.SCHEDULED]
 
 
 def test_a_pass_takes_later_stages_if_it_says_so() -> None:

@@ -236,7 +236,12 @@ def test_kinds_of_arguments_are_written_as_their_text(tmp_path: Path) -> None:
     program = captured("dropout")
     program.save(tmp_path / "program.json")
     written = json.loads((tmp_path / "program.json").read_text())
-    assert [argument["kind"] for argument in written["program"]["arguments"]] == ["batch", "batch", "loss_weight", "seed"]
+    assert [argument["kind"] for argument in written["program"]["arguments"]] == [
+        "batch",
+        "batch",
+        "loss_weight",
+        "seed",
+    ]
     kinds = [argument.kind for argument in Program.load(tmp_path / "program.json").arguments]
     assert kinds[-2:] == [ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED] and isinstance(kinds[0], ArgumentKind)
     for graph in program.shard_graphs:

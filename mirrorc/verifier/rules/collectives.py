@@ -158,7 +158,7 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
     """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends."""
-    if program.graph is None or program.stage < Stage.REDUCED or program.num_replicas == 1:
+    if program.graph is None or program.num_replicas == 1:
         return
     reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     sent = {
