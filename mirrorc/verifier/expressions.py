@@ -1,0 +1,192 @@
+"""Expressions of a program's values as numbers: two values that are computed in the same way have equal numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.layouts import SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import details_of, form_of
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.ir.program import Program, Region
+from mirrorc.ir.value_types import value_type
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An expression's number, where an operator's argument may be a number, too."""
+
+    number: int
+
+
+class Expressions:
+    """Numbers expressions, so that equal ones have equal numbers, over all programs that share the table.
+
+    Args:
+        program: the program.
+        numbers: the table, from an operation and the numbers of its arguments to the number of the result.
+        roots: for a view, by its number and how it lies in memory, the number of what is viewed and how that lies; for the number
+            of a value of another shape, the number and the shape of the one with whose elements it begins.
+        inlined: whether to look into regions.
+        makers: is given, for each number, the node that it was found at first.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        numbers: dict[Any, int],
+        roots: dict[Any, Any],
+        inlined: bool,
+        makers: dict[int, fx.Node] | None = None,
+    ) -> None:
+        self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
+
+    def number(self, *key: Any) -> int:
+        """The number of an expression, given its operation and the numbers of its arguments."""
+        try:
+            return self.numbers.setdefault(key, len(self.numbers))
+        except TypeError:  # something in it cannot be hashed
+            return self.numbers.setdefault(repr(key), len(self.numbers))
+
+    def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
+        """The number of each value of a graph, or a tuple of numbers for what a region gives.
+
+        ``arguments``: the numbers of placeholders, where the graph is the body of a region that is called.
+        """
+        numbered: dict[fx.Node, Any] = dict(arguments or {})
+        for node in graph.nodes:
+            if node in numbered or node.op == "output":
+                continue
+            if node.op == "placeholder" or node.target is ops.argument:
+                kind = value_type(node.meta.get("val"))
+                numbered[node] = self.number("argument", str(node.kwargs.get("name", node.target)), kind)
+            elif node.target is ops.read:
+                numbered[node] = self.number("read", node.kwargs["variable"])
+            elif is_region_call(node):
+                numbered[node] = self._call(node, numbered)
+            elif node.target is operator.getitem:
+                source, index = numbered[node.args[0]], node.args[1]
+                numbered[node] = (
+                    source[index] if isinstance(source, tuple) else self.number("part", ("value", source), index)
+                )
+            elif node.target in ops.FACTORED:
+                numbered[node] = self._whole(node, numbered)
+            elif is_layout_only(node):
+                numbered[node] = numbered[node.args[0]]
+            elif node.target in ops.VIEWS:
+                numbered[node] = self._view(node, numbered)
+            elif is_compute(node) and node.target._schema.is_mutable:
+                self._write(node, numbered)
+            else:
+                numbered[node] = self._number_operator(node, numbered)
+            if self.makers is not None and isinstance(numbered.get(node), int):
+                self.makers.setdefault(numbered[node], node)
+        return numbered
+
+    def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot.
+
+        What `reshape` gives may be a copy: it is no view of the memory of what it was given.
+        """
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        viewed = (numbered[source], _lies(source))
+        root, lies = self.roots.get(viewed, viewed)
+        if _lies(node) == lies and node.target is not torch.ops.aten.reshape.default:
+            return int(root)
+        is_in_order = node.target in SAME_ORDER
+        number = self._reshaped(node, viewed[0]) if is_in_order else self._number_operator(node, numbered)
+        if node.target is not torch.ops.aten.reshape.default:
+            self.roots[number, _lies(node)] = (root, lies)
+        return number
+
+    def _reshaped(self, node: fx.Node, source: int) -> int:
+        """The elements of a value in another shape, however often and by whatever operator that was changed on the way."""
+        first, shape = self.roots.get(source, (source, _shape(node.args[0])))
+        if _shape(node) == shape:
+            return int(first)
+        number = self.number(torch.ops.aten.reshape.default, ("value", first), _shape(node))
+        self.roots[number] = (first, shape)
+        return number
+
+    def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        return self._number_application(node.target, node.args, node.kwargs, numbered)
+
+    def _number_application(self, target: Any, args: Any, kwargs: Any, numbered: Mapping[fx.Node, Any]) -> int:
+        key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered)]
+        if reads_strides(target) or may_read_memory_in_order(target):
+            fx.node.map_arg((args, kwargs), lambda source: key.append(_lies(source)))
+        return self.number(*key)
+
+    def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """A gradient as factors is the expression of the whole."""
+
+        def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
+            if target not in SAME_ORDER:
+                return _Value(self._number_application(target, args, kwargs, numbered))
+            source = args[0].number if isinstance(args[0], _Value) else numbered[args[0]]
+            first, _ = self.roots.get(source, (source, None))
+            return _Value(self.number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
+
+        whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
+        assert isinstance(whole, _Value), "a form of gradient makes it by operators"
+        return whole.number
+
+    def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
+        """An operator that writes its first argument, which is from then on what was written."""
+        target, *sources = node.args
+        written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
+        if node.target is matmul.mm_into:
+            factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self.number(torch.ops.aten.mm.default, factors, ())
+        elif written is None:
+            written = self.number(node.target, *(("value", numbered.get(n)) for n in node.all_input_nodes))
+        numbered[node] = numbered[target] = written  # type: ignore[index]
+
+    def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
+        """A region's results: by name and arguments, slots apart; or its own expressions, as a tuple."""
+        nodes = [n for n in node.args if isinstance(n, fx.Node)]
+        given = [self.number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
+        if self.inlined:
+            return self._inline(self.program.regions[region_of(node)], given)
+        without_slots = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
+        return self.number("region", region_of(node), *without_slots)
+
+    def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
+        body = region.graph_module.graph
+        placeholders = [n for n in body.nodes if n.op == "placeholder"]
+        numbered = self.number_graph(body, dict(zip(placeholders, given, strict=False)))
+        results: Any = body.output_node().args[0]
+        return tuple(numbered[result] for result in results)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.meta["val"].shape)
+
+
+def _lies(node: fx.Node) -> Any:
+    """A value's shape and strides, those apart that mean nothing."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple((size, stride if size > 1 else 0) for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
+    """An argument as part of a key, nodes in it by their numbers."""
+    if isinstance(value, fx.Node) and numbered is not None:
+        return ("value", numbered[value])
+    if isinstance(value, _Value):
+        return ("value", value.number)
+    if isinstance(value, list | tuple):
+        return tuple([_hashable(item, numbered) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _hashable(item, numbered)) for key, item in value.items()])
+    return (type(value), value) if isinstance(value, bool | int | float) else value
