@@ -33,6 +33,8 @@ _READ_STRIDES = (
     aten.as_strided.default,
     aten.as_strided_copy.default,
     aten.as_strided_scatter.default,
+    aten._reshape_alias.default,
+    aten._reshape_alias_copy.default,
     aten.view.dtype,
 )
 _OF_TORCH = ("aten", "prims")

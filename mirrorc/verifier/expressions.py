@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.decompositions import decomposition_of
 from mirrorc.analysis.layouts import SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
@@ -80,6 +81,8 @@ class Expressions:
                 numbered[node] = self._whole(node, numbered)
             elif is_layout_only(node):
                 numbered[node] = numbered[node.args[0]]
+            elif (body := decomposition_of(node)) is not None:
+                numbered[node] = self._decomposed(node, body, numbered)
             elif node.target in ops.VIEWS:
                 numbered[node] = self._view(node, numbered)
             elif is_compute(node) and node.target._schema.is_mutable:
@@ -89,6 +92,14 @@ class Expressions:
             if self.makers is not None and isinstance(numbered.get(node), int):
                 self.makers.setdefault(numbered[node], node)
         return numbered
+
+    def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
+        """An operator that a pass may write as others is the expression of those."""
+        given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in node.all_input_nodes), strict=True))
+        makers, self.makers = self.makers, None  # the operators in it are in no program
+        inside = self.number_graph(body, given)
+        self.makers = makers
+        return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
         """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot.

@@ -8,9 +8,9 @@ from tiny_programs import captured_model, targets
 from torch import nn
 
 import mirrorc
+from mirrorc.analysis.decompositions import gelu, gelu_backward
 from mirrorc.ir.program import Program
 from mirrorc.passes import DecomposeGelu
-from mirrorc.passes.decompose_gelu import gelu, gelu_backward
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import has_cpp_compiler

@@ -3,6 +3,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from memory_order import first_in_memory
 from tiny_programs import targets
 from torch import fx, nn
 from torch.nn import functional as F
@@ -178,14 +179,10 @@ class HasAnOperatorOfItsOwn(nn.Module):
         self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = torch.ops.mirrorc_tests.first_in_memory(self.conv(x).detach(), 16)
+        weight = first_in_memory(self.conv(x).detach(), 16)
         return self.head(self.conv(x).mean((2, 3)).repeat(1, 4) * weight)
 
 
-_LIBRARY = torch.library.Library("mirrorc_tests", "FRAGMENT")
-_LIBRARY.define("first_in_memory(Tensor x, int n) -> Tensor")
-_LIBRARY.impl("first_in_memory", lambda x, n: torch.as_strided(x, (n,), (1,)).clone(), "CPU")
-torch.library.register_fake("mirrorc_tests::first_in_memory", lambda x, n: x.new_empty(n), lib=_LIBRARY)
 MODELS = [
     Convolutions, PseudoLabels, WritesBetween, Flattens, LooksAtStrides, DrawsLike, HasAnOperatorOfItsOwn,
 ]  # fmt: skip

@@ -80,7 +80,11 @@ class _Values:
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and isinstance(source, tuple):
             return source[node.args[1]]  # type: ignore[index]
-        if node.target in _SAME or (node.target is aten.view.default and _is_like(node, node.args[0])):
+        if (
+            node.target in _SAME
+            or _is_laid_out(node)
+            or (node.target is aten.view.default and _is_like(node, node.args[0]))
+        ):
             return source
         if node.target is aten.t.default and source in self.turned:
             return self.turned[source]
@@ -115,6 +119,11 @@ class _Values:
         inside = self.of(list(body.nodes), given)
         results: Any = body.output_node().args[0]
         return tuple(inside[result] for result in results)
+
+
+def _is_laid_out(node: fx.Node) -> bool:
+    """Whether a node copies a value into another memory format and does no more."""
+    return node.target in (aten.contiguous.default, aten._to_copy.default) and set(node.kwargs) <= {"memory_format"}
 
 
 def _is_like(node: fx.Node, source: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from memory_order import first_in_memory
 from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
 from torch import fx, nn
@@ -135,6 +136,20 @@ class Tables(nn.Module):
         return self.head(self.one(places[:, 0]) + self.two(places[:, 1]))
 
 
+class LaidOut(nn.Module):
+    """Convolutions of one shape, GELU by tanh, a reshape, and an operator that reads memory in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.one(x.view(-1, 2, 4, 4))
+        h = self.two(nn.functional.gelu(one, approximate="tanh"))
+        return self.head(torch.tanh(h).flatten(1)) * first_in_memory(h.detach(), 3)
+
+
 def _reads_others(num_devices: int, weights: list[Weight]) -> Program:
     """Each gradient reads the variable whose gradient is made before it, the last one a buffer that is written."""
     program = handmade(num_devices, weights, buffer=True)
@@ -177,6 +192,8 @@ def handmade_sources() -> Iterator[Source]:
         torch.manual_seed(0)
         yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
         yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
+        laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
+        yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
 

@@ -1,0 +1,79 @@
+"""Operators that passes may write as others, and as which: the same numbers but for rounding."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirrorc.torch_internals import traced_on_fake_tensors
+
+aten = torch.ops.aten
+
+_SCALE = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+def is_tanh_gelu(node: fx.Node) -> bool:
+    """Whether a node is GELU's approximation by tanh, or its gradient."""
+    return node.target in DECOMPOSITIONS and node.kwargs.get("approximate") == "tanh"
+
+
+def decomposition_of(node: fx.Node) -> fx.Graph | None:
+    """What a node may be written as: a graph with a placeholder for each of its tensors, in order; else None.
+
+    The graph's values have other shapes than the node's.
+    """
+    if not is_tanh_gelu(node):
+        return None
+    return _decomposition(node.target, tuple([given.meta["val"].dtype for given in node.all_input_nodes]))
+
+
+@functools.cache
+def _decomposition(target: Any, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
+    with FakeTensorMode():
+        values = [torch.empty(2, dtype=dtype) for dtype in dtypes]
+    return traced_on_fake_tensors(DECOMPOSITIONS[target], values)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """``aten.gelu(x, approximate="tanh")`` without tanh; computed in float32 for 16-bit numbers, as torch does."""
+    exact = _exact(x)
+    return _cast(exact * torch.sigmoid(2 * _SCALE * _argument(exact)), x.dtype)
+
+
+def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, likewise."""
+    exact = _exact(x)
+    share = torch.sigmoid(2 * _SCALE * _argument(exact))
+    slope = 2 * _SCALE * (1 + 3 * _CUBIC * (exact * exact))
+    rest = -share + 1  # not 1 - share, an operator that Inductor wants decomposed
+    return _cast(_exact(gradient) * (share + exact * (share * rest) * slope), x.dtype)
+
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
+    {
+        aten.gelu.default: gelu,
+        aten.gelu_backward.default: gelu_backward,
+    }
+)
+"""By operator, a function of its tensors that gives the same without tanh, where `is_tanh_gelu`."""
+
+
+def _argument(x: torch.Tensor) -> torch.Tensor:
+    return x + _CUBIC * (x * x * x)
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    return _cast(x, torch.float32) if x.dtype.itemsize < 4 else x
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By the operator that both backends run as it is."""
+    return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x
