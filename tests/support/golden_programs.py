@@ -1,4 +1,4 @@
-"""Makes the lowered programs of whole models, whose texts are kept in tests/golden.
+"""Makes the lowered programs of whole models and a captured one, whose texts are kept in tests/golden.
 
 python tests/support/golden_programs.py                 prints what differs from the files, and exits with 1 if anything does
 python tests/support/golden_programs.py --update        writes the files anew
@@ -32,11 +32,12 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
+CAPTURED = "convnet-captured.txt"  # the file with a captured program after the passes before the bucket plan
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
@@ -103,6 +104,19 @@ class ResNet18(nn.Module):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, padding=1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(x.mean(dim=(2, 3)))
+
+
+class ConvNet(nn.Module):
+    """A normalized convolution with GELU by tanh, another that works on images that are flattened then, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.fc = nn.Conv2d(4, 4, 3), nn.Linear(4 * 4 * 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.norm(self.conv1(x)), approximate="tanh")
+        return self.fc(F.relu(self.conv2(x)).flatten(1))
 
 
 def _gpt2() -> nn.Module:
@@ -185,9 +199,16 @@ MODELS = {
 """What is compiled, by name."""
 
 
+CONVNET = GoldenModel(ConvNet, _sgd, lambda n: {"x": torch.zeros(n, 2, 8, 8), "target": _classes(n)}, F.cross_entropy)
+"""What is captured, and of which `CAPTURED` shows how its convolutions and GELUs are written."""
+
+
 @functools.cache
 def _captured(name: str, num_devices: int) -> Program:
-    golden = MODELS[name]
+    return _capture(MODELS[name], num_devices)
+
+
+def _capture(golden: GoldenModel, num_devices: int) -> Program:
     torch.manual_seed(0)
     model = golden.make().train()
     call = flatten_call([], (), golden.inputs(golden.num_examples(num_devices)))
@@ -221,6 +242,13 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     for name in MODELS:
         for num_devices in NUM_DEVICES:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
+    yield CAPTURED, captured_text()
+
+
+def captured_text() -> str:
+    """A captured program as Inductor wants it: in channels-last format, and without the tanh in GELU."""
+    program = run_passes(_capture(CONVNET, 1), [DecomposeGelu(), LayChannelsLast()])
+    return program.to_text(sources=False)
 
 
 def versions() -> str:
