@@ -1,0 +1,105 @@
+"""Compiling a graph with Inductor, and looking for the compiler that it needs."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from traced_graphs import sine_of
+
+from mirrorc import torch_internals as internals
+
+aten = torch.ops.aten
+
+
+def test_inductor_decompositions_keep_dropout() -> None:
+    table = internals.inductor_decompositions()
+    assert aten.native_dropout.default not in table
+    assert aten.native_layer_norm_backward.default in table or aten.addcmul.default in table
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert aten.native_dropout.default in select_decomp_table(), "the table that mirrorc copies was changed"
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+def test_gradients_of_tables_are_kept_for_passes_and_decomposed_for_inductor(padding_idx: int) -> None:
+    target = aten.embedding_dense_backward.default
+    assert target not in internals.inductor_decompositions()
+    graph = fx.Graph()
+    rows, indices = graph.placeholder("rows"), graph.placeholder("indices")
+    gradient = graph.call_function(target, (rows, indices, 9, padding_idx, False))
+    graph.output((gradient,))
+    with FakeTensorMode():
+        rows.meta["val"], indices.meta["val"] = torch.empty(5, 2, 4), torch.empty(5, 2, dtype=torch.int64)
+        gradient.meta["val"] = torch.empty(9, 4)
+    examples = [rows.meta["val"], indices.meta["val"]]
+    function = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
+    given = [torch.randn(5, 2, 4), torch.randint(9, (5, 2))]
+    (found,) = function(list(given))
+    torch.testing.assert_close(found, target(*given, 9, padding_idx, False))
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_compile_with_inductor_computes_and_keeps_strides() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sin.default, (graph.call_function(aten.permute.default, (x, [1, 0])),))
+    graph.output((y, graph.call_function(aten.sum.default, (y,))))
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(4, 6)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    stride = y.meta["val"].stride()
+    function = internals.compile_with_inductor(fx.GraphModule({}, graph), [x.meta["val"]], num_threads=1)
+    given = torch.randn(4, 6)
+    box = [given]
+    found, total = function(box)
+    assert box == [] and found.stride() == stride
+    torch.testing.assert_close(found, given.t().sin())
+    torch.testing.assert_close(total, given.sin().sum())
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_compile_with_inductor_finds_what_it_compiled_in_the_cache_and_not_what_others_did() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import fresh_cache
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def lookups() -> tuple[int, int]:
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache():
+        misses, hits = lookups()
+        for _ in range(2):
+            graph_module, examples = sine_of(5)
+            function = internals.compile_with_inductor(graph_module, examples, num_threads=1)
+            assert examples[0].fake_mode.shape_env is None  # type: ignore[attr-defined]
+        assert lookups() == (misses + 1, hits + 1)
+        given = torch.randn(5, 3)
+        torch.testing.assert_close(function([given])[0], given.sin())
+        graph_module, examples = sine_of(5)
+        mode = examples[0].fake_mode  # type: ignore[attr-defined]
+        mode.shape_env = ShapeEnv()
+        tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+        with torch.no_grad(), torch._inductor.config.patch({"cpp.threads": 1}), tracing:
+            compile_fx_inner(graph_module, examples)
+        assert lookups() == (misses + 2, hits + 1)
+
+
+def test_has_cpp_compiler_sees_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    assert internals.has_cpp_compiler() is False
+
+
+def test_has_cpp_compiler_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    assert internals.has_cpp_compiler() is True

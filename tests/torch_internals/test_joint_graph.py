@@ -1,0 +1,74 @@
+"""The graph of forward and backward that torch exports."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import fx, nn
+from traced_graphs import Small
+
+from mirrorc import torch_internals as internals
+
+
+def joint_of(module: nn.Module, *leaves: torch.Tensor) -> internals.JointGraph:
+    with contextlib.ExitStack() as stack:
+        return internals.export_joint_graph(stack, internals.trace_full_graph(module, leaves), leaves, {})
+
+
+def test_export_joint_graph_says_what_every_input_and_output_is() -> None:
+    joint = joint_of(Small(), torch.ones(2, 3), torch.ones(1))
+    assert sorted(joint.leaf_of.values()) == [0, 1]
+    assert sorted(joint.variable_of.values()) == ["count", "frozen", "weight"]
+    assert joint.tangent.op == "placeholder" and joint.tangent.meta["val"].shape == ()
+    assert joint.loss.meta["val"].shape == ()
+    trained = {name: node for name, node in joint.gradients.items() if node is not None}
+    assert list(trained) == ["weight"] and trained["weight"].meta["val"].shape == (3,)
+    assert list(joint.buffer_writes) == ["count"] and joint.written_inputs == []
+
+
+def test_export_joint_graph_computes_loss_and_gradient() -> None:
+    module, x = Small(), torch.randn(2, 3)
+    joint = joint_of(module, x, torch.ones(1))
+    values = {"weight": module.weight, "frozen": module.frozen, "count": module.count}
+    inputs = []
+    for node in joint.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            if node in joint.leaf_of:
+                inputs.append((x, torch.ones(1))[joint.leaf_of[node]])
+            else:
+                inputs.append(torch.tensor(2.0) if node is joint.tangent else values[joint.variable_of[node]].detach())
+    results = fx.Interpreter(joint.graph_module).run(*inputs, enable_io_processing=False)
+    of = dict(zip(joint.graph_module.graph.output_node().args[0], results, strict=True))
+    torch.testing.assert_close(of[joint.loss], (x * module.weight + module.frozen).sum().detach())
+    torch.testing.assert_close(of[joint.gradients["weight"]], 2.0 * x.sum(0))
+    torch.testing.assert_close(of[joint.buffer_writes["count"]], torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("writes", "found"), [("parameter", [("parameter", "weight")]), ("argument", [("argument", "0")])]
+)
+def test_export_joint_graph_notes_inputs_that_are_written(writes: str, found: list[tuple[str, str]]) -> None:
+    class Writes(Small):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                (self.weight if writes == "parameter" else x).mul_(0.5)
+            return (x * self.weight).sum()
+
+    assert joint_of(Writes(), torch.ones(3), torch.ones(1)).written_inputs == found
+
+
+def test_constants_of_a_joint_graph() -> None:
+    class Holds(Small):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    joint = joint_of(Holds(), torch.ones(3), torch.ones(1))
+    constants = [n for n in joint.graph_module.graph.nodes if n.op == "get_attr"]
+    assert [joint.constant(n).tolist() for n in constants] == [[1.0, 2.0, 3.0]]
+    assert joint.variable_of[constants[0]] == str(constants[0].target)
+
+
+def test_a_fake_seed_belongs_to_the_graphs_mode() -> None:
+    joint = joint_of(Small(), torch.ones(2, 3), torch.ones(1))
+    seed = joint.fake_seed()
+    assert seed.fake_mode is joint.fake_mode and (seed.dtype, seed.shape) == (torch.int64, ())  # type: ignore[attr-defined]

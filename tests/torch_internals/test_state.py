@@ -1,0 +1,115 @@
+"""What torch keeps by itself: hooks, modes, an optimizer's steps, the structured trace."""
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mirrorc import torch_internals as internals
+
+
+def test_mark_optimizer_stepped_satisfies_schedulers() -> None:
+    def warnings_of(mark: bool) -> list[str]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        if mark:
+            internals.mark_optimizer_stepped(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step()
+        return [str(warning.message) for warning in caught if "lr_scheduler.step()" in str(warning.message)]
+
+    assert warnings_of(mark=True) == [] and len(warnings_of(mark=False)) == 1
+
+
+def test_has_step_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert not internals.has_step_hooks(optimizer)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        assert internals.has_step_hooks(optimizer)
+        handle.remove()
+    assert not internals.has_step_hooks(optimizer)
+
+
+def test_hook_tables_are_live() -> None:
+    layer = torch.nn.Linear(2, 2)
+    tables = internals.hook_tables(layer)
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_forward_pre_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    assert sum(len(table) for table in tables) == 3
+
+
+def test_has_gradient_hooks() -> None:
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    assert not internals.has_gradient_hooks(first)
+    first.register_hook(lambda gradient: gradient)
+    second.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert internals.has_gradient_hooks(first) and internals.has_gradient_hooks(second)
+
+
+def test_torch_modes_follow_the_user() -> None:
+    before = internals.torch_modes()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert internals.torch_modes() != before
+    assert internals.torch_modes() == before
+
+
+def test_is_plain_thread() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert internals.is_plain_thread()
+    for mode in (torch.autocast("cpu"), torch.device("meta"), TorchDispatchMode()):
+        with mode:
+            assert not internals.is_plain_thread()
+    assert internals.is_plain_thread()
+
+
+def test_is_dense() -> None:
+    assert internals.is_dense(torch.zeros(3, 4).t())
+    assert internals.is_dense(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    assert not internals.is_dense(torch.zeros(3, 1).expand(3, 4))
+    assert not internals.is_dense(torch.zeros(4, 4)[:, ::2])
+
+
+def test_the_structured_trace_is_off_where_nobody_asked_for_it() -> None:
+    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
+    without = {name: value for name, value in os.environ.items() if name != "TORCH_TRACE"}
+    done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_structured_trace_is_on_where_it_has_a_folder(tmp_path: Path) -> None:
+    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
+    given = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_artifacts_reach_torchs_structured_trace() -> None:
+    from torch._logging._internal import trace_log
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    records: list[logging.LogRecord] = []
+    was_on = internals.is_structured_trace_on()
+    internals.trace_artifact("before", "nobody listens")
+    handler = Keeps()
+    trace_log.addHandler(handler)
+    try:
+        assert internals.is_structured_trace_on()
+        internals.trace_artifact("name of it", "line one\nline two")
+    finally:
+        trace_log.removeHandler(handler)
+    assert internals.is_structured_trace_on() == was_on
+    (record,) = records
+    assert record.metadata["artifact"] == {"name": "name of it", "encoding": "string"}  # type: ignore[attr-defined]
+    assert record.payload == "line one\nline two"  # type: ignore[attr-defined]
