@@ -1,4 +1,4 @@
-"""`compile`: checks what the user asks for and makes a step of it."""
+"""`compile`: checks the user's options and makes a step from them."""
 
 from __future__ import annotations
 
@@ -68,19 +68,20 @@ def compile(
         dump: a directory for one file per pass, its diff and an index; also the environment variable MIRRORC_DUMP.
         print_after: names of passes after which the program is printed, on standard error.
         print_after_all: print it after each pass.
-        passes: a pipeline of one's own, instead of `mirrorc.passes.default_pipeline`.
-        add_passes: passes of one's own, each placed by `mirrorc.before` or `mirrorc.after` one of the pipeline.
+        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`.
+        add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults.
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; what
-            was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``) and looked up from then on.
+            was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``), and later runs look it up.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
-        timeout_seconds: bound of every wait among devices.
+        timeout_seconds: the longest time that a device waits for another one.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
-        cuda_graphs: on one GPU, capture the step after a few calls as a CUDA graph, and replay it from then on: for steps that
-            the GPU does faster than Python hands it their kernels. Nothing is recorded then. This has not run on a GPU yet.
+        cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
+            meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then. It
+            has not run on a GPU yet.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
 

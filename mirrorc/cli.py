@@ -22,7 +22,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import check_pass_names
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import import_module, parse_passes
-from mirrorc.printing.colors import print_coloured
+from mirrorc.printing.colors import print_colored
 from mirrorc.verifier.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -50,7 +50,7 @@ def _blamed_on(option: str) -> Iterator[None]:
 
 
 def _search_this_folder() -> None:
-    """Modules are found in the working folder, as those of a script there are."""
+    """Lets modules be imported from the working folder, as a script in that folder could."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
@@ -72,7 +72,7 @@ Imports = Annotated[
         "--import",
         metavar="MODULE",
         callback=_import_modules,
-        help="import it first: it registers operators that the program calls; repeatable",
+        help="import this module first: it registers operators that the program calls; repeatable",
     ),
 ]
 Version = Annotated[
@@ -102,7 +102,7 @@ def show(
         text = printed(loaded, program, regions=regions, slots=slots, sources=not no_sources, fold=fold)
     except ValueError as error:
         _fail(error)
-    print_coloured(text, sys.stdout)
+    print_colored(text, sys.stdout)
 
 
 @app.command()
@@ -134,7 +134,7 @@ def opt(
         _fail(error)
     if output is not None:
         _save(result, output)
-    print_coloured(result.to_text(regions=regions, slots=slots), sys.stdout)
+    print_colored(result.to_text(regions=regions, slots=slots), sys.stdout)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 
 class MirrorcError(Exception):
-    """Base class of every error that is mirrorc's own (bad arguments raise ``ValueError`` or ``TypeError``)."""
+    """The base class of mirrorc's own errors. Bad arguments raise ``ValueError`` or ``TypeError`` instead."""
 
 
 class CaptureError(MirrorcError):
@@ -10,7 +10,7 @@ class CaptureError(MirrorcError):
 
 
 class PassError(MirrorcError):
-    """A pass, or the order of the passes, cannot do what is asked of it."""
+    """A pass has failed, or the order of the passes is wrong."""
 
 
 class VerifyError(MirrorcError):

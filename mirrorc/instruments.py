@@ -1,4 +1,4 @@
-"""The instruments that look on while a step's program is compiled."""
+"""Chooses the instruments that observe the compilation of a step's program."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str], print_after_all: bool
 ) -> list[Instrument]:
-    """Dumps and prints come before the verifier: a program that breaks a rule is worth a look.
+    """The instruments in their order. Dumps and prints come before the verifier, so that a program that breaks a rule is shown.
 
     Args:
         passes: the pipeline.
-        dump: where to write dumps and reproducers; None for none, and a temporary folder for reproducers.
+        dump: the directory for dumps and reproducers. If None, there are no dumps, and reproducers go to a temporary folder.
         print_after: names of passes after which the program is printed.
-        print_after_all: print it after each.
+        print_after_all: print the program after each pass.
     """
     sinks = dump_sinks(dump)
     found: list[Instrument] = [DumpFiles(sinks)] if sinks else []

@@ -1,4 +1,4 @@
-"""What mirrorc knows of an optimizer: whether it is element-wise, and which rule updates each parameter."""
+"""Inspects the user's optimizer: whether it is element-wise, and by which rule it updates each parameter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ELEMENTWISE = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
-"""Optimizers whose update of an element depends on that element alone, so that they may run on whole buckets."""
+"""Optimizers that update each element independently of all others, so that they may run on whole buckets."""
 
 SCALAR_STATE = ("step", "mu_product")
-"""Entries of those optimizers' state that are one number for a parameter."""
+"""Entries of these optimizers' state that are a single number per parameter."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -35,9 +35,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_fused(group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a group's parameters of a dtype are updated by torch's fused kernels: if it says so, or leaves it open.
+    """Whether torch's fused kernels update a group's parameters of a dtype.
 
-    If open, not for 16-bit parameters: torch's fused SGD leaves them as they are on the CPU (seen in 2.13).
+    They do if the group asks for them. If the group leaves the choice open, they do except for 16-bit parameters, which
+    torch's fused SGD does not update on the CPU (seen in 2.13).
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
@@ -164,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:
-    """Equal for parameters whose state can be held in one flat tensor per entry."""
+    """A key that is equal for parameters whose states can be stored together, in one flat tensor per entry."""
     return tuple(
         sorted(
             (key, float(value) if key in SCALAR_STATE else None) for key, value in state.items() if value is not None

@@ -1,4 +1,4 @@
-"""The options of a step, and the checks of what needs no knowledge of model or devices."""
+"""The options of a step, and checks of options that do not depend on the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepOptions:
     backend: Backend
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
-    to_measure: Pass | None  # the one of the pipeline whose bucket sizes are chosen by measurement
+    to_measure: Pass | None  # the pass of the pipeline whose bucket sizes are chosen by measurement
     dump: Path | None
     print_after: Sequence[str]
     print_after_all: bool
@@ -64,7 +64,7 @@ def check_choices(
     record: bool,
     exact_order: bool,
 ) -> None:
-    """Refuses values that no step can have.
+    """Refuses values that are invalid for any model.
 
     Raises:
         TypeError, ValueError: names the argument and the remedy.
@@ -84,7 +84,7 @@ def check_choices(
 
 
 def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:
-    """Refuses a word in place of a bucket size but "auto", and "auto" where it cannot choose.
+    """Refuses a text other than "auto" as a bucket size, and "auto" where it cannot choose.
 
     Raises:
         ValueError: names the argument and the remedy.
@@ -125,7 +125,7 @@ def check_additions(add_passes: Any) -> None:
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
-    """Where to write dumps: as asked for, else as MIRRORC_DUMP says, else nowhere.
+    """The directory for dumps: the option, else the environment variable MIRRORC_DUMP, else None.
 
     Raises:
         TypeError, ValueError: it is no directory, and none can be made there.
@@ -139,7 +139,7 @@ def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
 
 
 def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a directory that is there or may be made.
+    """The path of a directory that exists or can be made.
 
     Raises:
         ValueError: there is a file in its place, or of a directory above it; names the option.
@@ -152,7 +152,7 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
 
 
 def example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments out of ``example_inputs``.
+    """The positional and keyword arguments that ``example_inputs`` holds.
 
     Raises:
         TypeError: neither a tuple, nor a dict, nor a pair of both.

@@ -1,4 +1,4 @@
-"""From a call to what runs it: capture, passes, compiled regions, and the cache of all that was compiled for one step."""
+"""Compiles a step for each kind of call (capture, passes, regions), and caches the compiled programs of the step."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.torch_internals import is_dense, torch_modes
 
-_MANY_SPECIALIZATIONS = 8  # so many of one step are reported, once
+_MANY_SPECIALIZATIONS = 8  # when one step has this many, a warning says so, once
 _KEY_PARTS = ("plain arguments", "shapes", "the model's attributes", "the optimizer's groups", "torch's modes")
 
 
 class Specializer:
-    """Compiles a step for each kind of call, and finds again what was compiled.
+    """Compiles a step for each kind of call, and looks compiled programs up for later calls.
 
     Args:
-        options: what the step was asked for.
-        model: the user's model, and what its graph depends on.
-        state: what all specializations of the step work on.
-        num_threads: of each device.
+        options: the options of the step.
+        model: the user's model, and the state that its graph depends on.
+        state: the state that all specializations of the step share.
+        num_threads: the number of threads of each device.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState, num_threads: int) -> None:
@@ -58,7 +58,7 @@ class Specializer:
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
     def executor_for(self, call: Call, shards: Shards) -> Executor:
-        """The specialization for a call; compiled if it is the first of its kind."""
+        """The executor for a call; compiles it if the call is the first of its kind."""
         key = self._key(call, shards)
         executor = self._executors.get(key)
         if executor is None or self._state.needs_other_buckets(executor.program):
@@ -67,12 +67,12 @@ class Specializer:
         return executor
 
     def release(self) -> None:
-        """Frees what specializations keep on a GPU for steps to come."""
+        """Frees the memory that specializations keep on a GPU for later steps."""
         for executor in self._executors.values():
             executor.release()
 
     def _key(self, call: Call, shards: Shards) -> tuple[Any, ...]:
-        """All that a graph depends on, in the order of `_KEY_PARTS`."""
+        """Everything that a graph depends on, in the order of `_KEY_PARTS`."""
         optimizer, devices = self._options.optimizer, self._options.devices
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
@@ -80,7 +80,7 @@ class Specializer:
         return call.structure, tuple(types), fingerprint, (groups, is_elementwise(optimizer)), torch_modes()
 
     def _warn_of_many(self) -> None:
-        """Says once what keeps changing, when there are many specializations."""
+        """When there are many specializations, warns once and says what keeps changing."""
         if len(self._executors) != _MANY_SPECIALIZATIONS:
             return
         keys = list(self._executors)
@@ -92,7 +92,7 @@ class Specializer:
         )
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
-        """Compiles for a call; if that fails, the model's tensors are where they were."""
+        """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         moved = self._move_to_home()
         try:
             return self._compile_at_home(call, shards)
@@ -102,7 +102,7 @@ class Specializer:
             raise
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Moves the model's tensors to replica 0's device, and makes them dense; gives what moved and its old data."""
+        """Moves the model's tensors to replica 0's device and makes them dense; returns the moved tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -151,7 +151,7 @@ class Specializer:
         )
 
     def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
-        """The pipeline with numbers in place of "auto", and the program with a remark on them, so that both can be replayed."""
+        """Replaces "auto" in the pipeline by measured numbers, so that it can be replayed, and adds a remark to the program."""
         options, plan = self._options, self._options.to_measure
         if plan is None:
             return program, options.pipeline

@@ -1,4 +1,4 @@
-"""What `mirrorc.compile` gives: a training step, to be called with batches."""
+"""The training step that `mirrorc.compile` returns, to be called with batches."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from mirrorc.specializer import Specializer
 class Step:
     """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
 
-    It compiles at the first call for a batch's shapes; other shapes are further specialisations over the same variables.
-    Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
+    The step is compiled when it is first called with a batch. For a batch of other shapes it is specialized again, over the same
+    variables. Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
@@ -65,8 +65,8 @@ class Step:
         """Trains on one batch: forward, backward, all-reduce, update.
 
         Args:
-            *args: for the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
-            **kwargs: likewise; with a loss_fn, ``target`` is what that gets second.
+            *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+            **kwargs: likewise; with a loss_fn, ``target`` is the second argument of the loss_fn.
 
         Returns:
             The loss of the whole batch, a scalar without gradient.
@@ -169,7 +169,7 @@ class Step:
         return found
 
     def explain(self) -> Explanation:
-        """Where the time of the last steps went, bucket by bucket: `mirrorc.runtime.profiling.explanation.Explanation`; print it.
+        """Explains where the time of the last steps went; printed, `Explanation` is a table with a row for each bucket.
 
         Raises:
             ExecutionError: no step was recorded; says why.
@@ -178,19 +178,19 @@ class Step:
         return explain_steps(program, steps, self._last is not None and self._last.is_interleaved)
 
     def memory(self) -> MemoryReport:
-        """What memory a step takes, in bytes by device and kind: `mirrorc.runtime.memory.report.MemoryReport`; print it.
+        """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
 
-        It is added up from the program of the last call, or of `prepare`; that need not have run.
+        It is computed from the program of the last call, or of `prepare`; no step need have run.
 
         Raises:
             ExecutionError: there is no program yet.
         """
         program, last = self.program, self._last
-        assert last is not None, "who has a program has an executor"
+        assert last is not None, "a step with a program has an executor"
         return report_memory(program, last.regions, self._state.optimizers)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the last steps, call by call, as a trace for https://ui.perfetto.dev or chrome://tracing; gives its path.
+        """Writes the calls of the last steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
 
         Args:
             path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
@@ -208,7 +208,7 @@ class Step:
                 "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
             )
         steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
-        assert last is not None, "what has no program has no steps"
+        assert last is not None, "a step without a program has no recorded steps"
         return last.program, steps
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The compiler passes; this is the only place that knows their order."""
+"""The compiler passes and their order, which is defined only here."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        bucket_cap_mb: a bucket is closed when the next gradient would take it over so many MiB.
-        first_bucket_mb: the same for the first bucket, smaller so that communication begins early.
+        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket.
+        first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        gelu_by_sigmoid, channels_last: whether the code that will run is faster so, see `DecomposeGelu` and `LayChannelsLast`;
-            `mirrorc.compile` knows it from backend and devices.
+        gelu_by_sigmoid, channels_last: whether these make the generated code faster, see `DecomposeGelu` and `LayChannelsLast`;
+            `mirrorc.compile` determines it from backend and devices.
     """
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),

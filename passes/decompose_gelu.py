@@ -1,4 +1,4 @@
-"""Takes the tanh out of GELU."""
+"""Replaces the tanh in GELU's approximation by a sigmoid."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DecomposeGelu:
     sigmoid is made. GELU by the error function stays as it is.
 
     Needs: a captured graph in which GELU is an operator.
-    Guarantees: every value is the same number but for rounding; where the tanh is close to -1 it is closer to the exact one, as
-        nothing cancels. The verifier knows the product for a GELU (`mirrorc.analysis.decompositions`).
+    Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel. The
+        verifier knows that the product is a GELU (`mirrorc.analysis.decompositions`).
 
     Attributes:
-        wanted: whether the code that will run is faster so; otherwise the pass leaves the program as it is.
+        wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.
     """
 
     wanted: bool = True
@@ -56,7 +56,7 @@ class DecomposeGelu:
 
 
 def _decompose(node: fx.Node) -> None:
-    """Puts the operators that make up a GELU in its place; the last of them keeps its name in front of its own."""
+    """Replaces a GELU by the operators that it consists of; their names begin with the name of the GELU."""
     given = node.all_input_nodes
     body = traced_on_fake_tensors(DECOMPOSITIONS[node.target], [source.meta["val"] for source in given])
     placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""Leaves gradients as factors, of which each device makes its own share alone."""
+"""Leaves gradients as factors, from which each device makes only its own share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Takes the operator that makes a gradient out of its region, if the operator's arguments are smaller than the gradient::
+    """Moves the operator that makes a gradient out of its region, if the operator's arguments are smaller than the gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
@@ -43,22 +43,22 @@ class FactorGradients:
             mm = aten.mm(t, x)                      ->        return [t]
             return [mm]
 
-    The arguments are the gradient's factors, and how it is made of them is its form (`mirrorc.ir.gradient_forms`). The
-    gradient of a linear layer's weight is a matrix product over the examples of the batch. The gradient of an embedding's
-    table is zero but for the rows that were looked up: ``index_add(rows, indices)``.
+    The operator's arguments are the gradient's factors. How the gradient is made from them is its form
+    (`mirrorc.ir.gradient_forms`). The gradient of a linear layer's weight is a matrix product over the examples of the batch. The
+    gradient of an embedding's table is zero except for the rows that were looked up: ``index_add(rows, indices)``.
 
-    Devices that share one memory update a share of the parameters each, so none of them needs the whole gradient: each makes
-    its own share from the factors of all replicas. The products are as many as before, but each gradient is written once
-    instead of once per replica, and nothing is left to add up in memory. Of a table's gradient, only the rows of this step
-    and of the last one are written. Where devices share no parameters, `pack` makes the gradient.
+    If devices share one memory, each of them updates a share of the parameters and needs only this share of the gradient. It
+    makes the share from the factors of all replicas. The work of the products stays the same, but each gradient is written once
+    instead of once per replica, and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last
+    one are written. If devices share no parameters, `pack` makes the gradient.
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: what a gradient is made of stays the same. Factors are values of the step, never variables or views of
-        variables, because an update may write those before the gradient is made.
+    Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views of
+        variables, because an update may write a variable before the gradient is made.
 
     Attributes:
-        min_elements: gradients with fewer elements stay whole: they stay in cache, where adding costs less than the calls
-            that a product by shares needs (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
+        min_elements: gradients with fewer elements stay whole. They fit in the cache, where adding them costs less than the
+            calls for products by shares (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
 
     Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016), here without the sending.
     """
@@ -118,7 +118,7 @@ class FactorGradients:
         return factored.with_remarks(_remark(factored, whole))
 
     def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
-        """Why a gradient stays whole whatever makes it; empty if it need not."""
+        """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors."""
         if slot is None:
             return "of optimizers that need them whole"
         if slot.num_elements < self.min_elements:
@@ -127,7 +127,7 @@ class FactorGradients:
 
 
 def _remark(program: Program, whole: Mapping[str, str]) -> str:
-    """How many gradients stay factors, what that takes, and why the others are whole."""
+    """Says how many gradients stay factors, how many bytes the factors take, and why other gradients are whole."""
     output: Any = program.shard_graphs[0].output_node().args[0]
     gradients: dict[str, fx.Node] = output["gradients"]
     factored = {name: node for name, node in gradients.items() if node.target in ops.FACTORED}
@@ -154,16 +154,16 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
-    """A result of a region, in each of its calls."""
+    """The nodes that take one result of a region, over all its calls."""
     return [part for node in calls for part in node.users if part.args[1] == place]
 
 
 def _factors(
     program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
 ) -> dict[int, FactoredGradient]:
-    """For each gradient that is worth it, by its place among a region's results, how it is left in the region's body.
+    """The factors of each gradient that is to be factored, by the index of the region's result that is the gradient.
 
-    ``whole`` gets the reason for every other.
+    For every other gradient, the reason why it stays whole is added to ``whole``.
     """
     results: Any = body.output_node().args[0]
     given = _given(body, calls)
@@ -194,21 +194,21 @@ def _of_no_form() -> str:
 
 
 def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What the calls give for each of a body's placeholders."""
+    """For each placeholder of a body, the arguments that the calls pass for it."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class _Split:
-    """A region that gives factors in place of some gradients.
+    """A region that gives factors instead of some gradients.
 
     Attributes:
-        kept: the former places of the results that stay, in order.
+        kept: the former indices of the results that stay, in order.
         results: the body's new results: those that stay, then the factors.
-        arguments: the former places of the arguments that are still used.
-        factored: for the former place of each gradient that became factors, the factors in the body.
-        given: for each of the body's former placeholders, what the calls give for it.
+        arguments: the former indices of the arguments that are still used.
+        factored: the factors of each gradient that became factors, by the former index of its result.
+        given: for each former placeholder of the body, the arguments that the calls pass for it.
     """
 
     kept: list[int]
@@ -219,7 +219,7 @@ class _Split:
 
 
 def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
-    """Makes a body give factors instead of gradients, except for factors that are the body's own arguments."""
+    """Changes a body so that it gives factors instead of gradients; factors that are arguments of the body are not given."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]
@@ -248,7 +248,7 @@ def _rewire(
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: given[number] for inside, given in split.given.items()}
-    called: dict[fx.Node, str] = {}  # here, as each call of a region gives factors for other variables
+    called: dict[fx.Node, str] = {}  # filled for each call, because its factors are for variables of its own
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")

@@ -20,9 +20,9 @@ from mirrorc.printing.wording import listed, numbered
 class InsertUpdate:
     """Puts the optimizer at the end of every replica's program.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other runs by itself, once, on replica 0's
-    parameters, and each bucket's new parameters are broadcast: an arbitrary optimizer cannot be copied safely, and might
-    draw random numbers, and so is run once for all::
+    An element-wise optimizer runs on whole buckets, on every replica. Any other optimizer runs by itself, once, on replica 0's
+    parameters, and each bucket's new parameters are broadcast. It runs only once because an arbitrary optimizer cannot be
+    copied safely and might draw random numbers::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
@@ -59,7 +59,7 @@ class InsertUpdate:
 
 
 def _remarks(program: Program) -> list[str]:
-    """How the optimizer of each kind of bucket runs."""
+    """Says how the optimizer runs on each kind of bucket."""
     remarks = []
     for elementwise in (True, False):
         buckets = [bucket for bucket in program.buckets if bucket.rule.elementwise is elementwise]

@@ -1,4 +1,4 @@
-"""Lays what convolutions take and give in channels-last format."""
+"""Converts the operands and results of convolutions to channels-last format."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    What a convolution gives has that format then, and so has what is made of it, up to an operator that changes the shape: the
-    types of these values are found anew, and a view of elements that no longer lie as it needs them becomes a reshape.
-    Parameters keep their own format: a step copies the weights, which are small, and their gradients. Operators that torch
-    does not define get their arguments as they lay before.
+    The result of such a convolution has channels-last format, and so have the values that are computed from it, up to an operator
+    that changes the shape. The types of all these values are inferred again. A view that the new layout does not permit becomes a
+    reshape. Parameters keep their format: a step copies the weights, which are small, and their gradients. Operators that torch
+    does not define get their arguments in the former layout.
 
     Needs: a captured graph of functional operators.
-    Guarantees: every value has the elements that it had. Where that cannot be promised, because an operator takes elements by
-        where they lie, the program stays as it is, and a remark names the operator.
-    Source: torch's own compiler lays convolutions on CPUs in this way while it compiles. Here each region is compiled by
-        itself and keeps the strides of what it takes and gives, so the format must be in the graph before it is cut.
+    Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in
+        memory. The program then stays as it is, and a remark names the operator.
+    Source: torch's own compiler converts convolutions on CPUs in this way while it compiles. Here each region is compiled by
+        itself and keeps the strides of its arguments and results, so the format must be in the graph before it is cut.
 
     Attributes:
-        wanted: whether the code that will run is faster so; otherwise the pass leaves the program as it is.
+        wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.
     """
 
     wanted: bool = True
@@ -78,7 +78,7 @@ class LayChannelsLast:
 
 
 class _DependsOnStrides(Exception):
-    """Says which operator needs values to lie as they do."""
+    """Raised for an operator whose result depends on the present layout of its arguments; names the operator."""
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -89,7 +89,7 @@ def _is_convolution(node: fx.Node) -> bool:
 
 
 class _Layout:
-    """Walks a graph once; each value has its type before what uses it is looked at."""
+    """Walks a graph once, in order, so that the type of each value is known before its uses are visited."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -97,10 +97,10 @@ class _Layout:
         self.mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         self.num_convolutions = sum(map(_is_convolution, graph.nodes))
         self.num_copies = 0
-        self.laid: dict[fx.Node, fx.Node] = {}  # a value, and its copy in channels-last format
-        self.changed: set[fx.Node] = set()  # values that lie in another way than before
-        self.was_contiguous: set[fx.Node] = set()  # those of them that were contiguous
-        self.restored: dict[fx.Node, fx.Node] = {}  # and copies that are again
+        self.laid: dict[fx.Node, fx.Node] = {}  # for values, their copies in channels-last format
+        self.changed: set[fx.Node] = set()  # values whose layout has changed
+        self.was_contiguous: set[fx.Node] = set()  # the changed values that were contiguous
+        self.restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
         for node in list(self.graph.nodes):

@@ -1,4 +1,4 @@
-"""Turns collectives into what the link between the devices offers."""
+"""Assigns links to collectives, and lowers collectives that the link does not offer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.ir.program import Program, Property, Stage
 
 @dataclass(frozen=True)
 class LowerCollectives:
-    """Gives every collective the link that carries it out::
+    """Assigns to every collective the link that carries it::
 
         all_reduce(pack, pack_1, bucket=0, op=sum)    ->    all_reduce(pack, pack_1, bucket=0, op=sum, link=shared-memory)
 
@@ -24,15 +24,15 @@ class LowerCollectives:
         wait(b, bucket=0, replica=0)                  ->    r = recv(bucket=0, source=0, replica=1, link=copy)
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
-    Logical CPUs share memory: each device sums its share of the bucket, straight from the others' buckets. GPUs that are
-    all distinct use NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. What a link does not
-    carry goes over the link that it falls back to.
+    Logical CPUs share memory: each device sums its share of the bucket, directly from the others' buckets. Distinct GPUs use
+    NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. Operations that a link does not carry go over
+    the link that it falls back to.
 
     Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
 
     Attributes:
-        link: the name of the link to use, one of `mirrorc.ir.links.link_names`, instead of the best.
+        link: the name of the link to use, one of `mirrorc.ir.links.link_names`; None for the best one.
     """
 
     link: str | None = None
@@ -74,7 +74,7 @@ def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
     for wait in list(broadcast.users):
         replica = replica_of(wait)
         if replica == root:
-            wait.graph.erase_node(wait)  # nobody uses it: the root has the values
+            wait.graph.erase_node(wait)  # it has no uses, because the root has the values
             continue
         ends = {"bucket": bucket, "link": link}
         insert(program, broadcast, ops.send, broadcast.args, {**ends, "destination": replica, "replica": root})

@@ -18,7 +18,7 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 
 @dataclass(frozen=True)
 class LowerDevices:
-    """Gives every device its own graph: the nodes of its replica, and its part of every collective::
+    """Gives every device its own graph with the nodes of its replica and its part of every collective::
 
         x      = argument(name=x, replica=0)                          x = placeholder
         fwd_0  = call_region(x, ..., region=fwd_0, replica=0)         fwd_0 = call_module fwd_0(x, ...)
@@ -58,7 +58,7 @@ class LowerDevices:
 
 
 def _remark(program: Program, graphs: Sequence[fx.Graph]) -> str:
-    """How large the graphs are, and what joins them."""
+    """Says how large the graphs are, and how many collectives join them."""
     sizes = sorted({len(graph.nodes) for graph in graphs})
     nodes = f"{sizes[0]} nodes" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} nodes"
     num_joint = sum(1 for _ in calls_to(program.mirrored_graph, *ops.COLLECTIVES))

@@ -26,9 +26,9 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    Region ``fwd_0`` is what comes before the first use of the loss's gradient; ``bwd_k`` ends with the last gradient of
-    bucket k. Regions with the same body are one region, called several times. A piece that is another region for the second
-    shape of a shard is called after its counterpart: ``bwd_k_shard1``, in print ``bwd_k.shard1``::
+    Region ``fwd_0`` has the operators before the first use of the loss's gradient; ``bwd_k`` ends with the last gradient of
+    bucket k. Equal bodies become one region that is called several times. If a piece has another body for the second shape of
+    a shard, it is a region of its own, named after its counterpart: ``bwd_k_shard1``, in print ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
@@ -51,7 +51,7 @@ class OutlineRegions:
 
 
 def _remark(program: Program) -> str:
-    """How the graphs were cut, and which regions run more than once."""
+    """Says how the graphs were cut, and which regions are called more than once."""
     calls = Counter(str(node.kwargs["region"]) for g in program.shard_graphs for node in calls_to(g, ops.call_region))
     backward = [name for name in calls if program.regions[name].phase == "backward"]
     num_pieces = sum(calls[name] for name in backward)
@@ -70,7 +70,7 @@ def _remark(program: Program) -> str:
 
 
 class _RegionPool:
-    """The regions made so far; a body that is there already is not added again."""
+    """The regions made so far; a body that equals an earlier one is not added again."""
 
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
@@ -105,7 +105,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """Equal for graphs that compute the same on arguments of the same types."""
+    """A key that is equal for graphs that compute the same values from arguments of the same types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

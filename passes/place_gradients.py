@@ -77,7 +77,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """How each gradient gets into its slot, by variable. One that some shard shape leaves to `pack` is left to `pack`."""
+    """How each gradient gets into its slot, by variable. If one shard shape leaves a gradient to `pack`, all do."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -96,7 +96,7 @@ def _counts(ways: Mapping[str, str]) -> str:
 
 
 def _left_to_pack(ways: Mapping[str, str], used_twice: Collection[str]) -> list[str]:
-    """Which gradients `pack` has to copy, and why."""
+    """Says which gradients `pack` must copy, and why."""
     left = sorted(name for name, way in ways.items() if way == "pack")
     reasons = {
         "something else uses the gradient as well": [name for name in left if name in used_twice],
@@ -121,7 +121,7 @@ def _way_into_slot(program: Program, gradient: fx.Node) -> str:
 def _places(
     nodes: list[fx.Node], names: Mapping[fx.Node, str], slots: Mapping[str, tuple[int, Slot]], left: list[str]
 ) -> dict[int, Slot]:
-    """Which outputs of a region are gradients in every call of it, and a slot of their shape."""
+    """The outputs of a region that are gradients in every call of it, each with a slot of its shape."""
     found: list[dict[int, str]] = []
     for node in nodes:
         own, used = gradient_places(node, names)

@@ -78,7 +78,7 @@ class PlanBuckets:
         return planned.with_remarks(self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []))
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
-        """What was planned, and the rule by which buckets are closed."""
+        """Says what was planned, and by which rule buckets are closed."""
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
         if len(buckets) == 1:
             return f"{number} in one bucket"

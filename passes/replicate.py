@@ -21,8 +21,8 @@ from mirrorc.printing.wording import listed, numbered
 class Replicate:
     """Makes one graph that holds the nodes of every device side by side.
 
-    Each replica's nodes keep their order and carry the keyword ``replica``; the replicas' nodes are interleaved, so that what
-    runs at the same time stands close together::
+    Each replica's nodes keep their order and get the keyword ``replica``. The replicas' nodes are interleaved, so that calls that
+    run at the same time are close together in print::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -62,7 +62,7 @@ class Replicate:
 
 
 def _remark(program: Program) -> str:
-    """Which replicas run which graph, and the types of the shards that make the graphs differ."""
+    """Says which replicas run which graph, and which types of shards make the graphs differ."""
     shards: dict[int, list[int]] = {}
     for replica, shard in enumerate(program.shard_of_replica):
         shards.setdefault(shard, []).append(replica)
@@ -84,7 +84,7 @@ def _remark(program: Program) -> str:
 
 
 def _calls(source: fx.Graph) -> list[list[fx.Node]]:
-    """Each node of a graph, with the parts of its result."""
+    """The nodes of a graph, each grouped with the nodes that take parts of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes:
         if node.target is operator.getitem:

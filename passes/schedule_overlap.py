@@ -25,8 +25,8 @@ class ScheduleOverlap:
         update_0(wait_0); update_1(wait_1)         wait_0; update_0(wait_0); wait_1; update_1(wait_1)
 
     Needs: collectives and updates in the graph.
-    Guarantees: no node but collectives, waits and what operators of torch make of a sum moves; launches keep the order in
-        which buckets become ready; each replica waits in the order of its uses.
+    Guarantees: only collectives, waits, and operators of torch that are applied to a sum are moved. Launches keep the order in
+        which buckets become ready. Each replica waits in the order in which it uses the values.
     """
 
     name: str = field(default="schedule-overlap", init=False)
@@ -50,7 +50,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """A wait that nothing uses (its replica only helps to reduce) goes with those of the other replicas."""
+    """Moves a collective's waits. A wait without uses, whose replica only takes part in the reduction, moves with the others."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:
@@ -61,7 +61,7 @@ def _move_waits(collective: fx.Node) -> None:
 
 
 def _regions_before(graph: fx.Graph) -> dict[str, int]:
-    """For each collective and wait, by name: how many region calls come before it."""
+    """The number of region calls before each collective and each wait, by its name."""
     found, num_regions = {}, 0
     for node in graph.nodes:
         num_regions += node.target is ops.call_region
@@ -71,7 +71,7 @@ def _regions_before(graph: fx.Graph) -> dict[str, int]:
 
 
 def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
-    """How many launches and waits have moved past a region."""
+    """Says how many launches and waits have moved past a region."""
     if not before:
         return "nothing to move: one device communicates with nobody"
     after = _regions_before(graph)
@@ -85,7 +85,7 @@ def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
 
 
 def _remarks(graph: fx.Graph) -> list[str]:
-    """Says how many regions run while a reduction is in flight, and names the reductions that none runs beside."""
+    """Says how many regions run while a reduction is in flight, and names the reductions that stay exposed."""
     regions = [node for node in calls_to(graph, ops.call_region) if replica_of(node) == 0]
     in_flight, exposed = [], []
     for node in calls_to(graph, ops.all_reduce):

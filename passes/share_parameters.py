@@ -32,10 +32,10 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    Nobody may write a parameter that another device still reads. The last bucket is launched after all regions, so who
-    has waited for it knows that every device is done with backward: it is waited for first. Sums and updates are the same
-    element by element as with a copy for each device, and so are their bits. An optimizer that runs by itself updates
-    the one copy, and nothing is broadcast.
+    A device must not write a parameter that another device still reads. The last bucket is launched after all regions. A device
+    that has waited for it therefore knows that every device is done with backward, so this wait comes first. Each element is
+    summed and updated as with a copy for each device, with the same bits. An optimizer that runs by itself updates the one
+    copy, and nothing is broadcast.
 
     Needs: updates after all regions.
     Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
@@ -77,7 +77,7 @@ class ShareParameters:
 
 
 def _remarks(program: Program) -> list[str]:
-    """What is shared, why waits are reversed, and what stays whole."""
+    """Says what is shared, why waits are reversed, and which buckets are reduced whole."""
     shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
     kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
@@ -114,12 +114,12 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
             end.prepend(node)
             set_type(program, node)
         for node in reversed(used_by) if start == stop else ():
-            graph.erase_node(node)  # a small bucket has no share for everyone
+            graph.erase_node(node)  # in a small bucket, the shares of some replicas are empty
     graph.erase_node(all_reduce)
 
 
 def _users_of(wait: fx.Node) -> list[fx.Node]:
-    """What operators of torch make of a value, and the updates that take it, in order of the program."""
+    """The operators of torch that a value passes through, and the updates that take it, in program order."""
     found: dict[fx.Node, None] = {}
     waiting = [wait]
     while waiting:
@@ -130,7 +130,7 @@ def _users_of(wait: fx.Node) -> list[fx.Node]:
 
 
 def _erase(node: fx.Node) -> None:
-    """Removes a node and all that uses it."""
+    """Removes a node and all its uses."""
     for user in list(node.users):
         _erase(user)
     node.graph.erase_node(node)

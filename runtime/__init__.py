@@ -1,1 +1,1 @@
-"""Carries out lowered programs: one thread per device, and communicators that move the bytes."""
+"""Runs lowered programs, with one thread per device and with communicators that move the bytes."""

@@ -1,4 +1,4 @@
-"""Which values may share the memory of which others."""
+"""Finds which values may share memory with one another."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The value of the same graph whose memory a value may share; the value itself, if it is no view."""
+    """Follows views back to the value of the same graph whose memory they may share; a value that is no view is itself."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def viewed_variable(program: Program, value: fx.Node) -> str | None:
-    """The variable whose memory a value outside of regions may share: as a read, a view, or a region's result; None if none."""
+    """The variable whose memory a value outside of regions may share, because it is a read, a view or a region's result.
+
+    None if there is no such variable.
+    """
     value = viewed(value)
     if value.target is ops.read:
         return str(value.kwargs["variable"])

@@ -1,4 +1,4 @@
-"""Parts of buckets: whose gradients, or which new parameters, a value outside of regions holds."""
+"""Finds which elements of a bucket a value outside of regions holds, and from which replicas they come."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a bucket.
+    """A range of a bucket's elements.
 
     Attributes:
-        start: the first.
-        stop: one past the last.
-        replicas: those whose gradients are added up here, each once; of parameters, the one that has updated them.
+        start: the first element.
+        stop: one past the last element.
+        replicas: of gradients, the replicas whose gradients are summed here, each once; of parameters, the replica that has
+            updated them.
     """
 
     start: int
@@ -38,12 +39,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """What a 1-D value holds of a bucket.
+    """The elements of a bucket that a 1-D value holds.
 
     Attributes:
-        kind: GRADIENTS or PARAMETERS.
+        kind: what the elements are: GRADIENTS or PARAMETERS.
         bucket: the bucket's number.
-        spans: its elements, in order of the value's.
+        spans: ranges of the bucket's elements, in the order in which the value holds them.
         steps: the operators of torch that have changed the elements since they were packed, summed or updated.
     """
 
@@ -54,11 +55,11 @@ class Part:
 
     @property
     def num_elements(self) -> int:
-        """How many elements of the bucket it holds."""
+        """How many elements of the bucket the value holds."""
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Whether it is exactly these elements of a bucket, and if replicas are given, of all of these."""
+        """Whether the value holds exactly the elements from `start` to `stop`, and from exactly `replicas` if they are given."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -76,11 +77,11 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BucketParts:
-    """Finds what values of a program are of its buckets, following them from replica to replica.
+    """Finds which part of a bucket each value of a program holds; follows values from replica to replica.
 
-    `pack` gives a replica's own gradients, a wait for a reduction the sum over all replicas, `step_optimizer` new parameters.
-    From there on, slices, sums of what different replicas have added up, and concatenations are understood; what any other
-    operator of torch gives is as much of the bucket as its first argument, changed by a step.
+    `pack` gives a replica's own gradients. A wait for a reduction gives the sum over all replicas. `step_optimizer` gives new
+    parameters. From these values on, slices, concatenations, and sums over different replicas are understood exactly. The
+    result of any other operator of torch is taken to hold the same elements as its first argument, changed by one step.
     """
 
     def __init__(self, program: Program) -> None:
@@ -89,11 +90,11 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """What a value is of a bucket; None if it is nothing that can be told."""
+        """The part of a bucket that a value holds; None if it holds none, or if that cannot be determined."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
-        while waiting:  # depth first, without recursion: a ring is as deep as it has rounds
+        while waiting:  # depth first, without recursion: the values of a ring are nested as deep as it has rounds
             node = waiting[-1]
             missing = [n for n in self._sources(node) if n not in self._found and n not in entered]
             entered.add(node)
@@ -105,7 +106,7 @@ class BucketParts:
         return self._found[value]
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """The values that it depends on what a value is."""
+        """The values whose parts determine the part of a value."""
         if is_computed(node):
             return list(node.all_input_nodes)
         if node.target is not ops.wait or not node.args or not isinstance(node.args[0], fx.Node):
@@ -167,7 +168,7 @@ class BucketParts:
         return replace(part, steps=(*part.steps, (target_name(node.target), repr(said))))
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """What a 1-D value is of a bucket, if it has just as many elements."""
+        """The part that a 1-D value holds, if the value has no other elements."""
         part, value = self._found.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
@@ -175,7 +176,7 @@ class BucketParts:
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    """The elements of a part from one place to another, counted from its first."""
+    """The elements of a part from `start` to `stop`, which are counted from the part's first element."""
     spans, place = [], 0
     for span in part.spans:
         length = span.stop - span.start
@@ -201,7 +202,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _added(one: Part, other: Part) -> Part | None:
-    """The sum of what different replicas have added up of the same elements; None if it is no such sum."""
+    """The sum of two parts that hold the same elements from different replicas; None if they do not."""
     if one.kind != GRADIENTS or replace(one, spans=()) != replace(other, spans=()):
         return None
     spans = list(_pairwise_sums(one, other))

@@ -1,4 +1,4 @@
-"""Gradients as factors outside of regions: which of them stay so until their bucket is packed, and who makes them whole."""
+"""Finds which gradients stay factors until their bucket is packed, and where the whole gradient is made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mirrorc.ir.links import link_named
 
 
 class Maker(Enum):
-    """Who makes a gradient of its factors."""
+    """Where a gradient is made from its factors."""
 
     SHARES = "by shares at the wait"
-    """Each device makes its share of the sum over all replicas, when it waits for the bucket."""
+    """When a device waits for the bucket, it makes its share of the sum over all replicas."""
     PACK = "by pack"
-    """Each replica makes its own, whole, in its bucket."""
+    """Each replica makes its own whole gradient in its bucket."""
     AT_ONCE = "at once"
-    """Each replica makes its own before something else than `pack` uses it."""
+    """Each replica makes its own whole gradient early, because an operation other than `pack` uses it."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Whether a gradient is factors that `pack` alone uses, so that nobody has to make it whole before."""
+    """Whether a gradient stays factors up to its `pack`, which is the only operation that uses it."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Whether everything that uses a packed bucket makes shares of it, in the memory that replicas share."""
+    """Whether every use of a packed bucket makes shares of it in the memory that the replicas share."""
     return all(u.target is ops.reduce_scatter and link_named(u.kwargs["link"]).reads_one_memory for u in pack.users)
 
 
@@ -62,7 +62,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def left_to_shares(pack: fx.Node) -> list[fx.Node]:
-    """The gradients of a packed bucket of which devices make shares, in order of their slots."""
+    """The gradients of a packed bucket whose shares the devices make from factors, in order of their slots."""
     gradients: Any = pack.args
     return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
 
@@ -73,7 +73,7 @@ def factor_values(gradient: Any) -> tuple[torch.Tensor, ...]:
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """Who makes a gradient as factors whole; None while the program does not say: it is not packed, or no link is chosen."""
+    """Where a factored gradient is made whole; None as long as the gradient is not packed or no link is chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

@@ -1,4 +1,4 @@
-"""Which operators only lay values out in memory, and which look at how they lie."""
+"""Finds operators that change only a value's layout in memory, and operators whose result depends on the layout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LAYOUT_ONLY: Mapping[Any, str] = {
     aten.contiguous.default: "is its argument, or a copy of it in the format that it names",
     aten._to_copy.default: "copies its elements; with a dtype or a device it does more, and is not looked through",
 }
-"""Operators whose result equals their first argument element by element, if ``memory_format`` is all that they are told; and why.
+"""Operators that change only the memory format of their first argument, if ``memory_format`` is their only option; and why.
 
-Without a format, they are a copy that somebody wants for its own sake: a gradient that nothing else uses, for one.
+Without a format, such an operator is a copy that is needed as a copy, for example a gradient that nothing else may use.
 """
 
 SAME_ORDER: Mapping[Any, str] = {
@@ -27,7 +27,7 @@ SAME_ORDER: Mapping[Any, str] = {
     aten._unsafe_view.default: "is the same memory, of which nothing else is a view",
     aten.reshape.default: "is the same memory, or a copy where elements do not lie as the shape needs them",
 }
-"""Operators that give the elements of their first argument in the order of its indices, in another shape; and how."""
+"""Operators that change only the shape of their first argument, whose elements keep the order of its indices; and how."""
 
 _READ_STRIDES = (
     aten.as_strided.default,
@@ -41,12 +41,12 @@ _OF_TORCH = ("aten", "prims")
 
 
 def is_layout_only(node: fx.Node) -> bool:
-    """Whether a node's value is its first argument, element by element, and only lies otherwise in memory."""
+    """Whether a node's value has the elements of its first argument and differs only in its layout in memory."""
     return node.target in LAYOUT_ONLY and len(node.args) == 1 and node.kwargs.keys() == {"memory_format"}
 
 
 def reads_strides(target: Any) -> bool:
-    """Whether an operator takes elements by where they lie, so that a value that lies otherwise means something else to it."""
+    """Whether an operator addresses elements by their position in memory, so that its result depends on the layout."""
     return target in _READ_STRIDES
 
 

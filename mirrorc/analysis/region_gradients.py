@@ -1,4 +1,4 @@
-"""Which results of which regions are gradients."""
+"""Finds which results of regions are gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The gradients of an outlined graph, each with its variable; a node that is another result as well is left out."""
+    """The gradients of an outlined graph, each with its variable; a node that is also another result of the graph is left out."""
     output: Any = graph.output_node().args[0]
     found: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
@@ -34,7 +34,11 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """A call's gradients: variables by the places of the results; and the variables whose gradients have other uses as well."""
+    """The gradients among a call's results.
+
+    Returns:
+        The variables by the index of the result that is their gradient, and the variables whose gradients have other uses too.
+    """
     own: dict[int, str] = {}
     left = []
     for part in call.users:

@@ -1,4 +1,4 @@
-"""A call's arguments: taken apart into tensors, checked, split into shards, and put together again under the tracer."""
+"""Takes the arguments of a call apart into tensors, checks and splits these, and puts arguments together again for the tracer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PerReplica:
     """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
-        values: one value for each replica. Their sizes along dim 0 may differ; they weigh the replicas' losses.
+        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -27,7 +27,7 @@ class PerReplica:
 
 
 class Replicated:
-    """A value that every replica gets whole; made by `replicated`."""
+    """A value that is passed to every replica whole; made by `replicated`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -47,7 +47,7 @@ def replicated(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: ``tensor`` to be split or replicated, or ``per_replica`` ready-made shards."""
+    """A tensor argument: either ``tensor``, which is to be split or replicated, or ``per_replica``, which is split already."""
 
     path: str
     tensor: torch.Tensor | None
@@ -56,7 +56,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument that is no tensor; programs are specialised on its value (on its identity, if unhashable)."""
+    """An argument that is no tensor; programs are specialized on its value, or on its identity if it cannot be hashed."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -183,7 +183,7 @@ def rebuild(structure: Structure, leaves: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A batch, split.
+    """A batch that has been split.
 
     Attributes:
         tensors: for each replica, its tensor arguments in order of the call's leaves.

@@ -1,4 +1,4 @@
-"""One graph of forward, loss and backward, in the form that passes take."""
+"""Brings the graph of forward, loss and backward into the form that passes take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mirrorc.torch_internals import JointGraph
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """What `capture` found.
+    """The result of `capture`.
 
     Attributes:
         graph: the graph of one shard. Placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables; the
@@ -132,7 +132,10 @@ _VIEWS = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.at
 
 
 def _without_idle_views(node: fx.Node) -> fx.Node:
-    """The earliest value that views lead from to this one and that is the same: autograd transposes weights' gradients twice."""
+    """Skips views that cancel each other: autograd transposes gradients of weights twice.
+
+    Returns the earliest value from which views lead to this one, and which has the same shape and strides.
+    """
     same, wanted = node, node.meta["val"]
     while node.target in _VIEWS:
         source = node.args[0]
@@ -144,17 +147,17 @@ def _without_idle_views(node: fx.Node) -> fx.Node:
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:
-    """Removes what nothing uses. Reads and placeholders of batch arguments stay cheap; placeholders are kept."""
+    """Removes calls whose results are not used. Placeholders are kept."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
 
 
 def _own_gradients(graph: fx.Graph) -> None:
-    """Gives every gradient a value that nothing else uses: buckets are summed in place.
+    """Gives every gradient a value of its own, because buckets are summed in place.
 
-    A sum passes one gradient to several terms, a gradient may also be a step on the way to another, and that of a plain
-    term of the loss is the loss's own.
+    Without this, one value may have several uses: the terms of a sum have the same gradient; a gradient may be an operand of
+    another one; the gradient of a plain term of the loss is the gradient of the loss itself.
     """
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])

@@ -1,4 +1,4 @@
-"""What cannot be captured, said so that a user can act on it."""
+"""Errors for models that cannot be captured; each says what the user can do."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_writes(traced: fx.GraphModule, what: str) -> None:
 
 
 def check_loss(traced: fx.GraphModule, what: str) -> None:
-    """Refuses what is no scalar loss that depends on parameters."""
+    """Refuses a loss that is not a scalar tensor, or that does not depend on parameters."""
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     results = output.all_input_nodes
     loss = results[0].meta.get("example_value") if len(results) == 1 else None

@@ -1,4 +1,4 @@
-"""What a step knows of the user's model: its variables by name, and what its captured graph depends on besides inputs."""
+"""The user's model as a step sees it: its variables by name, and the Python state that its captured graph depends on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state that shapes their graph.
+    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
 
     Attributes:
         tensors: parameters and buffers, by name of their variable: the first name of each in the model, with the prefix
             ``loss_fn.`` for those of a loss module.
-        names: from the names under `mirrorc.capture.training_call.TrainingCall`, all those of tied weights too, to variables.
+        names: the variable for each name that a parameter or buffer has in `mirrorc.capture.training_call.TrainingCall`. Tied
+            weights have several names there.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -53,7 +54,9 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal as long as the captured graph stays true: modes, plain attributes, hooks, what is trainable, and dtypes.
+        """A value that stays equal as long as the captured graph is valid.
+
+        It is made of the modules' modes, plain attributes and hooks, and of the parameters' ``requires_grad`` and dtypes.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
@@ -84,7 +87,7 @@ class ModelState:
 
 
 def _plain_attributes(module: nn.Module) -> tuple[int, list[tuple[dict[str, Any], str]]]:
-    """How many attributes a module has, and which of them are plain values, as (dict, key)."""
+    """The number of a module's attributes, and those that are plain values, each as (dict, key)."""
     attributes = module.__dict__
     return len(attributes), [(attributes, key) for key, value in attributes.items() if isinstance(value, _SCALARS)]
 
@@ -110,7 +113,7 @@ def check_model(model: Any) -> None:
         if tensor.is_meta:
             raise ValueError(
                 f"{name!r} is on the meta device and has no memory: give the model memory and values first, with "
-                "model.to_empty(device='cpu') and an initialisation, or load a checkpoint with assign=True"
+                "model.to_empty(device='cpu') and an initialization, or load a checkpoint with assign=True"
             )
         if tensor.is_sparse:
             raise ValueError(f"{name!r} is a sparse tensor: mirrored variables are dense; use model.{name}.to_dense()")

@@ -35,9 +35,9 @@ class CapturedProgram:
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """What a graph is specialised on: shapes, strides and dtypes of a replica's tensors, once they are on its device.
+    """The shapes, strides and dtypes on which a graph is specialized: those that a replica's tensors have on its device.
 
-    Moving a tensor with gaps or overlaps to another device makes it dense there.
+    A tensor with gaps or overlaps becomes dense when it is moved to another device.
     """
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
@@ -110,7 +110,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:
-    """Graphs of an uneven batch's two shard shapes must make the same gradients and draw randomly in the same places."""
+    """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
     first, *others = captured
     for other in others:
         for part in ("gradients", "writes"):

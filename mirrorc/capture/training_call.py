@@ -12,7 +12,7 @@ from mirrorc.capture.arguments import Structure, rebuild_call
 
 
 class TrainingCall(nn.Module):
-    """A model and its loss as a function of flat tensors, for the tracer."""
+    """A module whose forward computes the loss from a flat list of tensors, for the tracer."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Names for the values of a captured graph: after the user's modules, not after the tracer's numbering."""
+"""Names the values of a captured graph after the user's modules instead of the tracer's numbering."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from mirrorc.ir.source_lines import module_of
 
 
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
-    """A copy whose values are called by module and operator, such as ``encoder_fc1_addmm``, in backward ``d_encoder_fc1_mm``.
+    """A copy whose values are named after module and operator: ``encoder_fc1_addmm``, and ``d_encoder_fc1_mm`` in backward.
 
-    What a model computes between its modules is called by the last module that it is made of: ``fc1_relu`` in
-    ``torch.relu(self.fc1(x))``. Values of one name are counted: ``encoder_fc1_mm_2`` is the second. So names are the same in
-    every process, and changing one module, or what is computed after it, leaves the names of all others alone.
+    A value that the model computes outside of its modules is named after the module that came last among its sources:
+    ``torch.relu(self.fc1(x))`` is ``fc1_relu``. Values of equal names are numbered: ``encoder_fc1_mm_2`` is the second one.
+    Names are therefore the same in every process. A change of one module, or of what is computed from its result, does not
+    change the names in other modules.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -65,13 +66,13 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a value is called by.
+    """The module, variable or argument that a value is named after.
 
     Attributes:
-        name: a module, variable or argument.
-        since: when that came in, as a position in the graph: of several operands, the value is called by the latest. Arguments
-            of the step give way to all else.
-        is_owned: whether it is a variable, which the module that has it does not name its values after.
+        name: its name.
+        since: the position in the graph where it was first used. A value with several operands is named after the operand
+            with the latest position. Arguments of the step have none, so they are chosen last.
+        is_owned: whether it is a variable. A module does not name values after its own variables.
     """
 
     name: str = ""
@@ -80,7 +81,7 @@ class _Place:
 
 
 class _Places:
-    """What the values of a graph are called by; asked for each value in turn."""
+    """Finds what each value of a graph is named after; must be asked for the values in the order of the graph."""
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
         self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)
@@ -97,7 +98,7 @@ class _Places:
         return node in self._backward
 
     def of(self, node: fx.Node) -> str:
-        """What a value is called by; all that it is made of must have been asked for."""
+        """What a value is named after; must have been asked for all operands of the value before."""
         if node in self._tangents or any(source in self._backward for source in node.all_input_nodes):
             self._backward.add(node)
         place = self._found[node] = self._place(node)
@@ -122,7 +123,7 @@ class _Places:
         return made_of if made_of.name else self._last
 
     def _latest(self, own: str, operands: Iterable[fx.Node]) -> _Place:
-        """The place that came in last, of those inside the module that a value comes from; arguments give way."""
+        """Of the operands' places inside the module `own`, the one with the latest position."""
         inside = [self._found[node] for node in operands if self._is_inside(self._found[node], own)]
         return max(inside, key=lambda place: place.since, default=_Place())
 

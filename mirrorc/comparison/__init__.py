@@ -1,1 +1,1 @@
-"""Two printed programs and what differs between them, in words; `mirrorc.comparison.diff` puts it together."""
+"""Says in words what differs between two printed programs; `mirrorc.comparison.diff` is the entry point."""

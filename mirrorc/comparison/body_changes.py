@@ -1,4 +1,4 @@
-"""What differs between the devices, the arguments and the bodies of two printed programs, in words."""
+"""Says in words how the devices, the arguments and the bodies of regions of two printed programs differ."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mirrorc.comparison.schedule_changes import where
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
 from mirrorc.printing.wording import capped, counted, listed, numbered
 
-_LISTED = 6  # so many devices are named
-_SENTENCES = 8  # so many are said about one topic
+_LISTED = 6  # the most devices that a sentence names
+_SENTENCES = 8  # the most sentences about one topic
 
 
 def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Devices that are new or gone."""
+    """Says which devices are new or gone."""
     for said, these, others in (("added", new, old), ("removed", old, new)):
         names = [device for device in these.devices if device not in others.devices]
         if names:
@@ -25,7 +25,7 @@ def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Devices that ran the same program and no longer do, and the other way round."""
+    """Says which devices used to run the same program and no longer do, and the reverse."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return
     both = set(old.devices) & set(new.devices)
@@ -41,7 +41,7 @@ def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Arguments of devices that are new or gone or have another type, such as the shape of a shard."""
+    """Says which arguments of devices are new, are gone or have another type, such as another shape of the shard."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return  # a program of all devices tells no arguments
     devices = [device for device in new.devices if device in old.function_of]
@@ -53,7 +53,7 @@ def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Bodies of regions, or of what a single device runs before there are regions, that differ."""
+    """Says which bodies of regions differ; before there are regions, how the graph of a single device differs."""
     yield from _captured_changes(old, new)
     if bool(old.regions) != bool(new.regions) and old.stage == new.stage:
         yield f"bodies of regions are printed in the {'new' if new.regions else 'old'} text alone and were not compared"
@@ -78,7 +78,7 @@ def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]
 
 
 def remark_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Remarks that are new or gone."""
+    """Says which remarks are new or gone."""
     for said, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):
         remarks = (Counter(these) - Counter(others)).elements()
         yield from capped(
@@ -102,7 +102,7 @@ def _signature_changes(old: Sequence[PrintedValue], new: Sequence[PrintedValue])
 
 
 def _captured_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """What is to be said of functions of operators, which have no regions yet."""
+    """Says how functions of operators differ, in programs that have no regions yet."""
     if old.stage != new.stage or new.stage != "CAPTURED":
         return
     if len(old.functions) != len(new.functions):
@@ -117,7 +117,7 @@ def _captured_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]
 
 
 def _region_change(old: PrintedRegion, new: PrintedRegion) -> str:
-    """What is to be said of a region's body; nothing if it is the same."""
+    """Says how a region's body has changed; empty if it has not."""
     arguments = list(_signature_changes(old.arguments, new.arguments))
     if not arguments and old.arguments != new.arguments:
         arguments = ["its arguments are in another order"]

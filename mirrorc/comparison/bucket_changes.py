@@ -1,4 +1,4 @@
-"""What differs between the bucket tables of two printed programs, in words."""
+"""Says in words how the bucket tables of two printed programs differ."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from mirrorc.printing.printed_program import PrintedBucket, PrintedProgram
 from mirrorc.printing.wording import capped, counted, listed, numbered
 
-_LISTED = 3  # so many gradients are named, others are counted
-_FEW = 2  # of so many buckets, and parts of a split or merge, it is said what is in them
-_SENTENCES = 12  # so many are said about one topic
+_LISTED = 3  # the most gradients that a sentence names; others are counted
+_FEW = 2  # the most buckets, or parts of a split or merge, whose content is described
+_SENTENCES = 12  # the most sentences about one topic
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
 class BucketPairs:
-    """Which bucket of the old program is which of the new.
+    """Pairs each bucket of the old program with its counterpart in the new one.
 
     Attributes:
         old: the old table, by index.
@@ -47,7 +47,7 @@ class BucketPairs:
 
 
 def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
-    """Pairs buckets of one number that have a gradient in common, then those that have most in common."""
+    """Pairs buckets that have the same number and share a gradient, then those that share the most gradients."""
     tables = [{bucket.index: bucket for bucket in program.buckets} for program in (old, new)]
     place = _places(old.buckets)
     common = Counter((place[name], j) for name, j in _places(new.buckets).items() if name in place)
@@ -75,7 +75,7 @@ def _places(buckets: Iterable[PrintedBucket]) -> dict[str, int]:
 
 
 def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Buckets split, merged, new and gone, and gradients that moved, are new or are gone."""
+    """Says which buckets were split, were merged, are new or are gone, and which gradients moved, are new or are gone."""
     old_place, new_place = _places(pairs.old.values()), _places(pairs.new.values())
     moves: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, j in new_place.items():
@@ -104,7 +104,7 @@ def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
-    """For old buckets, the new ones that hold gradients of them alone."""
+    """For each old bucket, the new buckets that hold gradients of this old bucket only."""
     split: dict[int, list[int]] = defaultdict(list)
     for j in pairs.added:
         sources = [i for i, target in moves if target == j]
@@ -114,7 +114,7 @@ def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) 
 
 
 def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
-    """For new buckets, the old ones whose gradients all went there."""
+    """For each new bucket, the old buckets whose gradients all moved into it."""
     merged: dict[int, list[int]] = defaultdict(list)
     for i in pairs.gone:
         goals = [j for source, j in moves if source == i]
@@ -126,7 +126,7 @@ def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) 
 def _whole_buckets(
     pairs: BucketPairs, made: set[int], used_up: set[int], old_place: Mapping[str, int], new_place: Mapping[str, int]
 ) -> Iterator[str]:
-    """Buckets that are new or gone and not part of a split or a merge."""
+    """Says which buckets are new or gone without being part of a split or a merge."""
     for said, whose, table, indices, explained, other in (
         ("new", "with new gradients", pairs.new, pairs.added, made, old_place),
         ("gone", "with its gradients", pairs.old, pairs.gone, used_up, new_place),
@@ -142,7 +142,7 @@ def _whole_buckets(
 
 
 def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_place: Mapping[str, int]) -> Iterator[str]:
-    """Gradients that are new or gone in buckets that stay."""
+    """Says which gradients are new or gone in buckets that stay."""
     for said, buckets, stays, other in (
         ("new in", pairs.new, set(pairs.new_of.values()), old_place),
         ("gone from", pairs.old, set(pairs.new_of), new_place),
@@ -166,7 +166,7 @@ def _order_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _type_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Gradients of another shape or dtype."""
+    """Says which gradients have another shape or dtype."""
     types = [
         {g.variable: f"{b.dtype}{g.shape}" for b in table.values() for g in b.gradients}
         for table in (pairs.old, pairs.new)
@@ -194,7 +194,7 @@ def _num_bytes(bucket: PrintedBucket) -> float:
 
 
 def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
-    """What is said of whole buckets: update rule, placement, the region after which they are ready."""
+    """Says how the update rule, the placement, or the region after which a bucket is ready, has changed."""
     topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
         lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
         lambda old, new: _placement(new.is_shared) if old.is_shared != new.is_shared else "",
@@ -216,7 +216,10 @@ def _placement(is_shared: bool) -> str:
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
-    """Nothing for a stage at which buckets are not packed, nor for a bucket of other gradients, which other regions give."""
+    """Says after which region a bucket is ready now.
+
+    Empty at a stage at which buckets are not packed, and for a bucket with other gradients, which come from other regions.
+    """
     names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
     if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
         return ""

@@ -1,7 +1,7 @@
-"""What differs between two programs: first in words, from their printed form alone, then line by line.
+"""Compares two programs by their printed form: first in words, then line by line.
 
-What is said of a pass in the heading and below it does not count, nor do the user's source lines. So two dumps of one program are
-equal although they tell of different passes, and a program is equal to itself after its model's code has moved.
+The heading's report on a pass and the user's source lines are not compared. Two dumps of one program by different passes are
+therefore equal, and a program stays equal to itself when the model's code moves in its file.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def diff_texts(old: str, new: str) -> str:
     """What differs between two printed programs, of any stage; empty if nothing does.
 
     Args:
-        old: a text that `Program.to_text` has given.
-        new: another. Print both in one form: what is not printed cannot be compared.
+        old: a text that `Program.to_text` has returned.
+        new: another one. Print both with the same options: only what is printed is compared.
 
     Returns:
         Sentences, each on a line of its own, the most important first; then, after an empty line, the lines that differ.
@@ -62,7 +62,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     Args:
         old: a program of any stage.
         new: another.
-        regions: compare the bodies of regions, too. Without it, it is said if nothing else differs than they.
+        regions: compare the bodies of regions, too. Without it, the result says if only these bodies differ.
 
     Raises:
         TypeError: not two programs.
@@ -80,9 +80,9 @@ def diff_files(old: Path, new: Path) -> str:
     """What differs between two programs in files, bodies of regions included; empty if nothing does.
 
     Args:
-        old: a saved program, or a printed one. A saved program is compared with a printed one in the form of that: what this
-            leaves out (bodies of regions, the user's source) is not compared.
-        new: another.
+        old: a saved program, or a printed one. If one file is saved and the other is printed, the saved program is printed
+            with the options of the other: parts that this one omits (bodies of regions, the user's source) are not compared.
+        new: another one.
 
     Raises:
         OSError: a file cannot be read.
@@ -107,20 +107,20 @@ def _load(path: Path) -> Program | str:
 def printed(
     program: Program, path: Path, *, regions: bool, slots: bool, sources: bool, fold: bool | None = None
 ) -> str:
-    """A program out of a file as text.
+    """Prints a program that was loaded from a file.
 
     Raises:
         ValueError: it is malformed, so that it cannot be printed; names the file and the remedy.
     """
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
-    except Exception as error:  # of the printer, which knows programs that keep the rules
+    except Exception as error:  # the printer may fail in any way on a program that breaks the rules
         reason = f"it is malformed ({type(error).__name__}: {error})"
         raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error
 
 
 def _form_of(text: str) -> dict[str, bool]:
-    """With which arguments `Program.to_text` gives a text of this form."""
+    """The arguments with which `Program.to_text` prints a program in the form of this text."""
     lines = text.split("\n")
     return {
         "regions": any(line.startswith("region ") for line in lines),

@@ -1,4 +1,4 @@
-"""What a device of a printed program does, as events that can be found again in another program."""
+"""Turns a device's printed program into events, with keys by which an event is found in another program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kin
 _VARIANT = re.compile(r"\.shard\d+$")  # of a region for another shape of a shard
 
 Key = tuple[str, str, int]
-"""What an event is in any program: its kind; its bucket, region or gradient; its number among alike ones of its device."""
+"""Identifies an event in any program: its kind; its bucket, region or gradient; its number among equal events of its device."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Schedule:
 
 
 def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], str]) -> Schedule:
-    """What a device does; ``name_of`` says what a bucket is called in the keys."""
+    """The schedule of a device; ``name_of`` gives the name of a bucket in the keys."""
     counts: Counter[tuple[str, str]] = Counter()
     events = []
     for line in program.lines_of(device):

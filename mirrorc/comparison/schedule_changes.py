@@ -1,4 +1,4 @@
-"""What differs between the schedules of two printed programs, in words: collectives, waits, updates, calls of regions."""
+"""Says in words how the collectives, waits, updates and region calls of two printed programs differ."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mirrorc.ir import ops
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, split_list
 from mirrorc.printing.wording import capped, listed, numbered
 
-_SENTENCES = 8  # so many are said about one topic
-_ORDER = 8  # so many buckets of an order are listed
+_SENTENCES = 8  # the most sentences about one topic
+_ORDER = 8  # the most buckets that are listed to show an order
 _WHOLE = "optimizer's own step"
 
 
@@ -21,7 +21,7 @@ def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[i
     Args:
         old: a program.
         new: another.
-        new_of: which bucket of the new program an old one is.
+        new_of: for each old bucket, its counterpart in the new program.
     """
     numbers = {str(bucket.index) for bucket in new.buckets}
     names = {str(i): str(j) for i, j in new_of.items()}
@@ -48,14 +48,14 @@ def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[i
 
 
 def where(found: Sequence[str], devices: Sequence[str]) -> str:
-    """At the end of a sentence, on which of the devices it holds; nothing if there is one device only."""
+    """The end of a sentence, which says on which devices it holds; empty if there is only one device."""
     if len(devices) == 1:
         return ""
     return ", on every device" if len(found) == len(devices) else f", on {listed(found)}"
 
 
 def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Collectives that are new or gone, of another kind, or with other details."""
+    """Says which collectives are new, are gone, are of another kind or have other details."""
     launches = [{event.key: event for event in schedule.of("launch")} for schedule in (old, new)]
     instead: dict[tuple[str, str], list[str]] = defaultdict(list)
     alone: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Waits that are new or gone although their collective is not."""
+    """Says which waits are new or gone while their collective is in both programs."""
     waits, launches = ([{event.key[1:] for event in part.of(kind)} for part in (old, new)] for kind in (WAIT, "launch"))
     for said, found in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
         buckets = [key[0] for key in sorted(found & launches[0] & launches[1])]
@@ -90,7 +90,7 @@ def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _order_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: whether events that both schedules have come in another order."""
+    """A topic: whether the events that both schedules have are in another order."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         was, now = _reordered(old, new, kind)
@@ -101,7 +101,7 @@ def _order_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[s
 
 
 def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list[Key]]:
-    """Events of a kind that both schedules have, in the order of each, from where these begin to differ to where they end to."""
+    """The events of a kind that both schedules have, in the order of each schedule, between their first and last difference."""
     keys = [[event.key for event in schedule.of(kind)] for schedule in (old, new)]
     both = set(keys[0]) & set(keys[1])
     was, now = ([key for key in part if key in both] for part in keys)
@@ -127,7 +127,7 @@ def _of_buckets(names: Sequence[str]) -> str:
 
 
 def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: whether events come earlier or later among the regions and, where it can be said, the updates."""
+    """A topic: whether events come earlier or later relative to the regions and, where possible, to the updates."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         anchors = _common_anchors(old, new, *([] if kind == "update" else [("region", "update")]), ("region",))
@@ -136,7 +136,7 @@ def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[s
         places = [_places(schedule, kind, anchors) for schedule in (old, new)]
         moved: dict[str, list[tuple[Key, str]]] = {"earlier": [], "later": []}
         order = [event.key for event in new.events if event.key[0] in anchors]
-        reordered = set(_reordered(old, new, kind)[0] if kind != WAIT else [])  # of which that is said already
+        reordered = set(_reordered(old, new, kind)[0] if kind != WAIT else [])  # another topic has reported these
         for key, place in places[1].items():
             before = places[0].get(key, place) if key not in reordered else place
             if place > before:
@@ -155,7 +155,7 @@ def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[s
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first kinds of events that both schedules have in the same order, so that places among them can be compared."""
+    """The first choice of kinds whose events are in the same order in both schedules, so that places can be compared."""
     for kinds in choices:
         found = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if found[0] == found[1] and found[0]:
@@ -164,7 +164,7 @@ def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> 
 
 
 def _places(schedule: Schedule, kind: str, anchors: Iterable[str]) -> dict[Key, int]:
-    """How many anchors each event comes after."""
+    """For each event, the number of anchors before it."""
     passed, places = 0, {}
     for event in schedule.events:
         passed += event.key[0] in anchors
@@ -180,7 +180,7 @@ def _anchor(key: Key) -> str:
 
 
 def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Updates that are new or gone, or of another kind; but for those of buckets that are new or gone themselves."""
+    """Says which updates are new, are gone or are of another kind. Buckets that are new or gone themselves are left out."""
     lines = [{event.key: event.line for event in schedule.of("update")} for schedule in (old, new)]
     packed = [{event.subject for event in schedule.of(PACK)} for schedule in (old, new)]
     alone = packed[0] ^ packed[1] if packed[0] and packed[1] else set()
@@ -197,7 +197,7 @@ def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Regions that are called anew, or no longer, and what calls give and take."""
+    """Says which regions are newly called or no longer called, and how the arguments and results of calls changed."""
     calls = [{event.key: event.line for event in schedule.of("region")} for schedule in (old, new)]
     known = [{key[1] for key in part} for part in calls]
     for said, often, (these, others), names in (
@@ -215,7 +215,7 @@ def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Gradients that are left as factors, or no longer."""
+    """Says which gradients are newly left as factors, and which no longer are."""
     factored = [[event.subject for event in schedule.of(FACTORED)] for schedule in (old, new)]
     for these, others, said in (
         (factored[1], factored[0], "left as factors, of which each device makes its share"),
@@ -229,7 +229,7 @@ def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]) -> Iterator[str]:
     for key in new:
         if _gradients(old[key]) != _gradients(new[key]):
-            continue  # backward is cut elsewhere, as is said of the buckets
+            continue  # backward is cut at other places, which the changes of buckets say
         for verb, was, now in (
             ("gives", old[key].outcome, new[key].outcome),
             ("is given", old[key].inside, new[key].inside),
@@ -245,7 +245,7 @@ def _gradients(line: PrintedLine) -> list[tuple[str, int]]:
 
 
 def _difference(old: Sequence[str], new: Sequence[str]) -> str:
-    """Parts of a list that are other than before."""
+    """Says in which items two lists differ."""
     gone, added = ([part for part in these if part not in set(others)] for these, others in ((old, new), (new, old)))
     if gone and added:
         return f"{listed(added)} instead of {listed(gone)}"
@@ -255,7 +255,7 @@ def _difference(old: Sequence[str], new: Sequence[str]) -> str:
 
 
 def _write_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Buffers that are written at the end of the step."""
+    """Says how the buffers that are written at the end of the step have changed."""
     written = [[part for event in schedule.of(WRITE) for part in event.line.arguments] for schedule in (old, new)]
     if written[0] != written[1]:
         yield f"at the end of the step it writes {listed(written[1]) or 'nothing'} instead of {listed(written[0]) or 'nothing'}"

@@ -1,4 +1,4 @@
-"""The lines in which two printed programs differ, part by part: parts that are equal cost nothing."""
+"""Finds the lines in which two printed programs differ; works part by part, so that equal parts cost nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from mirrorc.printing.printed_program import PrintedProgram
 
-_MOST_LINES = 200  # so many are shown
-_CONTEXT = 2  # lines around those that differ
-_COMPARED = 3000  # lines of a part in which differences are looked for: more than can be shown of it
+_MOST_LINES = 200  # the most lines that are shown
+_CONTEXT = 2  # lines that are shown around those that differ
+_COMPARED = 3000  # the lines of a part that are compared: more than could be shown of it
 _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 
 
@@ -21,8 +21,8 @@ class _Part:
     """The top of a text, a function or a region.
 
     Attributes:
-        lines: what it says, without what does not count.
-        numbers: of these lines in the text.
+        lines: its lines, without what is not compared.
+        numbers: the numbers of these lines in the text.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
     Args:
         old: a text.
         new: another.
-        programs: what they say.
+        programs: the same texts, read.
     """
     parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
     names = list(dict.fromkeys([*parts[0], *parts[1]]))
@@ -56,7 +56,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """The parts of a text by name, without what does not count: pass and time and what a dump says of them, the user's source."""
+    """The parts of a text by name, without what is not compared: pass, time, the dump's report, the user's source lines."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
     is_above = False
@@ -82,13 +82,13 @@ def is_source(line: str) -> bool:
 
 
 def _num_differing(one: _Part, other: _Part) -> int:
-    """How many lines are in one part only; in linear time, so lines that only moved do not count."""
+    """The number of lines that are in one part only. Takes linear time; lines that have only moved are not counted."""
     counts = [Counter(part.lines) for part in (one, other)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 
 
 def _hunks(one: _Part, other: _Part) -> Iterator[str]:
-    """The differing lines of a part, with some around them. Only where they begin is looked at if there are very many."""
+    """The differing lines of a part with some lines around them; of a very long part, only the beginning of the difference."""
     limit = min(len(one.lines), len(other.lines))
     start = next((i for i in range(limit) if one.lines[i] != other.lines[i]), limit)
     end = next((i for i in range(limit - start) if one.lines[-1 - i] != other.lines[-1 - i]), limit - start)
@@ -106,7 +106,7 @@ def _hunks(one: _Part, other: _Part) -> Iterator[str]:
 
 
 def _span(part: _Part, first: int, start: int, stop: int) -> str:
-    """Where a hunk is in its text: the number of its first line, and how many lines."""
+    """The position of a hunk in its text: the number of its first line, and the number of its lines."""
     number = (
         part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
     )

@@ -1,1 +1,1 @@
-"""Operators of our own, registered with torch."""
+"""Operators that mirrorc registers with torch."""

@@ -1,4 +1,4 @@
-"""Operators of ours that regions call: what ATen has no functional or traceable name for."""
+"""Registers the matrix product that writes its result into given memory, which ATen has in no traceable form."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _global_generator_lock = threading.Lock()
 
 
 def mix(seed: int, stream: int) -> int:
-    """A 63-bit seed for stream ``stream`` of ``seed`` (the finaliser of SplitMix64, Steele et al., 2014)."""
+    """A 63-bit seed for stream ``stream`` of ``seed`` (the finalizer of SplitMix64, Steele et al., 2014)."""
     z = (seed + (stream + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -42,7 +42,7 @@ _seeded_ops: dict[Any, Any] = {}
 
 
 def seeded(op: Any) -> Any:
-    """The operator of ours that runs a random ATen operator under a seed; defined at its first use."""
+    """The operator of mirrorc that runs a random ATen operator under a seed; it is defined at its first use."""
     if op not in _seeded_ops:
         schema = op._schema
         name = (
@@ -67,7 +67,7 @@ def seeded(op: Any) -> Any:
 
 
 def unseeded(op: Any) -> Any:
-    """The random operator that an operator of `seeded` runs; None if it is none of those."""
+    """The random operator that an operator made by `seeded` runs; None for any other operator."""
     return next((drawn for drawn, own in _seeded_ops.items() if own is op), None)
 
 

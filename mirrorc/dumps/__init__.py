@@ -1,1 +1,1 @@
-"""What the passes did, written down: a file per pass, torch's trace, the terminal."""
+"""Writes down what the passes did: to a file per pass, to torch's trace, to the terminal."""

@@ -1,4 +1,4 @@
-"""Gives sinks a text, a diff and an index of what every pass did."""
+"""Writes a text and a diff for every pass, and an index of them, to sinks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 
 
 class DumpFiles(Instrument):
-    """Gives sinks, for every pass, a text and a diff to the pass before, and at the end an index of them.
+    """Writes, for every pass, a text and a diff to the pass before; at the end, an index of these.
 
-    The text of a pass names the pass, the stage, the time, the number of nodes and how many of each operation came and went,
-    and the pass's remarks; the program follows in full if the pass changed it. The captured program is saved as well, for
-    ``mirrorc opt``.
+    The text of a pass has its name, its stage, its time, the number of nodes, how many nodes of each operation were added or
+    removed, and the pass's remarks. If the pass changed the program, the program follows in full. The captured program is
+    saved as well, for ``mirrorc opt``.
 
     Args:
-        sinks: where to.
+        sinks: where the texts are written.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -36,16 +36,16 @@ class DumpFiles(Instrument):
         self._write(PassReport("capture", program), saved, why_not)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Writes the program that a pass gave, and what it changed."""
+        """Writes the program that a pass has returned, and what the pass has changed."""
         self._last = (compiler_pass, before)
         self._write(PassReport(compiler_pass.name, after, before, seconds * 1e3))
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Notes in the index that no pass was run."""
+        """Records in the index that no pass was run."""
         self._note("capture", error, is_written=bool(self._rows))
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Notes in the index where compilation ended."""
+        """Records in the index which pass ended the compilation."""
         is_written = self._last is not None and self._last[0] is compiler_pass and self._last[1] is before
         self._note(compiler_pass.name, error, is_written)
 
@@ -54,7 +54,7 @@ class DumpFiles(Instrument):
         self._write_index()
 
     def _note(self, name: str, error: Exception, is_written: bool) -> None:
-        """Adds the failure to a pass's row, or if it has given nothing a row for it."""
+        """Adds the failure to the pass's row; if the pass has returned no program, adds a row for it."""
         row = self._rows.pop() if is_written else (self._stem(name), "", "", "", "", "")
         reason = str(error).partition("\n\n")[0]  # what follows shows the program
         remarks = "<br>".join(filter(None, [row[4], _cell(reason)]))
@@ -65,10 +65,10 @@ class DumpFiles(Instrument):
         return f"{len(self._rows):02d}-{_NOT_IN_NAMES.sub('_', name)}"
 
     def _save(self, name: str, program: Program) -> tuple[str, str]:
-        """The name of the file if a sink has saved the program; why not, if it cannot be saved."""
+        """The name of the saved file if a sink has saved the program, and the reason if the program cannot be saved."""
         try:
             kept = [sink.save(name, program) for sink in self.sinks]
-        except Exception as error:  # noqa: BLE001 - of any kind, if the program is broken, which the verifier says
+        except Exception as error:  # noqa: BLE001 - a broken program may raise anything; the verifier reports it
             return "", f"the captured program cannot be saved: {error}"
         return name if any(kept) else "", ""
 
@@ -96,5 +96,5 @@ class DumpFiles(Instrument):
 
 
 def _cell(text: str) -> str:
-    """A text as it is written in a cell of a table."""
+    """Escapes a text for a cell of a table."""
     return "<br>".join(text.replace("|", "\\|").replace("<", "\\<").splitlines())

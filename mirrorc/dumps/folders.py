@@ -1,4 +1,4 @@
-"""The folders that dumps go to: each holds one program, of one run and one process."""
+"""Chooses the folders for dumps: each holds one program of one run and one process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ except ImportError:  # on Windows: processes that run at the same time need dire
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"\d\d+-.+\.(txt|diff|json\.gz)|index\.md")
-_CHOOSING = 0  # the byte of the lock file that is held while folders are chosen; program-0 has the next, and so on
+_CHOOSING = (
+    0  # the byte of the lock file that is locked while folders are chosen; the bytes after it are for the programs
+)
 
 
 class DumpFolder:
     """A program's folder in a directory of dumps.
 
-    A process that opens a directory for the first time removes what earlier runs have left in ``program-0``, ``program-1``
-    and so on: files with the names of ours, and folders that hold no others. Its programs get these folders in order;
-    those of processes that still run are left alone and passed over.
+    When a process opens a directory for the first time, it removes the files that earlier runs have written in ``program-0``,
+    ``program-1`` and so on, and the folders that are empty then. Its programs get these folders in order. Folders of processes
+    that still run are kept, and skipped.
 
     Args:
-        directory: of the folders; made if it is missing.
+        directory: the directory for the folders; made if it is missing.
 
     Raises:
         OSError: nothing can be written there.
@@ -46,13 +48,13 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """Where a file of the folder is to be written."""
+        """The path at which a file of the folder is to be written; makes the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 
 
 class _Directory:
-    """A directory of dumps, open as long as this process runs; with it end its locks."""
+    """A directory of dumps. It stays open as long as this process runs, and its locks end with the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,23 +70,23 @@ class _Directory:
                     self._unlock(int(number))
 
     def is_there(self) -> bool:
-        """Whether nobody has removed it since it was opened."""
+        """Whether the directory has not been removed since it was opened."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._locks), self._lock_file.stat())
         return False
 
     def take(self) -> Path:
-        """The next folder that no other process has, empty; it is this one's now."""
+        """Takes the next folder that no other process has taken, and empties it."""
         with self._choosing():
             folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
-            _empty(folder)  # of what another process has left that has ended since this one opened the directory
+            _empty(folder)  # another process may have written to it and ended since this one opened the directory
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     @contextlib.contextmanager
     def _choosing(self) -> Iterator[None]:
         if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system that has no locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, _CHOOSING)
         try:
             yield
@@ -109,7 +111,7 @@ class _Directory:
 
 
 def _empty(folder: Path) -> None:
-    """Removes our files from a folder, and the folder if there is nothing else in it."""
+    """Removes the files that mirrorc has written from a folder, and then the folder if it is empty."""
     for path in folder.glob("*"):
         if _OURS.fullmatch(path.name):
             path.unlink()

@@ -1,4 +1,4 @@
-"""What one pass did to a program: in numbers, in remarks, and as a diff."""
+"""Reports what one pass did to a program: in numbers, in remarks, and as a diff."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mirrorc.ir.nodes import target_name
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.program_text import on_one_line, program_to_text, region_to_text
 
-_MOST_DIFF_LINES = 4000  # of a region, beyond which a diff takes long and nobody reads it
+_MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff takes long and is not read
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """A pass that has run. What it gave may break any rule: where it cannot be printed or counted, the report says so.
+    """A pass that has run. Its program may break any rule; if it cannot be printed or counted, the report says so.
 
     Attributes:
-        name: of the pass; ``capture`` for the program that the first pass is given.
-        after: the program that it gave.
-        before: the program that it was given; None for ``capture``.
-        milliseconds: how long it took; None for ``capture``.
+        name: the name of the pass; ``capture`` for the program that the first pass takes.
+        after: the program that the pass has returned.
+        before: the program that the pass has taken; None for ``capture``.
+        milliseconds: the time that the pass took; None for ``capture``.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """Whether the program reads differently than before, or cannot be read."""
+        """Whether the printed program differs from the one before, or cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         try:
@@ -47,7 +47,7 @@ class PassReport:
         return tuple(remark.text for remark in (Counter(self.after.remarks) - known).elements())
 
     def counts(self) -> str:
-        """The number of nodes, and by operation how many more or fewer than before."""
+        """The number of nodes and, for each operation, by how much its number of nodes has changed."""
         try:
             now, then = _count_operations(self.after), _count_operations(self.before)
         except Exception as error:  # noqa: BLE001 - said
@@ -75,7 +75,7 @@ class PassReport:
         return heading, rest if self.is_changed else "# the program is as before\n"
 
     def diff(self) -> str:
-        """A unified diff to the program before; of regions' bodies, where the pass changed them."""
+        """A unified diff to the program before; it includes the bodies of regions that the pass has changed."""
         if self.before is None or not self.is_changed:
             return ""
         try:
@@ -98,7 +98,7 @@ class PassReport:
         return program_to_text(program.evolve(remarks=()), slots=True).partition("\n")[2]
 
     def _changed_regions(self) -> list[tuple[str, str, str]]:
-        """Regions with another body than before, and new ones where there were others: name, old text, new text."""
+        """The regions whose body has changed, and new regions if there were others before: name, old text, new text."""
         if self.before is None or not self.before.regions:
             return []
         changed = []

@@ -8,14 +8,14 @@ from collections.abc import Collection
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.program import Program
 from mirrorc.pipeline.protocol import Instrument, Pass
-from mirrorc.printing.colors import print_coloured
+from mirrorc.printing.colors import print_colored
 
 
 class PrintAfter(Instrument):
-    """Prints the program after some passes, on standard error, in colours if that is a terminal.
+    """Prints the program after some passes on standard error, in color if that is a terminal.
 
     Args:
-        names: of the passes; None for all.
+        names: the names of the passes; None for all passes.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
@@ -24,4 +24,4 @@ class PrintAfter(Instrument):
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Prints the program that a pass gave."""
         if self.names is None or compiler_pass.name in self.names:
-            print_coloured(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)
+            print_colored(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

@@ -1,4 +1,4 @@
-"""Where dumps go: files in a folder, artifacts of torch's structured trace."""
+"""Sinks for dumps: files in a folder, and artifacts of torch's structured trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
 
 
 class Sink:
-    """Where dumps go; a later file of one name replaces the earlier."""
+    """A destination of dumps. If two files have the same name, the later one replaces the earlier one."""
 
     def write(self, name: str, text: str) -> None:
         """Takes a text."""
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """Takes a program itself; False if it takes texts alone."""
+        """Saves the program itself; returns False if the sink takes texts only."""
         return False
 
 
@@ -56,13 +56,13 @@ class TraceSink(Sink):
 
 
 def dump_sinks(directory: Path | None) -> list[Sink]:
-    """Where the next program of this process is to be dumped.
+    """The sinks for the next program of this process.
 
     Args:
-        directory: gets a folder for the program, see `DumpFolder`; None for no files.
+        directory: the directory in which the program gets a folder, see `DumpFolder`; None for no files.
 
     Returns:
-        A sink for the folder, and one for torch's structured trace where that is on (the variable TORCH_TRACE).
+        A sink for the folder, and one for torch's structured trace if that is on (the environment variable TORCH_TRACE).
     """
     sinks: list[Sink] = [FolderSink(directory)] if directory is not None else []
     return [*sinks, TraceSink()] if is_structured_trace_on() else sinks

@@ -1,1 +1,1 @@
-"""The intermediate representation: what passes, verifier and runtime stand on."""
+"""The intermediate representation, which passes, verifier and runtime share."""

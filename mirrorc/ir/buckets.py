@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.ir.variables import Placement, UpdateRule
 
-_SHARE_ELEMENTS = 64  # shares begin at multiples of it, so that no two devices write to one cache line
+_SHARE_ELEMENTS = 64  # shares begin at multiples of this, so that two devices never write to the same cache line
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
@@ -49,7 +49,8 @@ class Bucket:
         slots: its gradients' places; slots are disjoint and begin at aligned offsets.
         num_elements: its length, padding included.
         rule: how its parameters are updated.
-        placement: whether each replica has its own copy of its parameters, or all share one and update a share each.
+        placement: whether each replica has its own copy of the parameters, or all replicas share one copy, of which each
+            replica updates a share.
     """
 
     index: int
@@ -69,7 +70,10 @@ class Bucket:
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica updates: the first, and one past the last. None of a small shared bucket, maybe."""
+        """The elements that a replica updates: the first one, and one past the last one.
+
+        A replica's share of a small shared bucket may be empty.
+        """
         if self.placement is Placement.MIRRORED:
             return 0, self.num_elements
         return share_bounds(self.num_elements, num_replicas, replica)

@@ -92,7 +92,7 @@ class Device:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether its work is queued, and done after the call that asks for it has returned."""
+        """Whether a call on this device only queues work and returns before the work is done."""
         return self.torch_device.type == "cuda"
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
-"""Forms of gradient: the factors as which a gradient may leave its region, and the gradient that they make.
+"""Forms of gradient: how a gradient is represented by factors, and how the whole gradient is made from them.
 
-A gradient that is a tensor is whole. One that has a form is a few smaller tensors, its factors, until its bucket is packed or
-each device makes its share of it. A form is one class here and one in `mirrorc.runtime.state`, which makes the shares.
+A gradient that is one tensor is whole. A gradient with a form is represented by a few smaller tensors, its factors, until its
+bucket is packed or each device makes its share of it. A form has one class here, and one in `mirrorc.runtime.state` that
+makes the shares.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import fx
 from mirrorc.ir import ops
 
 Apply = Callable[..., Any]
-"""Applies an operator of torch, which is its first argument, to values: to tensors, or to whatever stands for them."""
+"""A function that applies its first argument, an operator of torch, to values: to tensors or to representations of them."""
 
 _TAGS = ("bucket", "variable", "replica")
 
 
 @dataclass(frozen=True)
 class FactoredGradient:
-    """A gradient in a region's body, as the factors that it is made of.
+    """A gradient in a region's body, represented by its factors.
 
     Attributes:
         form: how it is made of them.
@@ -58,11 +59,14 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """The factors of a result of a region's body; None if it is no gradient of this form, or if others use what makes it."""
+        """Finds the factors of a result of a region's body.
+
+        None if the result is no gradient of this form, or if the operators that make it have other uses.
+        """
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the whole gradient by operators of torch, those that the captured graph had: the verifier compares them.
+        """Makes the whole gradient with the operators that the captured graph had, because the verifier compares both.
 
         Args:
             apply: applies an operator; the verifier's gives an expression in place of a tensor.
@@ -73,14 +77,14 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """The form in print, with texts for the factors, such as their names or their types: ``left @ right``."""
+        """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
-        """The elements of the factors, which are held and moved in place of the gradient's; tensors may be fake."""
+        """The number of elements of the factors, which are held and moved instead of the gradient's; tensors may be fake."""
         return sum(factor.numel() for factor in factors)
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-        """Whether the factors are smaller than the gradient, so that it pays to leave it to the devices' shares."""
+        """Whether the factors are smaller than the gradient, so that it pays to make the gradient by shares."""
         return self.num_elements(factors) < gradient.numel()
 
 
@@ -89,7 +93,7 @@ FORMS: dict[Any, GradientForm] = {}
 
 
 def register(form: GradientForm) -> None:
-    """Lets the passes recognize a form, and graphs have gradients of it.
+    """Makes a form known, so that passes recognize it and graphs may contain gradients of it.
 
     Raises:
         ValueError: its operation gives no gradient as factors, or is another form's.
@@ -107,12 +111,12 @@ def register(form: GradientForm) -> None:
 
 
 def unregister(form: GradientForm) -> None:
-    """Takes a form back."""
+    """Makes a form unknown again."""
     del FORMS[form.operation]
 
 
 def form_of(gradient: fx.Node) -> GradientForm:
-    """The form of a gradient as factors, which is a node of one of `ops.FACTORED`.
+    """The form of a factored gradient, which is a call of one of the operations `ops.FACTORED`.
 
     Raises:
         LookupError: no form has its operation.
@@ -125,7 +129,7 @@ def form_of(gradient: fx.Node) -> GradientForm:
 
 
 def recognize(gradient: fx.Node) -> FactoredGradient | None:
-    """The factors of a result of a region's body, by the first form that recognizes it; None if it has to stay whole."""
+    """The factors of a result of a region's body, found by the first form that recognizes it; None if no form does."""
     for form in FORMS.values():
         found = form.recognize(gradient)
         if found is not None:
@@ -134,12 +138,15 @@ def recognize(gradient: fx.Node) -> FactoredGradient | None:
 
 
 def details_of(gradient: fx.Node) -> dict[str, Any]:
-    """What a gradient as factors depends on besides its factors, by keyword."""
+    """The details of a factored gradient, by keyword: what it depends on besides its factors."""
     return {key: value for key, value in gradient.kwargs.items() if key not in _TAGS}
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The product in whose memory a gradient lies, as it lies there; None if it is no product, or if others use that."""
+    """The matrix product that a gradient is, or is a view of with the same layout.
+
+    None if the gradient is no matrix product, or if the product has other uses.
+    """
     node = gradient
     while node.target in ops.VIEWS and len(node.users) == 1:
         source = node.args[0]

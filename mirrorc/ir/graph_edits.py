@@ -17,14 +17,17 @@ from mirrorc.torch_internals import add_node
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph: names, order and notes (`node.meta`) stay."""
+    """Copies a graph; the names, the order and the metadata (`node.meta`) of its nodes stay."""
     copy = fx.Graph()
     copy.output(copy_into(copy, graph))
     return copy
 
 
 def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
-    """Copies a graph's nodes to the end of another, which has no output yet; gives the source's output, of the new nodes."""
+    """Copies a graph's nodes to the end of another graph, which has no output yet.
+
+    Returns the output of the source, with the new nodes in place of the old ones.
+    """
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op != "output":
@@ -45,19 +48,19 @@ def copy_node(
     Args:
         graph: the graph that gets the node.
         node: of another graph.
-        values: what stands in ``graph`` for each node that it uses.
-        name: its new name, if it is to have another.
-        more: keyword arguments that it gets besides.
+        values: for each node that it uses, the value in ``graph`` that takes its place.
+        name: a new name; by default the name stays.
+        more: additional keyword arguments.
     """
     args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
     given = {**kwargs, **more} if more else kwargs  # type: ignore[dict-item]
     copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type)  # type: ignore[arg-type]
-    copy.meta.update(node.meta)  # not by assignment, for which a node does much more
+    copy.meta.update(node.meta)  # faster than an assignment to the node's attribute
     return copy
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-    """Calls an operation at the graph's point of insertion; the node is named after what it is about, as in the dump."""
+    """Calls an operation at the graph's point of insertion; the node gets the name that the printed program shows."""
     given = dict(kwargs or {})
     return add_node(graph, "call_function", target, args, given, _name(target, args, given))
 
@@ -96,7 +99,7 @@ def insert(
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Removes what neither is used nor writes."""
+    """Removes the calls that have no uses and write nothing."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _writes(node):
             graph.erase_node(node)

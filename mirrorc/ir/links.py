@@ -32,17 +32,17 @@ class Link:
     Attributes:
         name: as users write it.
         device_type: the type of torch device that it joins; None if it joins any.
-        why_not: says of devices of that type why the link cannot join them; an empty text if it can.
-        preference: of the links that can join the devices, the one with the highest number is chosen if none is asked
-            for; None for a link that is used only when it is asked for.
-        reads_one_memory: whether every replica reads what the others offer where it lies. Then a bucket may be offered
-            with gradients that are left as factors, and a wait needs nothing but that the others have launched.
-        moves_by_itself: whether buckets are moved while devices compute, between a launch and its wait; else the wait
-            does all the work.
+        why_not: takes devices of that type and says why the link cannot join them; returns an empty text if it can.
+        preference: if the user names no link, the link with the highest preference that can join the devices is used. None
+            for a link that is used only if the user names it.
+        reads_one_memory: whether every replica reads the others' buckets directly in their memory. A bucket may then contain
+            gradients that are left as factors, and a wait needs only the launches of the other replicas.
+        moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
+            wait does all the work.
         carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``).
         falls_back_to: the name of the link that carries what this one does not.
         sum_place: where the sum of an all_reduce lies.
-        keeps_operands: whether what replicas offer stays allocated until the next step, rather than to the end of this one.
+        keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
     """
 
     name: str
@@ -81,7 +81,7 @@ def register_link(link: Link) -> None:
 
 
 def unregister_link(name: str) -> None:
-    """Forgets a link, so that its name is free again."""
+    """Makes a link unknown, so that its name is free again."""
     del _links[name]
 
 
@@ -91,7 +91,7 @@ def link_names() -> tuple[str, ...]:
 
 
 def link_named(name: object) -> Link:
-    """The link of a name.
+    """The link of this name.
 
     Raises:
         ValueError: there is none; lists those that there are.
@@ -103,7 +103,7 @@ def link_named(name: object) -> Link:
 
 
 def carrier_of(link: str, operation: Any) -> str:
-    """The link that carries an operation where a link is asked for: this one, or the one that it falls back to.
+    """The link that carries an operation when `link` is to be used: `link` itself, or the link that it falls back to.
 
     Raises:
         ValueError: neither carries it.
@@ -117,7 +117,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device]) -> tuple[str, str]:
-    """The link that devices are joined by if none is asked for; and a remark why it is not a faster one, if it is not."""
+    """The link that joins devices if the user names none, and a remark on why faster links cannot; empty if there are none."""
     ranked = [(link.preference, link) for link in _links.values() if link.preference is not None]
     declined: list[tuple[str, str]] = []
     for _, link in sorted(ranked, key=lambda pair: -pair[0]):
@@ -131,7 +131,7 @@ def best_link(devices: Sequence[Device]) -> tuple[str, str]:
 
 
 def check_link(link: str | None, devices: Sequence[Device]) -> None:
-    """Refuses a link that does not exist or cannot join these devices; None, for the best one, always can.
+    """Refuses a link that does not exist or cannot join these devices; None, which means the best link, is accepted.
 
     Raises:
         ValueError: names the devices and the remedy.
@@ -148,7 +148,7 @@ def check_link(link: str | None, devices: Sequence[Device]) -> None:
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
     """Why devices cannot work on one copy of the parameters; an empty text if they can.
 
-    They can if they have one memory, and a link by which each of them reads there what the others offer.
+    They can if they share one memory and a link joins them over which each device reads the others' buckets in this memory.
     """
     if not share_one_memory(devices):
         return "the devices do not share one memory"

@@ -1,4 +1,4 @@
-"""What a node of a graph is: which operation, of which replica, region and bucket."""
+"""Answers questions about a node: which operation it calls, and to which replica, region and bucket it belongs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_operator(target: Any) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether a node makes a value of others, without effect: an operator of torch, or an operation that is declared so."""
+    """Whether a node computes a value from others without any effect: a torch operator, or an operation of `Kind.COMPUTE`."""
     return is_compute(node) or is_of(node, Kind.COMPUTE)
 
 
@@ -37,8 +37,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a call that takes a part of what an operation gives for several buckets: that operation, and its words with the
-    bucket."""
+    """For a node that takes one bucket's part of an operation's result: the operation, and its keywords with that bucket."""
     source, place = args if target is operator.getitem else (None, None)
     found = operation_of(source.target) if isinstance(source, fx.Node) else None
     if found is None or not isinstance(found.operands, str):
@@ -86,14 +85,14 @@ def region_title(name: str) -> str:
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket that an operation is about; collectives' tag."""
+    """The bucket that an operation works on, which is the tag of a collective."""
     index = node.kwargs["bucket"]
     assert isinstance(index, int)
     return index
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """The node of whose value this is computed, by operators that each take the last one's first: a cast's is what is cast."""
+    """Follows the first arguments of computed nodes back to the first node that is not computed: past a cast, for example."""
     while is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -105,12 +104,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def operation_name(target: Any) -> str:
-    """What values are called after that an operation makes: an operator of torch without namespace and overload."""
+    """The name after which an operation's values are named: for an operator of torch, without namespace and overload."""
     return target._schema.name.split("::")[-1].strip("_") if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:
-    """What an operation is called in print: an operator of torch with its namespace and overload."""
+    """The printed name of an operation: for an operator of torch, with its namespace and overload."""
     return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
 
 
@@ -122,7 +121,7 @@ def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]
 
 
 def call_name(node: fx.Node) -> str:
-    """A call's name for people: its region's, or its operation and what that is about, such as ``wait b0``."""
+    """A readable name of a call: the region's name, or the operation and its bucket, such as ``wait b0``."""
     if is_region_call(node):
         return region_title(region_of(node))
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))

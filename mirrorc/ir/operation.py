@@ -1,14 +1,14 @@
-"""What an operation of the IR is: one record, from which every table of operations is derived.
+"""Declares operations of the IR: each is one record, from which all tables of operations are derived.
 
-An operation is declared once, by decorating a function of which only the signature and the docstring count::
+An operation is declared once, by decorating a function. Only the function's signature and docstring are used::
 
     @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=type_of_operand)
     def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
         \"\"\"Multiplies a bucket by a number.\"\"\"
 
-The decorator gives a symbol: graphs name it as the target of ``call_function`` nodes. mirrorc's own operations are declared in
-`mirrorc.ir.ops`; others may be declared anywhere. What IR alone cannot know, such as the function that runs an operation, is
-registered by the part that does: a part has a table of `Handlers`.
+The decorator returns a symbol, which is the target of ``call_function`` nodes in graphs. mirrorc's own operations are declared
+in `mirrorc.ir.ops`; others may be declared anywhere. Each part of mirrorc, such as the runtime, has a table of `Handlers`, in
+which it registers how it treats an operation.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mirrorc.ir.value_types import ValueType
 
 Symbol = Callable[..., Any]
 TypeRule = Callable[[Program, fx.Node], ValueType]
-"""Gives the type of a node's value; raises TypeError if the operation cannot take the node's arguments."""
+"""A function that returns the type of a node's value, and raises TypeError if the operation cannot take the node's arguments."""
 
 
 class Kind(enum.Enum):
-    """What an operation is for: what its line in a schedule counts as."""
+    """The purpose of an operation, by which its line in a schedule is classified."""
 
-    SOURCE = "source"  # gives what is there already: an argument, a variable, a slot
+    SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
     REGION = "region"  # runs a region
-    COMPUTE = "operator"  # makes a value of others, without effect, as an operator of torch does
+    COMPUTE = "operator"  # computes a value from others without effects, as an operator of torch does
     FACTORED = "factored"  # gives a gradient as factors
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
@@ -45,7 +45,7 @@ class Kind(enum.Enum):
 
 
 class Effect(enum.Enum):
-    """What an operation does besides making a value."""
+    """An effect that an operation has besides its value."""
 
     LAUNCHES = "gives a pending value"
     JOINS = "takes a value of every replica and belongs to none"
@@ -75,18 +75,19 @@ class Operation:
         symbol: the target of its nodes.
         kind: what it is for.
         since: the first stage that has it.
-        until: the last stage that has it; a pass makes something else of it on the way to the next.
-        effects: what it does besides making a value.
-        gives: the type of its value; None if a node's noted type is all that is known.
-        operands: how many values it takes: a number, the keyword that lists what it takes one value for each of, or None for any.
-        keywords: those that it has in every graph: all but ``replica``, which lowered graphs lack, and optional ones.
-        shown: the keywords that are printed after its operands, in order, where they are set.
-        stem: how its nodes are called, a template, see `filled`.
+        until: the last stage that has it; a pass replaces it on the way to the next stage.
+        effects: what it does besides giving a value.
+        gives: infers the type of its value; None if only the type that is recorded on the node is known.
+        operands: how many values it takes: a number, None for any number, or a keyword with a list; then it takes one value
+            for each item of the list.
+        keywords: the keywords that it has in every graph; not ``replica``, which lowered graphs lack, and not optional ones.
+        shown: the keywords that are printed after its operands, in order, if they are set.
+        stem: a template for the names of its nodes, see `filled`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
-        called: how its value is called in print, a template as ``stem`` is; empty for the node's name. Of an operation that gives
-            a value for each bucket of a keyword, how each is called.
-        awaited: of a launch, what its value is called when it has been waited for.
-        printed: where it is shown.
+        called: a template for the printed name of its value; empty if the node's name is printed. For an operation that gives
+            a value for each bucket of a keyword, the template of each name.
+        awaited: for a launch, a template for the printed name of the value that a wait gives.
+        printed: where a program's text shows it.
         summary: what it does, in a sentence.
     """
 
@@ -131,8 +132,8 @@ def operation(
     """Declares an operation: decorates a function whose name, signature and docstring are the operation's.
 
     Args:
-        operands_for: the keyword that lists what the operation takes one value for each of.
-        hidden: keywords that are not printed, because the line says them in another way.
+        operands_for: the keyword with a list, if the operation takes one value for each item of that list.
+        hidden: keywords that are not printed, because the line shows them in another way.
         kind, since, until, effects, gives, stem, value, called, awaited, printed: see `Operation`.
 
     Raises:
@@ -186,7 +187,7 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
 
 
 def withdraw(symbol: Symbol) -> None:
-    """Takes back the declaration of an operation, and what is registered for it: for tests, which must leave nothing behind."""
+    """Removes an operation and its registered handlers; for tests, which must not change the state of later ones."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
     for handlers in _HANDLERS:
         handlers.forget(symbol)
@@ -198,17 +199,17 @@ def operations() -> tuple[Operation, ...]:
 
 
 def operation_named(name: str) -> Operation | None:
-    """The operation that programs call by this name, if there is one."""
+    """The operation of this name, if there is one."""
     return _BY_NAME.get(name)
 
 
 def operation_of(target: Any) -> Operation | None:
-    """The operation whose symbol a node's target is; None of operators of torch and of everything else."""
+    """The operation whose symbol is a node's target; None for operators of torch and everything else."""
     return _BY_SYMBOL.get(target) if type(target) is FunctionType else None
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that meet a condition, those included that are declared later or elsewhere."""
+    """The symbols of all operations that satisfy a condition; includes operations that are declared later or elsewhere."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -228,10 +229,10 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Handlers(Generic[Handler]):
-    """What one part of mirrorc does for each operation: a table that its decorator fills.
+    """A table of how one part of mirrorc treats each operation; used as a decorator, it registers a handler.
 
     Args:
-        part: says what the handlers do, for messages: ``run``, say.
+        part: what the handlers do, for error messages, such as ``run``.
     """
 
     def __init__(self, part: str) -> None:
@@ -241,7 +242,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *which: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """Registers the decorated function for these operations; for one of a selection, if it has no handler of its own."""
+        """Registers the decorated function for these operations. A handler of a single operation precedes one of a selection."""
 
         def register(handler: Handler) -> Handler:
             for one in which:
@@ -278,16 +279,17 @@ class Handlers(Generic[Handler]):
 
 
 class _Words(dict[str, Any]):
-    """Keywords for a template; those that a malformed node lacks are ``None``."""
+    """Keywords for a template; a keyword that a malformed node lacks reads as ``None``."""
 
     def __missing__(self, key: str) -> str:
         return "None"
 
 
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A template of an operation, filled with a node's keywords.
+    """Fills a template of an operation with a node's keywords.
 
-    ``{awaited}`` is what its launch gives, and ``{part}`` says which chunk and round of a bucket it, or its launch, is about.
+    ``{awaited}`` stands for the name of the value that the launch gives. ``{part}`` stands for the chunk and the round of the
+    bucket, which are those of the node or of its launch.
     """
     launch = operation_of(getattr(args[0], "target", None)) if args else None
     about = args[0].kwargs if launch is not None and launch.awaited else kwargs

@@ -1,11 +1,11 @@
 """The operations of mirrored and lowered graphs, each declared once.
 
-They are symbols: a graph names them as the target of ``call_function`` nodes, and the runtime runs them. Every operation of a
-mirrored graph carries the keyword ``replica``; only collectives join replicas, and those carry the bucket that they move as a
-tag, so that two buckets of equal shape can never be exchanged for one another.
+Operations are symbols: they are the targets of ``call_function`` nodes, and the runtime runs them. In a mirrored graph every
+operation has the keyword ``replica``, except for collectives, which join the replicas. A collective has its bucket as a tag, so
+that two buckets of equal shape cannot be confused.
 
-A pass may also put functional ATen operators between them (`is_compute`), such as a cast of a packed bucket: they belong to
-the replica of what they are given.
+A pass may also insert functional ATen operators (`is_compute`), such as a cast of a packed bucket. They belong to the replica
+of their arguments.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read(*, variable: str, replica: int | None = None) -> Any:
     printed=Printed.WHERE_USED,
 )
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A gradient's place in its bucket, to be written by the region that is given it."""
+    """A gradient's place in its bucket; the region that takes it as an argument writes the gradient there."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
@@ -83,7 +83,7 @@ def index_add(
 ) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
-    What is to be added at ``padding_idx`` is left out. As of `product`, it is for `pack` or the devices' shares to make it.
+    Rows for the index ``padding_idx`` are not added. As for `product`, `pack` makes the gradient, or each device its share.
     """
 
 
@@ -96,12 +96,12 @@ def index_add(
     hidden=("region", "gradients"),
 )
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
-    """Runs a region; yields the tuple of its outputs, of which ``gradients`` names those of variables: name to place."""
+    """Runs a region; gives the tuple of its outputs. ``gradients`` maps variables to the outputs that are their gradients."""
 
 
 @operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
 def pack(*gradients: Any, bucket: int, replica: int) -> Any:
-    """Puts gradients into their slots of the bucket, in the order of the slots; yields the bucket."""
+    """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket."""
 
 
 @operation(
@@ -155,9 +155,9 @@ def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) ->
     stem="send_b{bucket}_to_r{destination}",
 )
 def send(value: Any, *, bucket: int, destination: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> None:
-    """Offers a value, which is a part of a bucket, to replica ``destination``, and goes on.
+    """Offers a value, which is a part of a bucket, to replica ``destination``, without waiting for it.
 
-    ``chunk`` and ``round`` tell several sends of a bucket between the same replicas apart, see `mirrorc.ir.routes`.
+    ``chunk`` and ``round`` distinguish several sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
     """
 
 
@@ -172,7 +172,7 @@ def send(value: Any, *, bucket: int, destination: int, chunk: int = 0, round: in
     awaited="parameters",
 )
 def recv(*, bucket: int, source: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> Any:
-    """Launches the receipt of what replica ``source`` sends under the same tag; pending is what is sent there."""
+    """Launches the receipt of the value that replica ``source`` sends under the same tag."""
 
 
 @operation(
@@ -204,7 +204,7 @@ def update(gradient: Any, *, bucket: int, replica: int) -> None:
     called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Lets the user's optimizer update the parameters of these buckets by itself; yields a tuple of the new ones, 1-D."""
+    """Lets the user's optimizer update the parameters of these buckets by itself; gives a tuple of the new parameters, 1-D."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
@@ -226,15 +226,15 @@ def write(value: Any, *, variable: str, replica: int) -> None:
 
 
 FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
-"""What gives a gradient as factors."""
+"""Operations that give a gradient as factors."""
 
 REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
 COLLECTIVES = Selection(lambda found: Effect.JOINS in found.effects)
 LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
-"""What gives a pending value."""
+"""Operations that give a pending value."""
 
 UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
-"""What writes the parameters of buckets."""
+"""Operations that write the parameters of buckets."""
 
 
 VIEWS = (

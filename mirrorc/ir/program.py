@@ -18,10 +18,10 @@ from mirrorc.ir.variables import Variable
 
 
 class Stage(enum.IntEnum):
-    """How far a program has been compiled. A pass names the stage it takes and the stage it makes.
+    """How far a program has been compiled. A pass declares the stage that it takes and the stage that it gives.
 
-    A SCHEDULED program is an UPDATED one of which a `Property` may have become true; passes make it so in several steps, of
-    which each may be left out.
+    A SCHEDULED program is an UPDATED program that may have more properties (`Property`). Several passes establish these, and
+    each of the passes may be left out.
     """
 
     CAPTURED = 0
@@ -111,7 +111,7 @@ class Program:
         device_graphs: see above, keyed by device name.
         regions: shared pieces of forward and backward, by name.
         buckets: the bucket plan, in the order in which buckets become ready.
-        remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text is taken for a `Remark`.
+        remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text becomes a `Remark`.
         num_examples: for each replica, how many examples of the batch it has; empty if that is not known.
         loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
@@ -146,7 +146,7 @@ class Program:
 
     @property
     def mirrored_graph(self) -> fx.Graph:
-        """The mirrored graph; asking for it outside of its stages is a bug in a pass."""
+        """The mirrored graph. The program must be at a stage that has it; anything else is a bug in a pass."""
         assert self.graph is not None, f"a {self.stage.name} program has no mirrored graph"
         return self.graph
 
@@ -155,7 +155,7 @@ class Program:
         return replace(self, **changes)
 
     def with_remarks(self, *texts: str, is_kept: bool = True) -> Program:
-        """A copy with further remarks; `Remark` says which are to be kept."""
+        """A copy with additional remarks; for ``is_kept`` see `Remark`."""
         return self.evolve(remarks=(*self.remarks, *(Remark(text, is_kept=is_kept) for text in texts)))
 
     def graphs(self) -> list[fx.Graph]:
@@ -185,7 +185,7 @@ class Program:
         Folders that are missing are made.
 
         Raises:
-            ValueError: a node calls or holds what cannot be looked up by a name; says which. What was at ``path`` stays.
+            ValueError: a node calls or holds something that cannot be found by name; says which. A file at ``path`` stays.
             OSError: the file cannot be written.
         """
         from mirrorc.serialization import save_program
@@ -194,7 +194,7 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """The program in a file that `save` has written, here or elsewhere. Runs nothing in it, and needs none of its devices.
+        """Loads a program from a file that `save` has written. Runs nothing in the file, and needs none of its devices.
 
         Raises:
             ValueError: the file is no program, is damaged, of a later version, or calls operators that are unknown here.
@@ -207,7 +207,7 @@ class Program:
         return self.to_text()
 
     def __rich__(self) -> Any:
-        """The text in colours, for ``rich.print(program)``."""
-        from mirrorc.printing.colors import coloured
+        """The text in color, for ``rich.print(program)``."""
+        from mirrorc.printing.colors import colored
 
-        return coloured(self.to_text())
+        return colored(self.to_text())

@@ -11,9 +11,9 @@ class Remark:
 
     Attributes:
         text: the sentences. The same program gives the same text.
-        by: the name of the pass; empty if the remark is older than the first pass. The runner fills it in.
-        is_kept: whether the remark is printed with the program from its pass on, to the last one. The others stand in the
-            dump of their own pass alone: they say what that pass did, not what is true of every later program.
+        by: the name of the pass, which the runner sets; empty for a remark from before the first pass.
+        is_kept: whether the remark is printed with the program after this pass and all later ones. Other remarks are only
+            in the dump of their own pass: they say what that pass did, and need not be true of later programs.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Routes: how a send and its receipt know each other."""
+"""Routes: the tags by which a send and its receipt are matched."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SENDS = Selection(lambda found: Effect.SENDS in found.effects)
 
 
 class Route(NamedTuple):
-    """The tag of a send. Of a program's sends, no two have the same.
+    """The tag of a send. It is unique among the sends of a program.
 
     Attributes:
         bucket: the bucket that the sent value is a part of.
         source: the replica that sends.
         destination: the replica that receives.
-        chunk: tells apart the parts of a bucket; 0 where it is sent as a whole.
-        round: tells apart the sends of one chunk between the same replicas.
+        chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
+        round: distinguishes the sends of one chunk between the same replicas.
     """
 
     bucket: int
@@ -37,12 +37,12 @@ class Route(NamedTuple):
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
-    """The replica that a lowered graph is for: its place among the devices."""
+    """The replica that runs a lowered graph: the index of its device."""
     return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
 
 
 def replica_at(program: Program, node: fx.Node) -> int:
-    """The replica whose node this is, in the mirrored or in a lowered graph."""
+    """The replica that a node of a mirrored or a lowered graph belongs to."""
     replica = replica_of(node)
     return place_of(program, node.graph) if replica is None else replica
 

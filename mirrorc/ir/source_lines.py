@@ -1,4 +1,4 @@
-"""Where in the user's source a node of a graph comes from."""
+"""Finds the line of the user's source that a node of a graph comes from."""
 
 from __future__ import annotations
 

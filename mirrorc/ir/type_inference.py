@@ -1,4 +1,4 @@
-"""The type of any node: recomputed with fake tensors, without running anything."""
+"""Infers the type of any node with fake tensors, without running anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.torch_internals import quiet_fake_tensors
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Gives a new node the (fake) value that its operation has, from those of its arguments: for passes that insert nodes.
+    """Infers a new node's (fake) value from its arguments and records it on the node; for passes that insert nodes.
 
     Raises:
         TypeError: the operation cannot take these arguments.
@@ -46,7 +46,7 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
 
 
 def is_inferable(node: fx.Node) -> bool:
-    """Whether a node's type follows from others: all but arguments and outputs."""
+    """Whether a node's type follows from other nodes, which holds for all nodes except arguments and outputs."""
     if node.op in ("placeholder", "output"):
         return False
     found = operation_of(node.target)
@@ -54,7 +54,7 @@ def is_inferable(node: fx.Node) -> bool:
 
 
 def is_noted_rightly(program: Program, node: fx.Node) -> bool:
-    """Whether a node's noted value has the type that `infer_type` finds.
+    """Whether the value that is recorded on a node has the type that `infer_type` infers.
 
     Raises:
         TypeError: the operation cannot take these arguments.
@@ -93,7 +93,7 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""Operators with the types of their arguments, and the types they give: deep models repeat few of them many times."""
+"""A cache: the types that operators give for the types of their arguments. Deep models repeat a few of these many times."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:

@@ -1,4 +1,4 @@
-"""The type that each operation of the IR gives, from its arguments' types and the program's tables."""
+"""Infers the type of each operation's value from the types of its arguments and from the program's tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mirrorc.ir.variables import Placement
 
 
 def noted_type(node: Any) -> ValueType:
-    """The type that is noted for a node; an argument that is no node is itself."""
+    """The type that is recorded on a node; an argument that is no node stands for itself."""
     return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def any_value(graph: fx.Graph) -> Any:
-    """Some fake tensor of a graph: it knows the mode and the device of all."""
+    """Any fake tensor of a graph; its fake mode and its device are those of all values of the graph."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -36,7 +36,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The results of the region that a node calls, if it takes what it is given."""
+    """The results of the region that a node calls; checks that the region can take the node's arguments."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")
@@ -56,7 +56,7 @@ def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def of_variable(program: Program, node: fx.Node) -> ValueType:
-    """That of the variable."""
+    """The type of the variable."""
     variable = program.variables.get(str(node.kwargs["variable"]))
     if variable is None:
         raise TypeError(f"{node.kwargs['variable']} is no variable of the program")
@@ -64,7 +64,7 @@ def of_variable(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_slot(program: Program, node: fx.Node) -> ValueType:
-    """That of the slot."""
+    """The type of the slot."""
     bucket = _bucket(program, node)
     slot = bucket.slot_of.get(str(node.kwargs["variable"]))
     if slot is None:
@@ -73,7 +73,7 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_product(program: Program, node: fx.Node) -> ValueType:
-    """That of the slot, which the two matrices must give."""
+    """The type of the slot, which must be the type of the matrices' product."""
     factors = [noted_type(factor) for factor in node.args]
     slot = of_slot(program, node)
     shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
@@ -86,7 +86,7 @@ def of_product(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_index_add(program: Program, node: fx.Node) -> ValueType:
-    """That of the slot, whose rows the first factor has, and the second as many indices."""
+    """The type of the slot. The first factor must have rows of the slot's width, and the second one an index for each row."""
     slot = of_slot(program, node)
     rows, indices, *more = [noted_type(factor) for factor in node.args]
     given = [kind for kind in (rows, indices) if isinstance(kind, tuple) and kind[0] == "tensor"]
@@ -100,17 +100,17 @@ def of_index_add(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_region(program: Program, node: fx.Node) -> ValueType:
-    """A tuple of the region's results."""
+    """A tuple of the types of the region's results."""
     return ("tuple", tuple(noted_type(result) for result in region_results(program, node)))
 
 
 def of_operand(program: Program, node: fx.Node) -> ValueType:
-    """That of its first operand."""
+    """The type of its first operand."""
     return noted_type(node.args[0])
 
 
 def of_part(program: Program, node: fx.Node) -> ValueType:
-    """That of a part of a tuple."""
+    """The type of one part of a tuple."""
     source, index = node.args
     values = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(values, list | tuple) or not isinstance(index, int) or not 0 <= index < len(values):
@@ -132,7 +132,7 @@ def of_bucket(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_operand(program: Program, node: fx.Node) -> ValueType:
-    """Its operands' type, which is the same of all, pending."""
+    """The type of its operands, which must all have the same one, as a pending value."""
     given = [noted_type(source) for source in node.all_input_nodes]
     if not given:
         raise TypeError("it is given no bucket")
@@ -144,7 +144,7 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_sent(program: Program, node: fx.Node) -> ValueType:
-    """The type of what is sent to it, pending."""
+    """The type of the value that is sent to it, as a pending value."""
     sent = send_to(program, node)
     if sent is None or not sent.args:
         raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
@@ -152,13 +152,13 @@ def pending_sent(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_buckets(program: Program, node: fx.Node) -> ValueType:
-    """A tuple of flat tensors, one of the length of each bucket that it names."""
+    """A tuple of flat tensors, each as long as one of the buckets that the operation names."""
     buckets: Any = node.kwargs["buckets"]
     return ("tuple", tuple(_flat(node, program.buckets[i].num_elements, program.buckets[i].dtype) for i in buckets))
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
-    """What was pending; after a launch that scatters, this replica's share of it."""
+    """The type of the pending value; after a launch that scatters, that of this replica's share of it."""
     launch = node.args[0] if node.args else None
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
@@ -171,7 +171,7 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """Nothing; its operand must be as long as what it updates."""
+    """No value. The operand must be as long as the part of the bucket that is updated."""
     bucket = _bucket(program, node)
     found = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements

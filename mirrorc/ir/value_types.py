@@ -1,4 +1,4 @@
-"""Types of values: what can be told of a value without computing it."""
+"""Types of values: what is known of a value without computing it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def value_type(value: Any) -> ValueType:
 
 
 def is_same_type(one: ValueType, other: ValueType) -> bool:
-    """Whether two types are the same but for what means nothing: strides of dimensions of size 1, a device's number."""
+    """Whether two types are equal; strides of dimensions of size 1, and the numbers of devices, are not compared."""
     return bool(one == other) or bool(_canonical(one) == _canonical(other))
 
 
@@ -51,7 +51,7 @@ def _canonical(kind: ValueType) -> ValueType:
 
 
 def say_type(kind: ValueType) -> str:
-    """A type for a message: with strides where they are not those of a contiguous tensor."""
+    """Prints a type for an error message; strides are shown if the tensor is not contiguous."""
     if not isinstance(kind, tuple):
         return str(kind)
     if kind[0] == "pending":

@@ -35,13 +35,13 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Which update a parameter gets. Gradients may share a bucket only where their rules are equal.
+    """The rule by which a parameter is updated. Gradients may share a bucket only if their rules are equal.
 
     Attributes:
-        label: for people, such as ``AdamW group 0``.
+        label: a readable name, such as ``AdamW group 0``.
         group: index of the optimizer's parameter group.
-        state_class: parameters whose optimizer state has the same entries, and equal scalar ones such as ``step``, have
-            the same number; a flat update needs that.
+        state_class: a number. Parameters have the same one if their optimizer states have the same entries and equal
+            scalars such as ``step``, which a flat update requires.
         elementwise: whether the update may run on a whole bucket at once.
     """
 

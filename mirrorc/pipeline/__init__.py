@@ -1,1 +1,1 @@
-"""What a pass is, the runner that applies passes, and pipelines as text."""
+"""The interface of passes, the runner that applies them, and pipelines as text."""

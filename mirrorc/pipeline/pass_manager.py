@@ -30,7 +30,7 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Graphs are many small objects that stay: looking for garbage among them took a third of the passes' time."""
+    """Pauses Python's garbage collector, which took a third of the passes' time: graphs are many small objects that stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -65,7 +65,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _tell(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Tells instruments of an error; theirs must not hide it."""
+    """Tells instruments of an error; errors of the instruments themselves must not hide it."""
     for listener in listeners:
         try:
             listener(*news)

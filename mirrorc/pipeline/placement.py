@@ -1,4 +1,4 @@
-"""Which passes a pipeline has: leaving some out, and putting others in."""
+"""Changes which passes a pipeline has: leaves some out, and inserts others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
-    """The passes without those named.
+    """The passes without the disabled ones.
 
     Raises:
         ValueError: a name that no pass has.
@@ -50,7 +50,7 @@ class Placed:
     Attributes:
         compiler_pass: the pass.
         anchor: name of the pass next to which it goes.
-        is_after: whether it goes after it.
+        is_after: whether it goes after the anchor; otherwise it goes before it.
     """
 
     compiler_pass: Pass
@@ -69,7 +69,7 @@ def after(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
-    """The passes with others put in, in the order given; one may be placed next to another that was put in before.
+    """Inserts passes into a pipeline, in the given order; a pass may be placed next to one that was inserted before.
 
     Raises:
         TypeError: something is not placed, or is no pass.

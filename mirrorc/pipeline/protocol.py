@@ -1,4 +1,4 @@
-"""What a pass is, and what may look on while passes run."""
+"""The interfaces of passes and of the instruments that observe them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """The program after this pass. The program given is not changed."""
+        """Returns the program after this pass; must not change the given program."""
         ...
 
 
@@ -69,19 +69,22 @@ def traits_of(compiler_pass: Pass) -> Traits:
 
 
 class Instrument:
-    """Looks on while passes run; subclasses override what they need."""
+    """Observes a run of passes; subclasses override the methods that they need."""
 
     def start(self, program: Program) -> None:
-        """Before the first pass; an exception from here stops the compilation."""
+        """Called before the first pass; an exception stops the compilation."""
 
     def refused(self, program: Program, error: Exception) -> None:
-        """An instrument's `start` has raised an error, which follows."""
+        """Called when an instrument's `start` has raised an error, before the error is raised to the caller."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """After each pass; an exception from here stops the compilation."""
+        """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """A pass cannot take the program, or it or an instrument after it has raised an error, which follows."""
+        """Called when a pass cannot take the program, or when the pass or an instrument's `after_pass` has raised an error.
+
+        The error is raised to the caller afterwards.
+        """
 
     def finish(self, program: Program) -> None:
-        """After the last pass."""
+        """Called after the last pass."""

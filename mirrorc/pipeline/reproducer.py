@@ -1,4 +1,4 @@
-"""Keeps what is needed to run a failing pass again: the program before it, the passes from there on, versions."""
+"""Saves what is needed to run a failing pass again: the program before it, the remaining passes, and versions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 class Reproducer(Instrument):
     """When a pass fails, or gives a program that breaks a rule, writes a reproducer and names it in the error's message.
 
-    The folder holds ``program.json.gz``, the program that the pass was given, and ``reproducer.json``: the failing pass and
-    those after it with their options, the whole pipeline, the error, and the versions of torch and Python. It must be the
-    last of the instruments, as it counts the passes that were found right.
+    A reproducer is a folder with two files. ``program.json.gz`` is the program that the pass has taken. ``reproducer.json`` has
+    the failing pass and the passes after it with their options, the whole pipeline, the error, and the versions of torch and
+    Python. This must be the last instrument, because it counts the passes that no other instrument has objected to.
 
     Args:
         passes: the whole pipeline.
-        directory: where the folder is made; a new one among the system's temporary files, if None.
+        directory: the directory in which the folder is made; None for the system's directory of temporary files.
     """
 
     def __init__(self, passes: Sequence[Pass], directory: Path | None) -> None:
@@ -70,7 +70,10 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing pass and those after it as text, it alone if they have none; if it has none itself, why."""
+        """The failing pass and the passes after it as text.
+
+        If a later pass cannot be written as text, the failing pass alone. If this one cannot either, None and the reason.
+        """
         places = [i for i, one in enumerate(self.passes) if one is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:
@@ -90,7 +93,7 @@ class Reproducer(Instrument):
 
 
 def _described(passes: Sequence[Pass]) -> str:
-    """A pipeline as text, or where it has none the names of its passes."""
+    """A pipeline as text; the names of its passes if it cannot be written as text."""
     try:
         return format_passes(passes)
     except ValueError:
@@ -98,7 +101,7 @@ def _described(passes: Sequence[Pass]) -> str:
 
 
 def _remedy(compiler_pass: Pass, program: Path, rest: str | None, why_not: str) -> str:
-    """How to run the pass again, for the end of an error's message."""
+    """Says how to run the pass again, for the end of an error message."""
     if rest is None:
         return (
             f"The command line cannot replay it: {why_not}. What the pass was given is in {program}: give "

@@ -26,7 +26,7 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are
 
 
 def format_passes(passes: Sequence[Pass]) -> str:
-    """A pipeline as text, from which `parse_passes` makes it again; options that have their default value are left out.
+    """Writes a pipeline as text, from which `parse_passes` makes it again; options with their default values are left out.
 
     A pass that is not mirrorc's own is written as ``module:Class``.
 
@@ -48,10 +48,10 @@ def _format(compiler_pass: Pass) -> str:
 
 
 def _class_name(kind: type) -> str:
-    """``module:Class``, by which a class is found in another process.
+    """The text ``module:Class``, by which another process finds the class.
 
     Raises:
-        ValueError: it is not found so.
+        ValueError: the class cannot be found by it.
     """
     try:
         found = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
@@ -64,7 +64,7 @@ def _class_name(kind: type) -> str:
 
 
 def _script_module() -> str:
-    """The name under which the program that is being run can be imported."""
+    """The module name under which the script that is being run can be imported."""
     main = sys.modules["__main__"]
     spec, script = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     name = spec.name if spec is not None else Path(script or "").stem
@@ -75,7 +75,7 @@ def _script_module() -> str:
 
 
 def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
-    """The arguments that a pass was made with, where they are not the defaults; their values as text."""
+    """The arguments that a pass was made with, with their values as text; arguments with default values are left out."""
     kind = type(compiler_pass)
     fields = {field.name for field in dataclasses.fields(compiler_pass)} if dataclasses.is_dataclass(kind) else None
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -94,7 +94,7 @@ def _value_text(option: str, value: Any) -> str:
         text = repr(value)
         if _are_equal(_parse_value(ast.parse(text, mode="eval").body), value):
             return text
-    except Exception as error:  # of the user's __repr__, or of the parser: it is not a plain value
+    except Exception as error:  # raised by the user's __repr__ or by the parser: it is not a plain value
         raise _not_plain(option, value) from error
     raise _not_plain(option, value)
 
@@ -107,7 +107,7 @@ def _not_plain(option: str, value: Any) -> ValueError:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values of an option are the same, and of the same types; nan is nan."""
+    """Whether two values of an option are equal and have the same types; nan is equal to nan."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, (tuple, list)):
@@ -120,7 +120,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
-    """Refuses a pass whose class, given these options, makes another."""
+    """Refuses a pass if its class, called with these options, makes a different pass."""
     kind = type(compiler_pass)
     values = {name: _parse_value(ast.parse(text, mode="eval").body) for name, text in options.items()}
     try:
@@ -158,7 +158,10 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 
 
 def _end_of_options(text: str, start: int) -> int | None:
-    """Where the braces that open here are closed, not counting those in strings; the start if none opens, None if unclosed."""
+    """The end of the braces that open at `start`; braces in strings are not counted.
+
+    The start itself if no brace opens there; None if the braces are not closed.
+    """
     if not text.startswith("{", start):
         return start
     depth = 0
@@ -185,7 +188,7 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """A literal of Python, in which inf, nan and torch's dtypes may stand, too."""
+    """Evaluates a literal of Python that may also contain inf, nan and torch's dtypes."""
     match node:
         case ast.Name(id="inf" | "nan" as number):
             return float(number)
@@ -259,11 +262,11 @@ def _imported_class(name: str) -> Callable[..., Pass]:
 
 
 def import_module(name: str) -> ModuleType:
-    """A module by its name, in which anything may go wrong.
+    """Imports a module by its name.
 
     Raises:
-        ModuleNotFoundError: there is none.
-        ImportError: it raises an error when it is imported; says which.
+        ModuleNotFoundError: there is no such module.
+        ImportError: the module raises an error, of any kind, when it is imported; says which.
     """
     try:
         return importlib.import_module(name)

@@ -24,7 +24,7 @@ _OF_KINDS = {
 """Colors of operations, by what they are for. Sources and regions are not printed by the names of their operations."""
 
 
-def coloured(text: str) -> Text:
+def colored(text: str) -> Text:
     """A printed program as rich text."""
     from rich.text import Text
 
@@ -41,11 +41,11 @@ def _operation_styles() -> Iterator[tuple[str, str]]:
             yield rf"\b(?P<operation>{'|'.join(names)})(?=\()", style
 
 
-def print_coloured(text: str, stream: TextIO) -> None:
+def print_colored(text: str, stream: TextIO) -> None:
     """Writes a printed program; in colours if the stream is a terminal that has them, else as it is."""
     if not stream.isatty():
         stream.write(text if text.endswith("\n") else text + "\n")
         return
     from rich.console import Console
 
-    Console(file=stream, soft_wrap=True).print(coloured(text))
+    Console(file=stream, soft_wrap=True).print(colored(text))

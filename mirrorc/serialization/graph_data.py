@@ -1,6 +1,6 @@
-"""Graphs as data for JSON, and back.
+"""Converts graphs to data for JSON, and back.
 
-All graphs of a program share five tables, which name each thing once::
+All graphs of a program share five tables, in which each item occurs once::
 
     operators   names of what nodes call, see `mirrorc.serialization.operator_names`
     types       of tensors, see `TensorType`
@@ -14,8 +14,8 @@ A graph is the list of its nodes, in order; nodes refer to earlier ones by their
     call = INDEX                                  of the operator
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
-Arguments have the form in `mirrorc.serialization.plain_data`, and so have values, in which [INDEX] is a tensor and
-["pending", value] a value in flight. What a node's ``meta`` does not have is left out.
+Arguments have the form that is described in `mirrorc.serialization.plain_data`. Values have the same form, in which [INDEX] is a
+tensor and ["pending", value] is a value in flight. An entry that a node's ``meta`` lacks is left out.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class GraphWriter:
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
         self._tensor_types: list[int] = []
-        self._known: dict[Any, int] = {}  # targets, ids of tensors, and stack traces: where they are in their tables
+        self._known: dict[Any, int] = {}  # the index in its table of each target, tensor (by its id) and stack trace
 
     def encode(self, graph: fx.Graph, where: str, regions: Collection[str] = ()) -> list[Any]:
         """A graph as data.
 
         Args:
             graph: the graph.
-            where: what messages call it.
+            where: the graph's name in error messages.
             regions: the modules that it may call.
 
         Raises:
@@ -137,7 +137,7 @@ class GraphWriter:
 
 
 def _trace_of(line: str) -> str:
-    """A stack trace that leads to a line."""
+    """A stack trace whose only line is the given one."""
     if not line:
         return _NO_LINE
     parts = _LINE.fullmatch(line)
@@ -147,10 +147,10 @@ def _trace_of(line: str) -> str:
 
 
 class GraphReader:
-    """Makes the graphs of one program from data; their fake tensors are of one mode.
+    """Makes the graphs of one program from data; their fake tensors share one fake mode.
 
     Raises:
-        DataError: the tables are not what a `GraphWriter` gives.
+        DataError: the tables are not those of a `GraphWriter`.
         UnknownOperatorError: an operator is not registered here.
     """
 
@@ -170,10 +170,10 @@ class GraphReader:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def decode(self, data: Any, where: str, regions: Collection[str] = ()) -> fx.Graph:
-        """The graph that `GraphWriter.encode` made this data of; takes the same arguments.
+        """The graph that `GraphWriter.encode` has turned into this data; takes the same arguments.
 
         Raises:
-            DataError: names the node that is not what a `GraphWriter` gives.
+            DataError: a node is not in the form that a `GraphWriter` writes; names it.
         """
         graph = fx.Graph()
         nodes: list[fx.Node] = []

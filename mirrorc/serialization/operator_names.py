@@ -1,4 +1,4 @@
-"""Names under which the operators of a graph are found again in another process."""
+"""Names operators of a graph so that another process finds them by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are regist
 
 
 class UnknownOperatorError(DataError):
-    """Nothing that is registered here has the name of an operator."""
+    """No operator of this name is registered in this process."""
 
 
 def operator_name(target: Any) -> str:
@@ -30,7 +30,7 @@ def operator_name(target: Any) -> str:
     ``seeded aten.rand.default``, a part of a result ``operator.getitem``.
 
     Raises:
-        DataError: the target is something else, which could not be looked up by its name.
+        DataError: the target is something else, which cannot be found by name.
     """
     if target is operator.getitem:
         return "operator.getitem"
@@ -50,10 +50,10 @@ def operator_name(target: Any) -> str:
 
 
 def find_operator(name: Any) -> Callable[..., Any]:
-    """The target that `operator_name` gave this name.
+    """The target to which `operator_name` has given this name.
 
     Raises:
-        UnknownOperatorError: there is none here.
+        UnknownOperatorError: there is none in this process.
     """
     expect(name, str, "an operator's name")
     if name == "operator.getitem":

@@ -1,4 +1,4 @@
-"""Arguments of nodes as data for JSON, and back; whatever has no form there is refused.
+"""Converts arguments of nodes to data for JSON, and back; refuses values that have no form in it.
 
 The form of an argument::
 
@@ -21,11 +21,11 @@ from torch import fx
 
 
 class DataError(Exception):
-    """What cannot be saved or read, and why; whoever knows the file adds which one and what to do."""
+    """Something cannot be saved or read, and why; the caller, which knows the file, adds its name and a remedy."""
 
 
 def expect(data: Any, kind: type, what: str) -> Any:
-    """The data, if it is of this very type.
+    """Returns the data if its type is exactly this one.
 
     Raises:
         DataError: says what it is instead.
@@ -36,14 +36,14 @@ def expect(data: Any, kind: type, what: str) -> Any:
 
 
 def expect_identifier(data: Any, what: str) -> str:
-    """The data, if it is a name in Python: torch.fx writes some strings of a graph into code just as they are."""
+    """Returns the data if it is a Python identifier: torch.fx writes some strings of a graph into code unchanged."""
     if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
         raise DataError(f"{what} is {data!r:.60}, not an identifier")
     return data
 
 
 def entry(table: Mapping[str, Any] | list[Any], key: Any, what: str) -> Any:
-    """The entry of a dict under a name, or of a list under an index.
+    """The entry of a dict by its key, or of a list by its index.
 
     Raises:
         DataError: there is no such entry.
@@ -58,13 +58,13 @@ _Leaf = Callable[[Any], Any]
 
 
 def encode_argument(value: Any, refer: _Leaf) -> Any:
-    """An argument as data; ``refer`` gives the form of what this module does not know, or raises `DataError`."""
+    """Converts an argument to data; ``refer`` converts nodes and tensors, or raises `DataError`."""
     encode = _ENCODERS.get(type(value))
     return encode(value, refer) if encode is not None else refer(value)
 
 
 def decode_argument(data: Any, resolve: _Leaf) -> Any:
-    """The argument that data stands for; ``resolve`` turns what ``refer`` gave into what it was, or raises `DataError`.
+    """Converts data to the argument that it stands for; ``resolve`` reverses ``refer``, or raises `DataError`.
 
     Raises:
         DataError: the data is not in the form above.

@@ -34,7 +34,7 @@ from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
 VERSION = 2
-"""Of the files that are written; one more with every change that older readers would not understand."""
+"""The version of the format that is written; it increases with every change that older readers would not understand."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -53,7 +53,7 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_whole(path, encoded)
-    except OSError as error:  # which names a file that the user knows nothing of
+    except OSError as error:  # it names a temporary file, which the user does not know
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -82,14 +82,14 @@ def load_program(path: str | os.PathLike[str]) -> Program:
 
 
 def _other_torch(written_with: str) -> str:
-    """The remedy for an operator that another torch has; none if it was this one that wrote the file."""
+    """The remedy for an operator that another version of torch has; empty if this version has written the file."""
     if written_with == str(torch.__version__):
         return ""
     return f", or use the same torch: the file was written with torch {written_with}, this is torch {torch.__version__}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is in a file, once it is clear that it is a program of a version that can be read."""
+    """Reads a file's data, and checks that it is a program of a version that can be read."""
     encoded = path.read_bytes()
     remedy = "give a file that Program.save has written"
     try:
@@ -152,7 +152,7 @@ def _encode_module(
 
 
 def _regions_in(module: fx.GraphModule, regions: Mapping[str, Region]) -> set[str]:
-    """The modules in a device's module that are regions of the program."""
+    """The names of the submodules of a device's module that are regions of the program."""
     return {name for name, m in module.named_children() if name in regions and regions[name].graph_module is m}
 
 
@@ -195,7 +195,7 @@ def _decode_region(data: Any, name: str, reader: GraphReader) -> Region:
 
 
 def _decode_module(data: Any, where: str, reader: GraphReader, regions: Mapping[str, Region]) -> fx.GraphModule:
-    """A graph as a module, and in it the modules of the regions that it calls."""
+    """Makes a module from a graph; the regions that the graph calls become its submodules."""
     check_keys(data, dict.fromkeys(("class_name", "nodes")), where)
     class_name = expect_identifier(data["class_name"], f"the class name of {where}")
     graph = reader.decode(data["nodes"], where, regions)

@@ -1,4 +1,4 @@
-"""Dataclasses as data for JSON, and back, by the declared types of their fields."""
+"""Converts dataclasses to data for JSON, and back, by the declared types of their fields."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def field_types(record: Any) -> dict[str, Any]:
 
 
 def encode_record(value: Any, kind: Any, what: str) -> Any:
-    """A value as data: a dataclass, an enumeration, or what fields of dataclasses hold.
+    """Converts a value to data: a dataclass, an enumeration member, or a value of a dataclass's field.
 
     Args:
-        value: what to encode.
+        value: the value.
         kind: its declared type.
-        what: names it, for messages.
+        what: its name in error messages.
 
     Raises:
         DataError: the value is not of that type.
@@ -60,7 +60,7 @@ def encode_record(value: Any, kind: Any, what: str) -> Any:
 
 
 def decode_record(data: Any, kind: Any, what: str) -> Any:
-    """The value that `encode_record` has made this data of; takes the same arguments.
+    """The value that `encode_record` has converted to this data; takes the same arguments.
 
     Raises:
         DataError: the data is not that of a value of this type; says where.
@@ -86,7 +86,7 @@ def decode_record(data: Any, kind: Any, what: str) -> Any:
 
 
 def check_keys(data: Any, wanted: Mapping[str, Any], what: str) -> None:
-    """Refuses data that is no object with just these keys.
+    """Refuses data that is not an object with exactly these keys.
 
     Raises:
         DataError: names the first key that is missing or unknown.
@@ -106,7 +106,7 @@ def _is_record(kind: Any) -> bool:
 
 @functools.cache
 def _parts(kind: Any) -> tuple[Any, Any]:
-    """A generic type and the one type in it: ``X`` of ``X | None``, ``tuple[X, ...]`` and ``Mapping[str, X]``."""
+    """A generic type and its one parameter: ``X`` in ``X | None``, ``tuple[X, ...]`` and ``Mapping[str, X]``."""
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType and len(parameters) == 2 and parameters[1] is type(None):
         return origin, parameters[0]

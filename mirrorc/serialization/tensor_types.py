@@ -1,4 +1,4 @@
-"""What is saved of the fake tensors that nodes have as values."""
+"""Describes the fake tensors that are the values of nodes, so that they can be saved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mirrorc.serialization.plain_data import DataError
 
 @dataclass(frozen=True)
 class TensorType:
-    """What is kept of a fake tensor.
+    """The properties of a fake tensor that are saved.
 
     Attributes:
         dtype: its dtype.
-        device: where it would be.
+        device: the device that it stands for.
         shape: its shape.
         strides: its strides.
-        offset: of its first element in its memory, counted in elements.
+        offset: the offset of its first element in its memory, counted in elements.
         is_conjugated: whether it is a lazy conjugate, ``tensor.is_conj()``.
         is_negated: whether it is a lazy negative, ``tensor.is_neg()``.
     """
@@ -43,10 +43,10 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, shape, strides, offset, tensor.is_conj(), tensor.is_neg())
 
     def make(self, fake_mode: FakeTensorMode) -> FakeTensor:
-        """A fake tensor of this type, in memory of its own. Made without the mode's dispatcher, five times as fast.
+        """Makes a fake tensor of this type, in memory of its own. It bypasses the mode's dispatcher, which is five times as slow.
 
         Raises:
-            Exception: torch has no such tensors; whatever it raises.
+            Exception: torch has no such tensors; the exception is torch's.
         """
         if self.offset:
             extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1

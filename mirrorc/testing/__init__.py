@@ -1,4 +1,4 @@
-"""For tests of one's own programs: `check`, and the pytest fixture ``mirror_snapshot`` (``pip install mirrorc[testing]``)."""
+"""Tests your own programs: `check`, and the pytest fixture ``mirror_snapshot`` (``pip install mirrorc[testing]``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ProgramSnapshot", "check"]
 
 
 def __getattr__(name: str) -> Any:
-    """`ProgramSnapshot`, what the fixture gives, when it is asked for: `check` does without syrupy."""
+    """Imports `ProgramSnapshot`, the type of the fixture, only when it is used, because `check` does not need syrupy."""
     if name != "ProgramSnapshot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

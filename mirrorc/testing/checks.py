@@ -1,4 +1,4 @@
-"""Checks of a program's text by directives such as ``CHECK: all_reduce(bucket=0``, over `torch.testing.FileCheck`."""
+"""Checks a program's text by directives such as ``CHECK: all_reduce(bucket=0``, with `torch.testing.FileCheck`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LINE = re.compile(r"(?:#\s*)?(?P<directive>CHECK\b.*)")
 _DIRECTIVE = re.compile(r"(?P<kind>CHECK(?:-[A-Z]+)*)(?:-(?P<count>\d+))?:(?P<sought>.*)")
 _KINDS = ("CHECK", "CHECK-SAME", "CHECK-NEXT", "CHECK-NOT", "CHECK-DAG", "CHECK-COUNT", "CHECK-COUNT-EXACTLY")
 _KNOWN = "CHECK:, CHECK-SAME:, CHECK-NEXT:, CHECK-NOT:, CHECK-DAG:, CHECK-COUNT-2:, CHECK-COUNT-EXACTLY-2:"
-_SHOWN = 40  # lines of the program that a failure shows
+_SHOWN = 40  # the most lines of the program that a failure shows
 
 
 @dataclass(frozen=True)
 class _Directive:
-    """A line of a check, or half of one that says how often exactly.
+    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes two directives: a count, and a ``CHECK-NOT`` for one more.
 
     Attributes:
-        line: as written.
-        number: its line in the check.
+        line: the line as written.
+        number: the number of the line in the check.
         kind: ``CHECK``, ``CHECK-NOT`` and so on.
-        sought: what is to be found, or not.
-        count: how often, for ``CHECK-COUNT``.
+        sought: the text that must be found, or must not be found.
+        count: the number of times, for ``CHECK-COUNT``.
     """
 
     line: str
@@ -42,11 +42,11 @@ class _Directive:
 
 
 def check(program: Program | Step | str, directives: str) -> None:
-    """Checks that a program's text has certain pieces, in order.
+    """Checks that a program's text contains certain pieces, in order.
 
-    The directives are those of `torch.testing.FileCheck`, each on a line of its own, indented or not, with ``#`` before it or
-    without; other lines that begin with ``#`` are comments. What is sought goes to the end of the line. Runs of blanks
-    count as one, in what is sought and in the program, whose columns are padded::
+    The directives are those of `torch.testing.FileCheck`. Each one is on a line of its own, may be indented and may have ``#``
+    before it; other lines that begin with ``#`` are comments. The text to be found extends to the end of the line. Several
+    blanks are compared as one, because the columns of a printed program are padded::
 
         CHECK: b0_pending: pending f32[64] = reduce_scatter(bucket=0
         # later in the same line:
@@ -62,12 +62,12 @@ def check(program: Program | Step | str, directives: str) -> None:
         CHECK-DAG: return loss
 
     Args:
-        program: a program, of which the text ``program.to_text(slots=True, sources=False)`` is looked at; a step, meaning
-            its ``program``; or a text.
+        program: a text; a program, whose text is ``program.to_text(slots=True, sources=False)``; or a step, whose ``program`` is
+            checked.
         directives: see above.
 
     Raises:
-        AssertionError: the text is otherwise; shows the directive that fails, and the text from where it was sought.
+        AssertionError: a directive fails; shows the directive, and the text from the line at which the search began.
         ValueError: there is no directive, or a line is neither a directive nor a comment.
         TypeError: no program, step or text is given, or the directives are no string.
     """
@@ -126,7 +126,7 @@ def _parse_directive(line: str, number: int) -> list[_Directive]:
 
 
 def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
-    """What FileCheck says against the lines; empty if they are as checked."""
+    """FileCheck's message if a directive fails; empty if none does."""
     if not directives:
         return ""
     file_check = FileCheck()
@@ -138,13 +138,13 @@ def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
             getattr(file_check, method)(directive.sought)
     try:
         file_check.run("\n".join(lines) + "\n")
-    except (RuntimeError, UnicodeDecodeError) as error:  # the latter where its message cuts a letter in two
+    except (RuntimeError, UnicodeDecodeError) as error:  # a UnicodeDecodeError if its message cuts a character in two
         return str(error) or type(error).__name__
     return ""
 
 
 def _explain(directives: Sequence[_Directive], plain: Sequence[str], lines: Sequence[str]) -> str:
-    """The directive that fails, and the text from where it was sought."""
+    """Shows the directive that fails, and the text from the line at which the search began."""
     culprit, before = _culprit(directives, plain)
     start = _lines_needed(before, plain)
     head = f"the program is not as line {culprit.number} of the check says, {culprit.line!r}: {_reason(culprit)}"
@@ -171,12 +171,12 @@ def _reason(culprit: _Directive) -> str:
 
 
 def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_Directive, Sequence[_Directive]]:
-    """The first directive that fails, and those that decide from where it is sought."""
+    """The first directive that fails, and the directives before it that determine where its search begins."""
     begin = 0
     for end, directive in enumerate(directives, 1):
         following = directives[end].kind if end < len(directives) else ""
         if following and (directive.is_not or directive.kind == following == "CHECK-DAG"):
-            continue  # what is forbidden, is so up to what is found next, and neighbours with -DAG have one place together
+            continue  # a CHECK-NOT applies up to the next match, and neighboring CHECK-DAGs are matched together
         if _failure(directives[:end], plain):
             break
         begin = end
@@ -188,7 +188,7 @@ def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_D
 
 
 def _lines_needed(directives: Sequence[_Directive], plain: Sequence[str]) -> int:
-    """How many lines of the text the directives look at, which hold."""
+    """The number of lines that must be read until the directives, which hold, are satisfied."""
     low, high = 0, len(plain)
     while directives and low < high:
         middle = (low + high) // 2

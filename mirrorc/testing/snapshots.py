@@ -1,4 +1,4 @@
-"""Snapshots of programs, for the pytest fixture ``mirror_snapshot``: over syrupy, which finds, writes and counts their files."""
+"""Snapshots of programs for the pytest fixture ``mirror_snapshot``; syrupy finds, writes and counts their files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.program import Program
 from mirrorc.step import Step
 
-_SHOWN = 60  # lines of a program that has no snapshot yet
+_SHOWN = 60  # the most lines that are shown of a program without a snapshot
 
 
 class ProgramFiles(SingleFileSnapshotExtension):
-    """A file of text for each snapshot, ``__snapshots__/<test file>/<test>.mirror``."""
+    """Stores each snapshot as a text file, ``__snapshots__/<test file>/<test>.mirror``."""
 
     file_extension = "mirror"
     _write_mode = WriteMode.TEXT
 
 
 class ProgramSnapshot:
-    """What a program must be equal to: ``assert step.program == mirror_snapshot``.
+    """The text that a program must have: ``assert step.program == mirror_snapshot``.
 
-    A comparison that fails raises an AssertionError itself, which says in words what differs: of what an ``assert`` would say,
-    pytest shows eight lines.
+    If the comparison fails, it raises an AssertionError itself, which says in words what differs. The ``assert`` alone would
+    not say enough, because pytest shows only eight lines of its explanation.
 
     Args:
         snapshot: syrupy's fixture of this name.
-        name: the snapshot's name, if a test has several; else they are counted.
+        name: the snapshot's name; without names, the snapshots of a test are numbered.
         regions: compare the bodies of regions, too.
 
     Raises:
@@ -53,7 +53,7 @@ class ProgramSnapshot:
         self._regions = regions
 
     def __call__(self, *, name: str | None = None, regions: bool = False) -> ProgramSnapshot:
-        """A snapshot of this test by a name, or with the bodies of the regions."""
+        """Another snapshot of this test: with a name, or with the bodies of the regions."""
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:
@@ -87,7 +87,7 @@ class ProgramSnapshot:
         return bool((self._assertion(name=self._name) if self._name else self._assertion) == text)
 
     def _explanation(self) -> str:
-        """Why the comparison that was made last has failed."""
+        """Says why the last comparison has failed."""
         result: Any = self._assertion.executions[self._assertion.num_executions - 1]
         if result.exception is not None:
             raise result.exception

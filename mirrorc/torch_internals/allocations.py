@@ -1,4 +1,4 @@
-"""What memory is taken and given back: by compiled code, by operators."""
+"""Observes how compiled code and operators allocate and free memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class _NoKernel:
-    """Stands for a compiled kernel and computes nothing."""
+    """Takes the place of a compiled kernel and computes nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """On CPUs."""
@@ -21,10 +21,10 @@ class _NoKernel:
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The Python function ``call(self, args)`` that allocates memory around the kernels of `compile_with_inductor`'s result.
+    """The Python function ``call(self, args)`` of `compile_with_inductor`'s result, and a namespace to run it on fake tensors.
 
-    Its namespace is for running it on fake tensors: kernels compute nothing, and what allocates or views memory is torch's
-    own function of that name. Nothing is compiled.
+    The function allocates memory and calls kernels. In the namespace, kernels compute nothing, and functions that allocate or
+    view memory are torch's own. Nothing is compiled.
 
     Raises:
         ValueError: there is no such function, as with Inductor's C++ wrapper.
@@ -62,18 +62,18 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number for a tensor's memory, also a fake one's: tensors that share memory have the same, as long as one is alive."""
+    """A number that is equal for tensors that share memory, fake tensors included, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor]) -> int:
-    """Bytes of the tensors that operators of torch make in an action, at the moment when most are alive.
+    """The most bytes that tensors made by torch's operators occupy at one moment of an action.
 
-    What operators allocate and free within themselves is not seen.
+    Memory that an operator allocates and frees internally is not counted.
 
     Args:
-        action: what is watched; called once.
-        given: the tensors that were there before.
+        action: the action; called once.
+        given: the tensors that existed before; they are not counted.
     """
     known = {storage_key(tensor) for tensor in given}
     holders: dict[int, int] = {}

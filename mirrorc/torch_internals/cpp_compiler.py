@@ -1,4 +1,4 @@
-"""When Inductor waits for the C++ compiler."""
+"""Changes when Inductor waits for the C++ compiler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 
 @contextlib.contextmanager
 def kernels_compiled_together() -> Iterator[None]:
-    """Within, `compile_with_inductor` does not wait for the C++ compiler, which works while more is lowered; its end does.
+    """A context in which `compile_with_inductor` does not wait for the C++ compiler; its end waits for all kernels.
 
-    What `compile_with_inductor` gives must not be called before the end.
+    The C++ compiler works while more regions are lowered. Compiled regions must not be called before the end of the context.
 
     Raises:
         Exception: at the end, what Inductor raises if a kernel cannot be compiled.
@@ -37,7 +37,10 @@ def kernels_compiled_together() -> Iterator[None]:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Inductor's modules end with a wait for their kernels, which takes the place of each among their globals."""
+    """Lets the wait for kernels be postponed, with which each module that Inductor writes ends.
+
+    This wait replaces the futures among the module's globals by the kernels.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -53,11 +56,11 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Begins, in threads, what Inductor would do before its first kernel of a process, so that capturing goes on meanwhile.
+    """Starts the work that Inductor does before its first kernel of a process in threads, so that capture can go on meanwhile.
 
-    Inductor tries the processor's vector instructions one after the other, each with a file or more that it compiles (once for
-    a cache) and loads in a process of its own. Who asks Inductor for its instructions waits until all are tried. What fails
-    here fails again, and is said, when a kernel is compiled.
+    Inductor tries the processor's vector instructions one after the other. For each one, it compiles one or more files (which
+    are cached) and loads them in a new process. A query for the instructions waits until all are tried. An error here is
+    ignored: it occurs again, and is reported, when a kernel is compiled.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -68,7 +71,10 @@ _MOST_SECONDS = 120.0  # a compiler that takes longer hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """A trial changes its instructions' flags for a while, so that no other thread may try them at the same time."""
+    """Makes queries for the instructions wait for the trials.
+
+    A trial changes flags of its instructions for a while, so two threads must not try the same instructions at once.
+    """
     from torch._inductor import cpu_vec_isa
 
     try_one_by_one = cpu_vec_isa.valid_vec_isa_list
@@ -81,7 +87,10 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """Set when a process has tried them, which begins with the first call: threads do not live on in what is forked."""
+    """An event that is set when this process has tried the instructions; the first call starts the trials.
+
+    It belongs to one process, because a forked child does not have the threads of its parent.
+    """
     with _preparing:
         if process not in _prepared:
             _prepared.clear()
@@ -114,7 +123,7 @@ def _try_instructions() -> threading.Event:
 
 
 def _started(job: Callable[[], Any]) -> threading.Thread:
-    """A thread that does a job with the settings of its maker, and ends with the process."""
+    """Starts a daemon thread that does a job with the settings of the calling thread."""
     context = contextvars.copy_context()  # Inductor's settings are context variables
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Graphs and fake tensors."""
+"""Makes graphs and fake tensors faster or more quietly than torch's public functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx, nn
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph module that writes its Python code when somebody asks for it or calls it: mirrorc seldom does."""
+    """A graph module that writes its Python code only when it is called or its code is read, which mirrorc seldom does."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
@@ -25,9 +25,9 @@ def add_node(
     name: str,
     type_expr: Any = None,
 ) -> fx.Node:
-    """`Graph.create_node`, in a third of the time: without its walk through all arguments, in search of symbolic sizes.
+    """Does the same as `Graph.create_node` in a third of the time, because it does not search the arguments for symbolic sizes.
 
-    For passes that copy graphs of many nodes, in which sizes are numbers.
+    It is for passes that copy large graphs whose sizes are all numbers.
     """
     name = graph._graph_namespace.create_name(name, None)
     node = fx.Node(graph, name, op, target, args, kwargs, type_expr)
@@ -41,12 +41,12 @@ def add_node(
 def traced_on_fake_tensors(
     function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """The operators that a function calls, as a graph with a placeholder for each of its arguments.
+    """Traces the operators that a function calls into a graph, which has a placeholder for each argument.
 
     Args:
-        function: of tensors.
-        values: fake tensors like its arguments, of one mode, in which the graph's values are, too.
-        decompositions: of operators that are not to be in the graph.
+        function: a function of tensors.
+        values: fake tensors for its arguments, all of one fake mode, which the graph's values share.
+        decompositions: decompositions of the operators that must not be in the graph.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -56,7 +56,7 @@ def traced_on_fake_tensors(
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keeps torch from logging a traceback of what an operator raises on fake tensors, for who says it anyway."""
+    """Keeps torch from logging tracebacks of operators that fail on fake tensors; the caller reports the error itself."""
     from torch._subclasses.fake_tensor import log
 
     was, log.disabled = log.disabled, True

@@ -1,4 +1,4 @@
-"""Inductor: its decompositions, and compiling one graph."""
+"""Inductor's decompositions, and the compilation of one graph by Inductor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from mirrorc.torch_internals.graphs import traced_on_fake_tensors
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor wants to see applied.
+    """The decompositions that Inductor expects to be applied before it compiles a graph.
 
-    Dropout is kept, as it gets a random stream of its own, and what `compile_with_inductor` decomposes itself.
+    Dropout is not decomposed, because it gets a random stream of its own; neither are operators that passes need whole, which
+    `compile_with_inductor` decomposes later.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -33,11 +34,11 @@ _EXPANDED_LATE = (
     torch.ops.aten.gelu.default,
     torch.ops.aten.gelu_backward.default,
 )
-"""What a pass wants to see whole, though Inductor has it decomposed."""
+"""Operators that a pass needs whole, although Inductor has decompositions for them."""
 
 
 def _expand(graph: fx.Graph) -> None:
-    """Decomposes what was kept whole, as Inductor wants it."""
+    """Decomposes the operators that were kept whole for the passes."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
@@ -87,9 +88,9 @@ def compile_with_inductor(
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Lends a mode of fake tensors an environment of symbolic sizes: Inductor's cache is used with one only.
+    """Gives a fake mode an environment of symbolic sizes for a while, without which Inductor does not use its cache.
 
-    It stays empty: whether sizes become symbols was decided when the mode was made.
+    The environment stays empty, because the mode has decided when it was made that sizes are numbers.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

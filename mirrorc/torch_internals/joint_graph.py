@@ -1,4 +1,4 @@
-"""What torch's joint export gives, in names of ours."""
+"""The result of torch's joint export, with mirrorc's own names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 @dataclass
 class JointGraph:
-    """Forward and backward as AOTAutograd gives them, its descriptors turned into plain names.
+    """The graph of forward and backward that AOTAutograd returns; its descriptors are replaced by plain names.
 
     Attributes:
         graph_module: the functional graph.
@@ -19,7 +19,7 @@ class JointGraph:
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
         tangent: the placeholder for the gradient of the loss.
         loss: the node of the loss.
-        gradients: parameter name to the node of its gradient, None if it has none.
+        gradients: parameter name to the node of its gradient; None if it has no gradient.
         buffer_writes: buffer name to the node of its new value.
         written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
         fake_mode: the mode of the graph's fake tensors.

@@ -1,4 +1,4 @@
-"""Settings of torch, hooks, and its structured trace."""
+"""Reads torch's settings and hooks, and writes to its structured trace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 def is_structured_trace_on() -> bool:
-    """Whether torch writes a structured trace (the environment variable TORCH_TRACE, or a handler of one's own)."""
+    """Whether torch writes a structured trace: by the environment variable TORCH_TRACE, or by a handler of the user's."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
-    # one that waits for a folder which nobody named takes itself away when it is first written to
+    # torch's lazy handler removes itself at the first record if no folder is set
     return any(not isinstance(h, LazyTraceHandler) or h.root_dir is not None for h in trace_log.handlers)
 
 
@@ -31,7 +31,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user hooked into ``optimizer.step``, of this optimizer or of all."""
+    """Whether there are hooks on ``step`` of this optimizer, or on that of all optimizers."""
     from torch.optim import optimizer as of_all
 
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -39,18 +39,18 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
-    """The tables that a module's forward and backward hooks are in, live."""
+    """The dicts that hold a module's forward and backward hooks; they are not copied."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the user hooked into a tensor's gradient."""
+    """Whether there are hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """Settings of torch that shape a captured graph or its compiled code."""
+    """The settings of torch on which a captured graph or its compiled code depends."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -63,7 +63,7 @@ def torch_modes() -> tuple[Any, ...]:
 
 
 def is_plain_thread() -> bool:
-    """Whether operators do in this thread what they do in a new one: no autocast, no mode that sees or changes them."""
+    """Whether operators behave in this thread as in a new one: no autocast and no mode is active that intercepts them."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()
@@ -72,5 +72,5 @@ def is_plain_thread() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
+    """Whether a tensor's elements fill its memory without gaps and without overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,4 +1,4 @@
-"""Capturing: Dynamo, AOTAutograd, and where in the user's code they failed."""
+"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line at which they have failed."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         traced.meta["mirrorc_written_modules"] = _written_modules(caught)
         return traced
     finally:
-        for name in set(names) - before:  # Dynamo installs its graph there, and with it the model, for ever
+        for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
             if name.startswith("__compiled_fn"):
                 del names[name]
 
 
 def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """The modules whose attributes the traced forward assigns, as Dynamo reports them; other warnings are passed on.
+    """The modules whose attributes the traced forward assigns, found in Dynamo's warnings; other warnings are issued again.
 
-    What forward writes to other objects (a configuration, a module of Python) is reported by a warning of torch.
+    If forward writes to other objects (a configuration, a Python module), torch's own warning says so.
     """
     written: list[str] = []
     for warning in caught:
@@ -115,7 +115,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> No
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's frames that the tracer was in when it failed, outermost first; not those of torch, Python or mirrorc."""
+    """The user's frames in which the tracer failed, outermost first; frames of torch, Python and mirrorc are left out."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     if not frames and cause is not None:

@@ -24,8 +24,8 @@ class GraphFunction:
         nodes: the node that each line of the source belongs to.
         source: the generated source.
         namespace: what its names are bound to; may be rebound between calls.
-        marked: the nodes of its calls in order, if it has a clock, which it gives a mark of its beginning, and one of the
-            end of each of these.
+        marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
+            each of these calls.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class GraphFunction:
     ) -> None:
         self.source, self.nodes, self.namespace, self.marked = source, nodes, namespace, marked
         self.filename = f"<mirrorc {title} #{next(_serial)}>"
-        exec(compile(source, self.filename, "exec"), namespace)  # the source is made below, from a graph alone
+        exec(compile(source, self.filename, "exec"), namespace)  # the source was generated below from a graph
         self.call: Callable[[list[Any]], Any] = namespace["run"]
-        namespace["run"].graph_function = self  # so that who holds the function can find the failing node
+        namespace["run"].graph_function = self  # lets the holder of the function find the failing node
         _programs[self.filename] = self
 
 
 def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
-    """The nodes that were being carried out when an exception was raised, outermost first."""
+    """The nodes that were running when an exception was raised, outermost first."""
     while traceback is not None:
         frame: FrameType = traceback.tb_frame
         program = _programs.get(frame.f_code.co_filename)
@@ -70,17 +70,16 @@ def generate(
     Args:
         title: shown in tracebacks.
         graph: placeholders, calls, and an output.
-        bind: gives the function that carries out a call, or for a call without arguments whose result is constant, a
-            `Constant`.
-        boxed: calls whose function takes a list of arguments that it empties, and gives a sequence that is unpacked.
+        bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`.
+        boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
         clock: marks the end of every call; None for a function without marks.
-        pauses: calls before which the function, a generator then, yields.
+        pauses: whether the generated function yields before a call, which makes it a generator.
     """
     return _Generator(graph, bind, boxed, clock, pauses).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values that nothing uses after it."""
+    """For every node, the values that have no uses after it."""
     dying: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -90,7 +89,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 class Constant:
-    """A value that is bound once, instead of a call."""
+    """A value that is bound once, instead of being computed by a call in every step."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -118,7 +117,7 @@ class _Generator:
             self._emit("def run(args):", None)
         else:
             self.namespace |= {"begin": self.clock.begin, "mark": self.clock.mark, "note": self.clock.note}
-            self._emit("def run(args, begin=begin, mark=mark, note=note):", None)  # as locals, which are found faster
+            self._emit("def run(args, begin=begin, mark=mark, note=note):", None)  # locals are looked up faster
             self._emit("    t0 = begin()", None)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in self.graph.nodes:

@@ -15,7 +15,7 @@ from mirrorc.torch_internals import lazy_graph_module
 
 
 class RegionCompiler:
-    """Compiles regions, each once for every torch device: logical devices on one processor share the code.
+    """Compiles each region once for every torch device; logical devices on one processor share the code.
 
     Args:
         backend: makes the bodies of regions executable.
@@ -28,12 +28,12 @@ class RegionCompiler:
         self._compiled: dict[tuple[int, torch.device], tuple[Region, RegionFunction]] = {}
 
     def prepare(self, device: torch.device) -> None:
-        """Begins in the background what the first region has to wait for; to be called before a program is captured."""
+        """Starts background work that the first region waits for; should be called before a program is captured."""
         self.backend.prepare(device)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Within, regions are compiled side by side; their functions can be called from its end on."""
+        """A context in which regions are compiled in parallel; their functions must not be called before its end."""
         before = dict(self._compiled)
         try:
             with self.backend.together():
@@ -43,7 +43,7 @@ class RegionCompiler:
             raise
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
-        """The region as a function of a list of arguments, which it empties, to a sequence of outputs."""
+        """The region as a function that takes a list of arguments, which it empties, and returns a sequence of outputs."""
         key = (id(region), device)
         if key not in self._compiled:
             graph_module = retarget(region.graph_module, device)
@@ -52,7 +52,7 @@ class RegionCompiler:
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a region for another device of its kind: device arguments and (fake) values are made anew."""
+    """Copies a region for another device of the same kind; device arguments and (fake) values are made for that device."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, values))

@@ -1,4 +1,4 @@
-"""How collectives are carried: a communicator for each link, a file each."""
+"""The communicators, one file for each link that carries collectives."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Communicator:
 
     Args:
         devices: the devices, in order of replicas.
-        timeout_seconds: bound of every wait.
+        timeout_seconds: the longest time of every wait.
 
     Attributes:
         link: the name of the link that the class implements, see `mirrorc.ir.links`.
@@ -39,13 +39,13 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes places for the collectives and the sends of a program; called before it runs."""
+        """Makes the rendezvous of a program's collectives and the mailboxes of its sends; called before the program runs."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
 
     def begin_afresh(self) -> None:
-        """Makes the same places anew after a step that failed: what was left in them is not taken in the next one."""
+        """Makes the same rendezvous and mailboxes anew after a failed step, so that the next step does not see its tensors."""
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
@@ -62,7 +62,10 @@ class Communicator:
             mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Offers this replica's bucket (1-D, same length and dtype on all) for the sum; gives what `wait` needs."""
+        """Offers this replica's bucket (1-D, of the same length and dtype on all replicas) for the sum.
+
+        Returns a handle for `wait_all_reduce`.
+        """
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -83,9 +86,9 @@ class Communicator:
         )
 
     def send(self, route: Route, tensor: torch.Tensor) -> None:
-        """Offers a tensor to another replica; nobody may write to it until the step has ended on all replicas."""
+        """Offers a tensor to another replica; the tensor must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
     def receive(self, route: Route) -> torch.Tensor:
-        """The tensor that is sent on a route, on the receiver's device. It may lie in the sender's memory: it is not written."""
+        """The tensor that is sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
         return self._mailboxes[route].take()

@@ -19,7 +19,7 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """The replica that offers a bucket last launches the collective for all, on streams that are kept for communication.
+    """Lets the replica that offers a bucket last launch the collective for all, on streams only for communication.
 
     Every replica offers its buckets in program order, and the last one launches a bucket before it continues. So buckets
     are launched in one order on all GPUs. Sends are copies between GPUs, as over the link copy.

@@ -1,4 +1,4 @@
-"""Which communicator implements which link."""
+"""The registry of communicators by the link that they implement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _communicators: dict[str, type[Communicator]] = {}
 
 
 def register_communicator(communicator: _Class) -> _Class:
-    """Makes a class the one that implements the link that its attribute ``link`` names; for use as a decorator.
+    """Registers a class as the implementation of the link that its attribute ``link`` names; used as a decorator.
 
     Raises:
         ValueError: there is no such link, or another class implements it.
@@ -35,12 +35,12 @@ def register_communicator(communicator: _Class) -> _Class:
 
 
 def unregister_communicator(communicator: type[Communicator]) -> None:
-    """Forgets the class, so that another one can implement its link."""
+    """Removes a class from the registry, so that another one can implement its link."""
     del _communicators[communicator.link]
 
 
 def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Communicator]:
-    """A communicator for each link of a lowered program, by name, with a place for everything that goes over it."""
+    """A communicator for each link of a lowered program, by name, prepared for the program's collectives and sends."""
     tags: dict[str, dict[Tag, None]] = {}
     routes: dict[str, list[Route]] = {}
     for module in program.device_graphs.values():

@@ -1,4 +1,4 @@
-"""Where the threads of replicas hand each other tensors: a rendezvous for a collective of all, a mailbox for a send."""
+"""Synchronizes the threads of replicas that exchange tensors: a rendezvous for a collective, a mailbox for a send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
 class Aborted(Exception):
-    """Raised in a replica that waits for one that failed."""
+    """Raised in a replica that waits when another replica has failed."""
 
 
 class Rendezvous:
@@ -74,7 +74,7 @@ class Mailbox:
     """A place for one send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
-        tensor: what was sent last; kept until the next step, because a GPU may copy it after `take` has returned.
+        tensor: the last tensor that was sent; kept until the next step, because a GPU may copy it after `take` has returned.
     """
 
     def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -83,7 +83,7 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Offers a tensor, as it is when the work queued so far on its device is done."""
+        """Offers a tensor; the receiver gets its value after the work that is queued on its device so far."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 

@@ -18,7 +18,7 @@ from mirrorc.runtime.state.share_pieces import FactoredBucket
 
 @register_communicator
 class SharedMemoryCommunicator(Communicator):
-    """The sum is made in replica 0's bucket and read there by all: nothing is copied.
+    """Computes the sum in replica 0's bucket, where all replicas read it, so that nothing is copied.
 
     A bucket of ``n`` elements on ``N`` devices costs each device ``(N + 1) * n / N`` elements of memory traffic.
     """
@@ -37,7 +37,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """See `Communicator`; or a bucket in which some gradients are left as factors, on all replicas the same."""
+        """As in the base class. The bucket may have gradients that are left as factors, if all replicas leave the same ones."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Events of GPUs, which say when queued work is done; nothing to wait for on CPUs."""
+"""Events that tell when a GPU's queued work is done; on CPUs there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def record_event(device: torch.device) -> Any:
-    """Marks what is queued on the current stream of a GPU; None on the CPU, where work is done when a call returns."""
+    """Records an event after the work on a GPU's current stream; None on the CPU, where work is done when a call returns."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -18,13 +18,13 @@ def record_event(device: torch.device) -> Any:
 
 
 def wait_device(device: torch.device) -> None:
-    """Returns when a GPU has done all that it was given; at once for a CPU, or for a GPU that is broken."""
+    """Returns when a GPU has done all its queued work; returns at once for a CPU, or for a GPU that has failed."""
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # it fails again wherever it is used next
+        with contextlib.suppress(RuntimeError):  # the next use of the GPU raises it again
             torch.cuda.synchronize(device)
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Lets the current stream of a GPU, of the current one by default, wait for an event of `record_event`."""
+    """Lets a GPU's current stream wait for an event of `record_event`; by default, of the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

@@ -1,4 +1,4 @@
-"""What of a machine decides how long something takes there, by names that stay the same from run to run."""
+"""Names the properties of a machine on which measured times depend; the names are the same in every run."""
 
 from __future__ import annotations
 

@@ -1,19 +1,20 @@
-"""The process's memory as the system sees it."""
+"""Controls how the C library keeps and returns the memory of the process."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-_LARGEST_KEPT = 32 * 2**20 - 2**16  # bytes: more than that, glibc never keeps
+_LARGEST_KEPT = 32 * 2**20 - 2**16  # bytes: the largest block that glibc can be made to keep
 
 
 def keep_what_is_freed() -> None:
-    """Makes a C library that learns from the program keep blocks of up to 32 MB for the next step, not ask for them again.
+    """Makes glibc keep freed blocks of up to 32 MB for the next step, instead of returning them to the system.
 
-    glibc puts a block of the size of the largest that it has seen freed on a heap, and gives a heap's end back when twice as much
-    lies free there. Shown one of 32 MB once, it keeps what a step frees; else a convolutional net spends 5% of its steps in
-    page faults. Nothing is set: a program that frees one large tensor does the same. Costs microseconds.
+    glibc adapts to the largest block that the program has freed: it takes blocks of up to this size from a heap, and returns the
+    end of a heap only when twice this size is free there. This function frees one block of 32 MB. From then on glibc keeps the
+    memory that a step frees. Otherwise a convolutional net spends 5% of its steps in page faults. No setting is changed: any
+    program that frees one large tensor has the same effect. Takes microseconds.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
@@ -23,10 +24,10 @@ def keep_what_is_freed() -> None:
 
 
 def return_freed_memory() -> None:
-    """Gives memory that was freed back to the system, if the C library is one that keeps it and can be told.
+    """Returns freed memory to the system, if the C library keeps it and has a function for that.
 
-    glibc puts blocks of many megabytes on its heap once it has seen one of that size freed, and keeps there what is freed later.
-    For moments after which much was freed for good, such as moving parameters or state; it takes milliseconds.
+    Once the program has freed a large block, glibc allocates blocks of that size on its heap and keeps them when they are freed.
+    To be called after much memory was freed for good, such as after parameters or state have moved. Takes milliseconds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,4 +1,4 @@
-"""One persistent thread per device, and the pool that gives all of them work and collects it."""
+"""The pool with one persistent thread per device, which runs jobs on the threads and collects their results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STOP = None
 
 
 class DevicePool:
-    """Threads that run one job each at a time; they end with `close`, with the pool, and with the interpreter.
+    """Threads that each run one job at a time. They end with `close`, with the pool object, or with the interpreter.
 
     Args:
         devices: one thread for each.
-        num_threads: threads of torch's operators within each CPU device.
-        timeout_seconds: bound of the wait for a job's end.
+        num_threads: the number of threads that torch's operators use within each CPU device.
+        timeout_seconds: the longest time that a job may take.
     """
 
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
@@ -55,7 +55,7 @@ class DevicePool:
 
         Args:
             jobs: one for each device.
-            on_failure: called once, when the first job fails or the caller is interrupted; it must wake jobs that wait.
+            on_failure: called once, when the first job fails or the caller is interrupted; it must wake waiting jobs.
 
         Returns:
             For each device, whether its job succeeded, and its result or exception.
@@ -96,7 +96,10 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def run_here(self, job: Job) -> Any:
-        """Runs a job of CPU devices in the calling thread, set up as a device's; gives its result, or raises what it raises."""
+        """Runs a job of CPU devices in the calling thread, with the settings of a device's thread.
+
+        Returns the job's result, or raises the job's exception.
+        """
         self._check_free()
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
@@ -113,10 +116,10 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Returns when all devices have finished, or one has failed, or those of an earlier run had.
+        """Returns when all devices have finished or one has failed; may also return on a late message of an earlier run.
 
-        Results are in ``results``, not in the queue. An interrupt may take a message from the queue with it; it cannot take a
-        result, and a message about all of them comes when they are there.
+        The results are in ``results``, not in the queue. An interrupt may lose a message of the queue, but no result, and the
+        last device to finish sends a message about all results.
         """
         try:
             self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -146,13 +149,13 @@ def _serve(
     inbox: queue.SimpleQueue[Order],
     outbox: queue.SimpleQueue[None],
 ) -> None:
-    """A device thread's life."""
+    """The main function of a device's thread: runs jobs until it is stopped."""
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         else:
-            torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
+            torch.get_num_threads()  # makes torch initialize this thread now; later, that would undo the next line
             torch.set_num_threads(num_threads)
         stack.enter_context(torch.no_grad())
         outbox.put(None)
@@ -163,9 +166,9 @@ def _serve(
             job, replica, results = order
             try:
                 results[replica] = (True, job())
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 results[replica] = (False, error)
             if not results[replica][0] or None not in results:
-                # the caller is woken once: each time, it would take the interpreter from who still runs
+                # the caller is woken only once, because each time it takes the interpreter from threads that still run
                 outbox.put(None)
             del order, job, results

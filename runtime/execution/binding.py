@@ -24,22 +24,25 @@ from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
-"""Gives, for an operation, the function that runs a node of a replica, called with the node's operands and keywords; or a
-`Constant`. An operation that is declared elsewhere registers its own: ``@binds(scale_bucket)``."""
+"""For each operation, a handler that returns the function to run a node of a replica, or a `Constant`.
+
+The function is called with the node's operands and keywords. For an operation that is declared elsewhere, a handler is registered
+with ``@binds(scale_bucket)``.
+"""
 
 
 class Binder:
-    """Gives functions for the nodes of a lowered program, for the present layout of memory.
+    """Makes functions for the nodes of a lowered program, for the present layout of memory.
 
     Args:
         program: a LOWERED program.
         regions: for each device, its compiled regions by name.
         state: the variables and the optimizer; it is told when a function changes variables.
         constants: tensors that the capture found outside of parameters and buffers.
-        communicators: what carries collectives, by link.
+        communicators: the communicators by link.
 
     Attributes:
-        pieces: what the shares of buckets consist of in which gradients are left as factors, as far as they are bound.
+        pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Binder:
         self.pieces: list[Piece] = []
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """The function that runs a node on a replica. Arguments that only the compiler needs are bound away."""
+        """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
         if node.op == "call_module":
             return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or is_compute(node):
@@ -89,7 +92,7 @@ class Binder:
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
             for i in plain:
-                if gradients[i] is not slots[i]:  # else backward wrote it there
+                if gradients[i] is not slots[i]:  # otherwise backward has written the gradient into its slot
                     slots[i].copy_(gradients[i])
             if not factored:
                 return whole
@@ -133,7 +136,7 @@ class Binder:
     @binds(ops.recv)
     def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
         def recv(**_: Any) -> None:
-            """Nothing to do before the wait: the sender's memory is fetched from there."""
+            """Does nothing, because the wait fetches the tensor from the sender's memory."""
 
         return recv
 

@@ -13,15 +13,15 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line
 from mirrorc.optimizers import check_capturable
 
-NUM_WARM_UP_STEPS = 3  # as torch.cuda.make_graphed_callables has it: kernels are tuned, optimizers make their state
-_MANY_RENEWALS = 8  # so many are reported, once
+NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
+_MANY_RENEWALS = 8  # after this many, a warning says so, once
 
 Function = Callable[[list[Any]], torch.Tensor]
-"""A replica's generated function: takes a list of tensors, which it empties, and gives the loss."""
+"""A replica's generated function: takes a list of tensors, which it empties, and returns the loss."""
 
 
 def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a captured program of which it is known that its steps cannot be replayed.
+    """Refuses a captured program whose steps are known not to be replayable.
 
     Raises:
         ValueError: names the random operation or the update, and the remedy.
@@ -39,30 +39,30 @@ def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -
 
 
 class Graph(Protocol):
-    """What a GPU was given to do, kept. `torch.cuda.CUDAGraph` is one."""
+    """Recorded work of a GPU that can be replayed. `torch.cuda.CUDAGraph` is one."""
 
     def replay(self) -> None:
-        """Does it again, on the same memory."""
+        """Does the recorded work again, on the same memory."""
 
     def reset(self) -> None:
-        """Frees it; it must not be running."""
+        """Frees the graph, which must not be running."""
 
 
 class Capturer(Protocol):
-    """Makes graphs. `CudaCapturer` is the one of CUDA's; tests have one of their own."""
+    """Captures graphs. `CudaCapturer` captures CUDA graphs; tests have a capturer of their own."""
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """What a function queues on the current stream, which is not run by that; raises what the function raises."""
+        """Captures the work that a function queues on the current stream, without running it; raises what the function raises."""
 
     def wait(self) -> None:
-        """Returns when nothing runs any more."""
+        """Returns when the device has done all its work."""
 
 
 class CudaCapturer:
     """Captures with `torch.cuda.graph`, all into one private pool of memory. This has not run on a GPU yet.
 
-    Graphs may share a pool if nothing in it has to outlive the replay of another. Nothing has: inputs, loss, variables and the
-    optimizer's state are memory from outside. As pools end with their last graph, an anchor keeps this one.
+    Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables and the
+    optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph keeps this one.
 
     Args:
         device: the GPU.
@@ -75,7 +75,7 @@ class CudaCapturer:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """As in `Capturer`; in the device's thread, whose stream is the one that warmed up."""
+        """As in `Capturer`; must be called in the device's thread, on whose stream the warm-up steps have run."""
         if self._anchor is None:
             self._anchor = self._capture(lambda: torch.zeros((), device=self._device))
         return self._capture(function, pool=self._anchor.pool())
@@ -84,7 +84,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
         try:
-            # other threads, which pin batches say, may go on: all that is captured is queued by this one
+            # other threads may use the GPU meanwhile, to pin batches for example: only this thread queues work to capture
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options):
                 function()
         except BaseException:
@@ -98,13 +98,13 @@ class CudaCapturer:
 
 
 class StepGraph:
-    """One replica's function, run as it is for a few steps, then captured and replayed.
+    """Runs one replica's function as it is for a few steps, then captures and replays it.
 
-    Arguments are copied into memory that stays where it is, and the loss is put in such memory.
+    Arguments are copied into memory that stays in place, and the loss is written to such memory.
 
     Args:
-        capturer: captures it.
-        device: what it runs on.
+        capturer: captures the function.
+        device: the device on which it runs.
     """
 
     def __init__(self, capturer: Capturer, device: torch.device) -> None:
@@ -117,14 +117,14 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Whether all is as it was when the steps before were run; takes what `renew` takes."""
+        """Whether the graph, or its warm-up, is valid for these values; takes the same arguments as `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph, as something is other than it was when the steps before were run.
+        """Drops the graph, because a value that it was captured for has changed.
 
         Args:
-            **fixed: what a graph is captured for, beside the function, by a name for people.
+            **fixed: the values that a graph is captured for besides the function, by readable names.
         """
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
@@ -153,25 +153,25 @@ class StepGraph:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be captured before it is run."""
+        """Whether the function must be captured before the next run."""
         return self._graph is None and self._num_left == 0
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Copies a step's arguments to where the function reads them; of the same shapes and strides in every step."""
+        """Copies a step's arguments, whose shapes and strides are the same in every step, into the memory that is read."""
         if not self._inputs:
             self._inputs = [_room_for(value, self._device) for value in values]
         for own, value in zip(self._inputs, values, strict=True):
             _copy(own, value)
 
     def capture(self, function: Function) -> None:
-        """Captures the function, on the arguments that are loaded. That runs nothing: variables stay as they are.
+        """Captures the function on the loaded arguments. This runs nothing, so variables stay as they are.
 
         Raises:
             ExecutionError: it cannot be captured; says why.
         """
         loss = self._loss
         assert loss is not None, "it has run before"
-        raised: list[BaseException] = []  # leaving torch.cuda.graph raises another, which says less
+        raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less
 
         def step() -> None:
             try:
@@ -190,7 +190,7 @@ class StepGraph:
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:
-        """Runs a step on the arguments that are loaded.
+        """Runs a step on the loaded arguments.
 
         Returns:
             The loss, in memory that the next step may write.
@@ -214,7 +214,7 @@ def _room_for(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _copy(own: torch.Tensor, value: torch.Tensor) -> None:
-    """``own.copy_(value)``, also where both are expanded: there once."""
+    """``own.copy_(value)``; if both tensors are expanded, each memory location is copied once."""
     for dim, stride in enumerate(own.stride()):
         if stride == 0:
             own, value = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""Runs a lowered program: the function of every device's graph, in step."""
+"""Runs the steps of a lowered program: on every device, the function of its graph."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Executor:
         regions: for each device, its compiled regions by name.
         state: the variables and the optimizer, which all programs of one step share.
         constants: tensors that the capture found outside of parameters and buffers.
-        timeout_seconds: bound of every wait among replicas.
-        recorder: keeps the times of its last steps; None for none.
-        step_graph: captures and replays the steps of a program of one device; None to make every call anew.
+        timeout_seconds: the longest time that a replica waits for another one.
+        recorder: keeps the times of the last steps; None for no recording.
+        step_graph: captures and replays the steps of a program of one device; None to make all calls in every step.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Executor:
         self._communicators = communicators_of(program, timeout_seconds)
         self._binder = Binder(program, regions, state, constants, self._communicators)
         self._functions: list[GraphFunction] = []
-        self._pausing_functions: list[GraphFunction] = []  # the same, pausing before waits; made when they are tried
+        self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
         self._layout = -1
@@ -97,8 +97,8 @@ class Executor:
         Args:
             pool: the devices' threads.
             shards: for each replica, its tensors in order of the call's leaves.
-            weights: for each replica, its part of the batch's loss.
-            seed: of the step's random streams, if the program draws random numbers.
+            weights: for each replica, the weight of its loss in the batch's loss.
+            seed: the seed of the step's random streams, if the program draws random numbers.
 
         Returns:
             The weighted sum of the replicas' losses, a scalar on the first device.
@@ -127,7 +127,7 @@ class Executor:
             else:
                 results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
         except BaseException:
-            if not pool.is_stuck:  # who is stuck shall find the meetings it was to come to, called off
+            if not pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
                 self._begin_afresh()
             raise
         failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
@@ -141,19 +141,19 @@ class Executor:
         return self._global_loss([value for _, value in results], weights)
 
     def _choose_way(self) -> None:
-        """Chooses threads or interleaving, and forgets what is known of the other way's steps, or of another program's."""
+        """Chooses threads or interleaving; if the last step was of the other mode or of another program, forgets its records."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved and not self._pausing_functions:
             self._pausing_functions = self._generate(lambda node: node.target is ops.wait)
         if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
-        writer = (id(self), is_interleaved)  # each way has pieces of shares of its own
+        writer = (id(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
         if not self._state.claim_gradients(writer):
             forget_what_is_written(self._binder.pieces)
 
     def _renew_step_graph(self) -> None:
-        """Drops what was captured for another layout of memory, or for other hyperparameters."""
+        """Drops a graph that was captured for another layout of memory or for other hyperparameters."""
         if self._step_graph is None:
             return
         optimizers = self._state.optimizers
@@ -163,19 +163,19 @@ class Executor:
             self._step_graph.renew(**fixed)
 
     def release(self) -> None:
-        """Frees what it keeps on a GPU for steps to come."""
+        """Frees the memory that it keeps on a GPU for later steps."""
         if self._step_graph is not None:
             self._step_graph.release()
 
     def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor, Any]:
-        """A replica's step, in its thread; gives its loss, and an event for when a GPU has done it."""
+        """Runs a replica's step in its thread; returns its loss, and an event that tells when a GPU has done the step."""
         values = self._arguments(replica, *given)
         call = self._functions[replica].call
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         return loss, record_event(self.program.devices[replica].torch_device)
 
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
-        """A replica's step on a CPU, in the caller's thread."""
+        """Runs a replica's step on a CPU in the caller's thread."""
         loss = yield from self._pausing_functions[replica].call(self._arguments(replica, *given))
         return loss, None
 
@@ -200,7 +200,7 @@ class Executor:
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """A step with a graph: captured when it is due, and replayed from then on."""
+        """Runs a step with a CUDA graph, which is captured when it is due and replayed from then on."""
         step_graph.load(values)
         if step_graph.is_due:
             try:
@@ -221,7 +221,7 @@ class Executor:
                 for weight, device in zip(weights, self.program.devices, strict=True)
             ]
             if self.program.devices[0].torch_device.type == "cuda":
-                torch.cuda.synchronize()  # once: other streams will read them
+                torch.cuda.synchronize()  # other streams will read the weights
         return self._weights[weights]
 
     def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Executor:
             self.recorder.forget()
 
     def _begin_afresh(self) -> None:
-        """After a step that failed: nobody waits for the end of what GPUs were given of it, and its memory is used anew."""
+        """Cleans up after a failed step: waits for the GPUs' queued work, because the memory of the step will be used again."""
         for device in dict.fromkeys(device.torch_device for device in self.program.devices):
             wait_device(device)
         self._forget_step()

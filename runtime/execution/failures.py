@@ -1,4 +1,4 @@
-"""Explains why a step failed: which device, which operation, which line of the user's source."""
+"""Explains why a step failed: on which device, in which operation, at which line of the user's source."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def explain_failure(
     """The error to raise for a step that failed.
 
     Args:
-        devices: of the program, in order of replicas.
-        failures: what each failing replica raised; those that another one stopped raised `Aborted`.
+        devices: the program's devices, in order of replicas.
+        failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
         has_updated: whether variables may have changed.
     """
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))

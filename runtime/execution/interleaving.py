@@ -55,7 +55,7 @@ def interleave(replicas: Sequence[PausingStep]) -> list[tuple[bool, Any]]:
             except StopIteration as end:
                 results[replica] = (True, end.value)
                 del left[replica]
-            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - the caller raises it
                 results[replica] = (False, error)
                 for other in left.values():
                     other.close()

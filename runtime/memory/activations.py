@@ -1,4 +1,4 @@
-"""Walks a device's lowered graph to find which values are in memory at which node, and where they take the most."""
+"""Walks a device's lowered graph to find which values are in memory at each node, and where they take the most bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Activations:
         peak: the most bytes that are in use at one moment; 0 if none ever are.
         where: that moment.
         blocks: the values that are held at that moment, the largest first.
-        kept: bytes of gradients outside of buckets that stay until the next step replaces them.
+        kept: bytes of gradients outside of buckets, which stay until the next step replaces them.
     """
 
     peak: int
@@ -50,15 +50,17 @@ def activations_of(
     Args:
         program: a LOWERED program.
         replica: the device's number.
-        dry_runs: what the regions do with memory, by name.
-        temporary_bytes: of each bucket, what its update takes for an element while it runs.
+        dry_runs: the dry run of each region, by name.
+        temporary_bytes: for each bucket, the bytes per element that its update takes only while it runs.
     """
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
 accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
-"""Gives, for an operation, the blocks of a node's value, and the bytes that it takes only while it runs. The value of an
-operation that has no handler lies in memory of its own."""
+"""For each operation, a handler that returns the blocks of a node's value, and the bytes that it takes only while it runs.
+
+The value of an operation without a handler has memory of its own.
+"""
 
 
 class _Walk:
@@ -97,7 +99,7 @@ class _Walk:
         return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
-        """Notes a moment, with the memory that a call takes only while it runs."""
+        """Records a moment, with the memory that a call takes only while it runs."""
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
         self.ledger.hold(passing)
         self.ledger.note(where)
@@ -193,7 +195,7 @@ class _Walk:
         return not share_one_memory(self.program.devices)
 
     def _temporary_bytes(self, pack: fx.Node) -> int:
-        """Bytes that a device takes to make its share of a bucket with gradients as factors."""
+        """The temporary bytes that a device needs to make its share of a bucket with factored gradients."""
         if not left_to_shares(pack):
             return 0
         index = bucket_of(pack)

@@ -1,4 +1,4 @@
-"""Runs a region's code on fake tensors, statement by statement, to see when it allocates memory and when it frees it."""
+"""Runs a region's code on fake tensors, statement by statement, to find when it allocates and frees memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mirrorc.torch_internals import inductor_wrapper, storage_key, watched_opera
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """Memory that a region takes.
+    """Memory that a region allocates.
 
     Attributes:
-        num_bytes: how much.
-        name: of the value that it was taken for, in the region's code.
+        num_bytes: its size.
+        name: the name, in the region's code, of the value for which it was allocated.
         type: that value's type, as printed.
     """
 
@@ -35,19 +35,19 @@ class Allocation:
 
 
 Held = int | Allocation
-"""The memory of an argument, by its place, or what the region has taken itself."""
+"""The memory of an argument, as the argument's index, or an allocation of the region."""
 
 
 @dataclass(frozen=True)
 class DryStep:
-    """A statement.
+    """A statement of a region's code.
 
     Attributes:
-        call: what it calls, or prepares memory for.
-        node: the node of the region's graph that it carries out, where that is known.
-        taken: what it takes.
-        dropped: the memory that nothing in the region holds after it; the caller may still hold an argument's.
-        workspace: bytes that its operator takes besides while it runs.
+        call: the name of the function that it calls, or for which it prepares memory.
+        node: the node of the region's graph that it runs, if that is known.
+        taken: the memory that it allocates.
+        dropped: the memory that the region no longer holds after it; the caller may still hold that of an argument.
+        workspace: additional bytes that its operator uses while it runs.
     """
 
     call: str
@@ -59,12 +59,12 @@ class DryStep:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a region does with memory.
+    """How a region uses memory.
 
     Attributes:
-        steps: its statements that take or drop something, in order, but for the last, which returns.
-        results: the memory of each output; None of what has none.
-        remark: why this is an estimate; empty if it is none.
+        steps: the statements that allocate or drop memory, in order, without the return statement.
+        results: the memory of each output; None for an output without memory.
+        remark: why this is an estimate; empty if it is exact.
     """
 
     steps: tuple[DryStep, ...]
@@ -77,8 +77,8 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
 
     Args:
         region: the region.
-        function: what `RegionCompiler.compile` made of it.
-        device: for which device.
+        function: the compiled region, see `RegionCompiler.compile`.
+        device: the device for which it was compiled.
     """
     module = retarget(region.graph_module, device)
     arguments = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -88,7 +88,7 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
     try:
         code, namespace = inductor_wrapper(function)
         return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
-    except Exception as error:  # noqa: BLE001 - the remark says it; whatever Inductor's code calls may fail on fake tensors
+    except Exception as error:  # noqa: BLE001 - Inductor's code may call functions that fail on fake tensors; a remark says so
         plain = generate(region.name, module.graph, lambda node: node.target)
         found = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
         reason = str(error).strip().split("\n")[0]
@@ -99,7 +99,7 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
 def _run(
     module: ast.Module, namespace: dict[str, Any], arguments: Sequence[Any], node_of: Callable[[int], fx.Node | None]
 ) -> DryRun:
-    """Runs the body of a module's one function, which has a parameter ``args``, a list."""
+    """Runs the body of a region's function, whose parameter ``args`` is a list."""
     (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
     mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
     assert mode is not None, "a region has an argument that is a tensor"
@@ -113,7 +113,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, those under a ``with`` too: a guard of a device means nothing to fake tensors."""
+    """Flattens statements: those inside a ``with`` are included, because a device guard has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)
@@ -127,7 +127,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
-    """The steps that take or drop memory; a step that only prepares a call has the call's name."""
+    """The steps that allocate or drop memory; a step that only prepares memory for a later call gets that call's name."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):
@@ -155,7 +155,7 @@ class _Follower:
                 self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Is called for every operator that a statement runs."""
+        """Called for every operator that a statement runs."""
         self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
 
     def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:

@@ -34,7 +34,7 @@ def report_memory(
     Args:
         program: the program.
         regions: for each device, its compiled regions by name.
-        optimizers: what updates its buckets.
+        optimizers: the optimizers of its buckets.
     """
     tally = _Tally(program)
     for variable in program.variables.values():
@@ -58,7 +58,7 @@ def report_memory(
 
 
 def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:
-    """What each region does with memory: the same on all devices."""
+    """The dry run of each region, which is the same on all devices."""
     found: dict[str, DryRun] = {}
     for device, functions in zip(program.devices, regions, strict=True):
         for name, function in functions.items():
@@ -68,7 +68,7 @@ def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]])
 
 
 class _Tally:
-    """Bytes by owners and kind."""
+    """Adds up bytes by their owners and kind."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -82,14 +82,14 @@ class _Tally:
         self.bytes.setdefault(owners, Counter())[kind] += num_bytes
 
     def add_variable(self, variable: Variable) -> None:
-        """A variable that is in no bucket."""
+        """Adds a variable that is in no bucket."""
         if variable.name in self._in_buckets:
             return
         num_bytes = math.prod(variable.shape) * variable.dtype.itemsize
         if variable.synchronization is Synchronization.PER_REPLICA:
             for name in self.names:
                 self._add((name,), "buffers", num_bytes)
-            if len(self.names) > 1:  # what the user's model shows: their mean
+            if len(self.names) > 1:  # the user's buffer, which shows the mean of the replicas' buffers
                 self._add(self.names[:1], "buffers", num_bytes)
             return
         sharing: dict[object, list[str]] = {}
@@ -100,11 +100,11 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """The owners of each copy of a bucket's parameters, or of a state entry: all devices together, or each its own."""
+        """The owners of each copy of a bucket's parameters or state: all devices of a shared copy, or each device of its own."""
         return [self.names] if bucket.placement is Placement.SHARED else [(name,) for name in self.names]
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """Its parameters and gradients."""
+        """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
         for replica, (name, module) in enumerate(self.program.device_graphs.items()):
@@ -115,7 +115,7 @@ class _Tally:
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
-        """The optimizer's state for a bucket."""
+        """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [bucket.share(replica, len(self.names)) for replica in range(len(self.names))]
@@ -127,7 +127,7 @@ class _Tally:
         self._add(copies[0], "optimizer_state", scalars * len(bucket.slots))  # shown in the user's optimizer
 
     def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
-        """The state of an optimizer that runs by itself, on the first replica's parameters."""
+        """Adds the state of an optimizer that runs by itself, on the first replica's parameters."""
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
         self.remarks.append(

@@ -1,4 +1,4 @@
-"""An account of the memory that values hold, and of its peak."""
+"""Keeps an account of the memory that values hold, and of its peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.runtime.memory.dry_run import DryStep
 
 @dataclass(eq=False)
 class Block:
-    """Memory that one value, and views of it, live in."""
+    """The memory of one value and of its views."""
 
     num_bytes: int
     name: str
@@ -37,21 +37,21 @@ class Ledger:
     _left: set[Block] = field(default_factory=set)
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """One value more holds these blocks."""
+        """Records that one more value holds these blocks."""
         for block in blocks:
             self.holders[block] += 1
             if self.holders[block] == 1 and block not in self._left:
                 self._count(block, True)
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """One value less holds these blocks; those that nothing holds are freed."""
+        """Records that one value less holds these blocks; blocks that no value holds are freed."""
         for block in blocks:
             self.holders[block] -= 1
             if self.holders[block] == 0 and block not in self._left:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Takes blocks out of the account that stay until the next step replaces them; gives their bytes."""
+        """Removes blocks from the account that stay until the next step replaces them; returns their bytes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)
@@ -63,7 +63,7 @@ class Ledger:
         self.history.append((block, is_taken))
 
     def note(self, where: Where) -> None:
-        """A moment at which the blocks that are held may be the most so far."""
+        """Records a moment, at which the held blocks may take the most bytes so far."""
         if self.total > self.peak:
             self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
 

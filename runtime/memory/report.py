@@ -1,4 +1,4 @@
-"""What memory a step takes: bytes by device and kind, and where activations are at their peak."""
+"""The report on a step's memory: bytes by device and kind, and the peak of the activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LiveValue:
     """A value in memory.
 
     Attributes:
-        name: as in the printed program; one that does not leave its region has the name of its operator, or Inductor's.
+        name: as in the printed program. A value that does not leave its region is named after its operator, or as Inductor does.
         type: as printed, such as ``f32[64, 2048]``; empty if it is no value of the program.
         num_bytes: of its memory, which others may share.
     """
@@ -29,14 +29,14 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """The moment at which a device's activations are most.
+    """The moment at which a device's activations take the most memory.
 
     Attributes:
-        num_bytes: how much they are.
-        call: the call of the device's program, such as ``bwd_1`` or ``wait b0``; empty if nothing is ever taken.
-        operation: what that runs at the moment: an operator of the region or, compiled, a kernel; empty if it is no region.
-        source: the user's source line, or module, that it comes from; empty if unknown.
-        largest: the largest values that are in memory, the largest first.
+        num_bytes: the bytes of all activations at that moment.
+        call: the device's call that runs then, such as ``bwd_1`` or ``wait b0``; empty if there are no activations.
+        operation: the operator of the region, or the kernel of a compiled one, that runs then; empty if the call is no region.
+        source: the user's source line, or module, that the operation comes from; empty if unknown.
+        largest: the largest values in memory, the largest first.
     """
 
     num_bytes: int
@@ -48,15 +48,15 @@ class ActivationPeak:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes of one device, or of what several share, by kind.
+    """Bytes by kind, of the memory that one device owns or that several devices share.
 
     Attributes:
-        devices: names of those that it belongs to; several: they all use it, and it is there once.
-        parameters: trained or not, with the gaps between them.
-        gradients: what is really written of the buckets, and sums that are kept until the next step replaces them.
-        optimizer_state: as it is, or will be after the first step; None if that cannot be known before.
-        buffers: of the model, and constants of its graph.
-        activations: values of a step, at their peak; they are freed within it.
+        devices: the names of the devices that use this memory. Memory that several devices share exists once.
+        parameters: all parameters, trained or not, with the gaps between them.
+        gradients: the parts of buckets that are written, and sums that are kept until the next step replaces them.
+        optimizer_state: the present state, or the state after the first step; None if it cannot be known before that step.
+        buffers: the buffers of the model, and the constants of its graph.
+        activations: the values of a step, at their peak; they are freed within the step.
     """
 
     devices: tuple[str, ...]
@@ -68,18 +68,18 @@ class HeldMemory:
 
     @property
     def total(self) -> int:
-        """Of what is known."""
+        """The sum of the kinds that are known."""
         return sum(getattr(self, kind) or 0 for kind in _KINDS)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that is one device's own.
+    """The memory that belongs to one device alone.
 
     Attributes:
-        device: its name.
-        own: by kind; what it shares is not in it.
-        peak: the moment that ``own.activations`` is about.
+        device: the device's name.
+        own: its bytes by kind, without the memory that it shares.
+        peak: the moment at which ``own.activations`` was counted.
     """
 
     device: str
@@ -91,13 +91,14 @@ class DeviceMemory:
 class MemoryReport:
     """The memory of a step; `str` of it is a table.
 
-    Totals count what is shared once, and the peaks of all devices as if they came at the same time. What is not in it: the
-    batch on CPUs, which is the caller's; variables that the program does not use; code; what operators take and free within.
+    Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report does not
+    include the batch on CPUs, which belongs to the caller; variables that the program does not use; code; and memory that
+    operators allocate and free internally.
 
     Attributes:
-        devices: in order of replicas.
-        shared: what several devices share: on CPUs parameters and the optimizer's state, of which each updates its share.
-        remarks: what is not known or was estimated, and why.
+        devices: the memory of each device, in order of replicas.
+        shared: the memory that several devices share; on CPUs, parameters and optimizer state, of which each updates its share.
+        remarks: which figures are unknown or estimated, and why.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -106,7 +107,7 @@ class MemoryReport:
 
     @property
     def rows(self) -> tuple[HeldMemory, ...]:
-        """What is shared and what is each device's own: all of it, once."""
+        """The shared memory and each device's own memory, each counted once."""
         return (*self.shared, *(device.own for device in self.devices))
 
     @property
@@ -121,7 +122,7 @@ class MemoryReport:
 
     @property
     def optimizer_state(self) -> int | None:
-        """Of all devices; None if it cannot be known yet."""
+        """The optimizer state of all devices; None if it cannot be known yet."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -132,12 +133,12 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
-        """Of all devices, each at its own peak."""
+        """The activations of all devices, each at its own peak."""
         return sum(row.activations for row in self.rows)
 
     @property
     def total(self) -> int:
-        """Of what is known, on all devices."""
+        """The sum of what is known, on all devices."""
         return sum(row.total for row in self.rows)
 
     def __str__(self) -> str:
@@ -155,7 +156,7 @@ class MemoryReport:
         return lines
 
     def _peak_lines(self) -> list[str]:
-        """The devices' peaks; those that are alike are said once."""
+        """The lines on the devices' peaks; equal peaks are reported once."""
         names: dict[ActivationPeak, list[str]] = {}
         for device in self.devices:
             names.setdefault(device.peak, []).append(device.device)

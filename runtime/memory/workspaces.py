@@ -1,4 +1,4 @@
-"""Memory that operators allocate and free while they run, where it is large and follows from their arguments."""
+"""Estimates the memory that operators allocate and free internally, where it is large and follows from their arguments."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The more of two moments: all operands in blocks; the result in blocks and in its own format."""
+    """The larger of two moments: with all operands in blocks; with the result in blocks and in its own format."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The more of two moments: the image's gradient, if one is asked for; then the weight's, with the image's still there."""
+    """The larger of two moments: with the image's gradient, if it is needed; with the weight's, while the image's is kept."""
     given = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)

@@ -26,7 +26,7 @@ from mirrorc.ir.operation import (
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import is_inferable
 from mirrorc.ir.type_rules import of_operand
-from mirrorc.printing.colors import coloured
+from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding import binds
 from mirrorc.runtime.memory.activations import accounts
@@ -67,7 +67,7 @@ def test_every_operation_is_known_to_every_part() -> None:
             assert found.symbol in accounts, f"nothing accounts for the memory of {found.name}"
             assert category_of(node) == categories.get(found.kind, found.kind.value)
         if found.printed is not Printed.WHERE_USED and found.kind is not Kind.REGION:
-            text = coloured(f"x = {found.name}(y)")
+            text = colored(f"x = {found.name}(y)")
             assert {text.plain[span.start : span.end] for span in text.spans} == {found.name}, (
                 f"{found.name} has no color"
             )

@@ -23,7 +23,7 @@ from mirrorc.ir.type_rules import of_operand
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import add_passes
-from mirrorc.printing.colors import coloured
+from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding import Binder, binds
 from mirrorc.verifier.verifier import Verify, VerifyError, verify
@@ -77,7 +77,7 @@ def test_it_is_printed_and_colored_and_compared(scale_bucket: Symbol) -> None:
     line = "b0_scale_bucket: f32[96]         = scale_bucket(b0, factor=0.5)"
     text = program.to_text()
     assert line in text and "= reduce_scatter(bucket=0, b0_scale_bucket, op=sum, link=shared-memory)" in text
-    spans = {coloured(line).plain[span.start : span.end] for span in coloured(line).spans}
+    spans = {colored(line).plain[span.start : span.end] for span in colored(line).spans}
     assert "scale_bucket" in spans
     printed = read_program_text(text)
     assert "scale_bucket" in {line.operation for line in printed.lines_of("cpu:0")}

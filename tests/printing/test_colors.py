@@ -2,7 +2,7 @@ import io
 
 from tiny_programs import SMALL_BUCKETS, captured_two_layers, run_up_to
 
-from mirrorc.printing.colors import coloured, print_coloured
+from mirrorc.printing.colors import colored, print_colored
 
 
 class Terminal(io.StringIO):
@@ -13,12 +13,12 @@ class Terminal(io.StringIO):
 def test_colours_leave_the_text_alone() -> None:
     program = run_up_to("lower-devices", captured_two_layers(), **SMALL_BUCKETS)
     for text in (program.to_text(regions=True), str(program)):
-        assert coloured(text).plain == text
+        assert colored(text).plain == text
     assert program.__rich__().plain == str(program)
 
 
 def test_what_is_coloured() -> None:
-    text = coloured("    b0_pending: pending f32[8] = all_reduce(bucket=0, b0)  # all_reduce(\n")
+    text = colored("    b0_pending: pending f32[8] = all_reduce(bucket=0, b0)  # all_reduce(\n")
     spans = {(text.plain[span.start : span.end], str(span.style)) for span in text.spans}
     assert ("all_reduce", "bold yellow") in spans and ("pending f32[8]", "blue") in spans
     assert ("# all_reduce(", "bright_black") in spans
@@ -29,5 +29,5 @@ def test_a_terminal_gets_colours_and_a_file_does_not(monkeypatch) -> None:  # ty
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        print_coloured("def cpu_0(x: f32[2]):  # replica 0\n", stream)
+        print_colored("def cpu_0(x: f32[2]):  # replica 0\n", stream)
     assert "\x1b[" in terminal.getvalue() and file.getvalue() == "def cpu_0(x: f32[2]):  # replica 0\n"

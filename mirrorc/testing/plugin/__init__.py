@@ -1,7 +1,7 @@
 """The pytest plugin: the fixture ``mirror_snapshot``.
 
-It is installed as ``mirrorc_pytest``, beside the package mirrorc and not in it, because pytest imports its plugins whenever it
-starts, and whoever imports a part of mirrorc has imported torch.
+It is installed as the separate package ``mirrorc_pytest``. pytest imports its plugins at every start, and importing any part of
+the package mirrorc would import torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]:
-    """``assert step.program == mirror_snapshot``: the program's text is that of the snapshot beside the test.
+    """Compares a program with a snapshot that is stored beside the test: ``assert step.program == mirror_snapshot``.
 
-    ``mirror_snapshot(name="...")`` is a further snapshot of the test by a name, ``mirror_snapshot(regions=True)`` one that has
-    the bodies of the regions as well. ``pytest --snapshot-update`` writes snapshots.
+    ``mirror_snapshot(name="...")`` is another snapshot of the same test, with a name. ``mirror_snapshot(regions=True)`` also
+    compares the bodies of the regions. ``pytest --snapshot-update`` writes snapshots.
     """
     if not request.config.pluginmanager.hasplugin("syrupy"):
         pytest.fail(
@@ -40,5 +40,5 @@ def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """Whether somebody has asked torch for its trace."""
+    """Whether torch's trace was switched on by the user."""
     return "TORCH_TRACE" in os.environ
