@@ -30,11 +30,11 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "end": "done, while another device is not",
     }
 )
-"""The parts of a device's step, each with what it is, in the order in which they are printed."""
+"""The parts of a device's step, each with its definition, in the order in which they are printed."""
 
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
-    """The nanoseconds that a device spent in each of PARTS; they add up to the step's."""
+    """The nanoseconds that a device spent in each of PARTS; their sum is the duration of the step."""
     skews = {
         launch.wait: skew_ns(step, launch)
         for collective in collectives_of(step)
@@ -53,7 +53,7 @@ def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, in
 
 
 def _part_of(program: Program, node: fx.Node) -> str:
-    """The part that a call's time belongs to; a wait's is ``transfer``, but for its skew."""
+    """The part that a call's time belongs to; for a wait it is ``transfer``, from which the caller splits off the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
     if is_of(node, Kind.WAIT):
@@ -81,7 +81,7 @@ def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def apportioned(values: Sequence[float], num_units: int) -> list[int]:
-    """Whole numbers in the proportion of some values, that add up to ``num_units``: rounded by the largest remainder.
+    """Distributes ``num_units`` in proportion to some values, as whole numbers; rounds by the largest remainder.
 
     Negative values count as 0. If all are 0, so are the results.
     """

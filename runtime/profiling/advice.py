@@ -1,4 +1,4 @@
-"""Advises the one change that would help most, by estimating what some would gain."""
+"""Estimates the gain of several changes, and advises the one with the largest gain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mirrorc.printing.values import size_text
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices, median
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
-_WORTHWHILE = 0.02  # of a step: nothing is advised below it
-_TELLING_BYTES = 2**16  # buckets whose sizes differ by less do not tell what a byte costs: then it is
-_NOMINAL_MS_PER_BYTE = 1e-6  # a slow memory's, and no more than they cost
+_WORTHWHILE = 0.02  # the smallest gain that is advised, as a part of the step
+_TELLING_BYTES = 2**16  # if the sizes of buckets differ by less, they do not show the cost of a byte; instead of it,
+_NOMINAL_MS_PER_BYTE = 1e-6  # that of a slow memory is taken, but no more than the buckets cost
 _MERGED_BYTES = 25 * 2**20
 _REDUCTIONS = [reduction.__name__ for reduction in ops.REDUCTIONS]
 
@@ -58,7 +58,7 @@ def advise(
 
 
 def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[float, str]:
-    """If every device took the mean time for its regions. No more is to be gained than devices now wait for each other."""
+    """The gain if every device took the mean time for its regions; at most the time that devices wait for one another."""
     replica = max(range(len(devices)), key=lambda r: devices[r].compute_ms)
     late, others = devices[replica], [device for r, device in enumerate(devices) if r != replica]
     usual_ms = statistics.fmean(device.compute_ms for device in others)
@@ -76,9 +76,9 @@ def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[flo
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """If as many gradients went together as 25 MiB hold: each bucket less saves what it costs whatever its size.
+    """The gain of buckets of up to 25 MiB: each bucket less saves the cost that does not depend on its size.
 
-    On links that move by themselves, more is left to move after backward, if the last bucket grows.
+    On links that move by themselves, a larger last bucket leaves more to move after backward.
     """
     totals: Counter[Any] = Counter()
     for times in buckets:
@@ -97,9 +97,10 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """If a lower cap cut the last bucket, which nothing is left to hide; not below its largest gradient.
+    """The gain of a lower cap that makes the last bucket smaller, because no work is left to hide it.
 
-    No gain where nothing moves before the wait: there, all buckets together take as long, however they are cut.
+    The cap is not smaller than the largest gradient of the bucket. There is no gain on links that move nothing before the wait:
+    there, all buckets together take the same time, whatever their sizes.
     """
     last = buckets[-1]
     planned = [program.buckets[times.index] for times in buckets]
@@ -118,7 +119,7 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
 
 @dataclass(frozen=True)
 class _Costs:
-    """What a bucket costs: ``fixed_ms`` whatever its size (launching, meeting, packing, updating), and moving it."""
+    """The costs of a bucket: ``fixed_ms`` for any size (launching, rendezvous, packing, updating), and moving it."""
 
     fixed_ms: float
     moving_ms_per_byte: float
@@ -126,10 +127,10 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """Straight lines through the buckets' costs by size.
+    """Fits straight lines to the costs of buckets by size.
 
-    On links that move by themselves, moving costs what passes from a bucket's launch, or the arrival of the one before it,
-    to its own arrival. That is known only of buckets that were waited for until they arrived.
+    On links that move by themselves, moving a bucket takes the time from its launch, or from the arrival of the bucket before
+    it, to its own arrival. This is known only for buckets that a device waited for until they arrived.
     """
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
@@ -144,7 +145,7 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
 
 
 def _own_ms(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
-    """What a bucket costs a device besides waiting: packing, launching, updating."""
+    """The milliseconds that a bucket costs a device besides waiting: for packing, launching and updating."""
 
     def is_own(node: fx.Node) -> bool:
         return node.target is not ops.wait and "bucket" in node.kwargs and bucket_of(node) == bucket
@@ -153,7 +154,7 @@ def _own_ms(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> flo
 
 
 def _line(costs: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """A fixed cost and one per byte, in ms, from bytes and milliseconds of some buckets."""
+    """A fixed cost and a cost per byte, in ms, fitted to the bytes and milliseconds of buckets."""
     if not costs:
         return 0.0, 0.0
     (least, low_ms), (most, high_ms) = min(costs), max(costs)

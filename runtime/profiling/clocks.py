@@ -1,4 +1,4 @@
-"""Clocks that devices mark the ends of their calls with."""
+"""Clocks with which devices mark the ends of their calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NUM_KEPT_STEPS = 32  # the last ones, failed ones among them
 
 
 class Clock:
-    """What a device's generated function marks the ends of its calls with, in that device's thread.
+    """Marks the ends of a device's calls; the device's generated function uses it in the device's thread.
 
-    This one is the host's, for devices whose work is done when a call returns. Its marks are seconds as floats, which Python
-    makes and frees with less ado than integers: of all that a mark costs, that was half.
+    This class uses the host's clock, for devices whose work is done when a call returns. Its marks are seconds as floats, which
+    Python makes and frees faster than integers; with integers, a mark took twice as long.
 
     Attributes:
-        begin, mark: give a mark of the moment at which a step begins, and of any other.
-        note: takes the marks of a step that the device has finished: of its beginning, and of the end of each call.
+        begin, mark: return a mark of the present moment: of the beginning of a step, and of the end of a call.
+        note: takes the marks of a finished step: of its beginning, and of the end of each call.
     """
 
     begin: Callable[[], Any] = staticmethod(time.perf_counter)  # without a frame of Python's
@@ -39,7 +39,7 @@ class Clock:
 
     def noted(self) -> list[tuple[Any, ...]]:
         """The marks of the last steps, a tuple for each."""
-        return list(self._noted.copy())  # in one go: the device's thread cannot append meanwhile
+        return list(self._noted.copy())  # an atomic copy: the device's thread cannot append meanwhile
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
         """When the step of these marks began, on the host's clock."""
@@ -56,14 +56,14 @@ def nanoseconds(seconds: float) -> int:
 
 
 class EventClock(Clock):
-    """For GPUs, whose calls return when work is queued: a mark is an event on the thread's current stream.
+    """Marks the ends of calls of a GPU, which return when work is queued: a mark is an event on the thread's current stream.
 
-    Events become times when somebody asks, by their distance from the step's first event, which is taken to have happened
-    when it was recorded: a GPU that lags behind its thread there is shown too early by that lag. This has not run on a GPU
-    yet; it is tested with a stand-in for `torch.cuda.Event`.
+    Times are computed from events only when they are read, by the time that has passed since the step's first event. The first
+    event is assumed to occur when it is recorded. If the GPU lags behind its thread at that moment, all times of the step are
+    too early by this lag. This has not run on a GPU yet; it is tested with a substitute for `torch.cuda.Event`.
 
     Args:
-        make_event: gives a new event that measures time; by default one of CUDA's.
+        make_event: returns a new event that measures time; by default a CUDA event.
         now: the host's clock, in seconds.
     """
 
@@ -88,7 +88,7 @@ class EventClock(Clock):
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """As in `Clock`; waits until the GPU has come to the last of them."""
+        """As in `Clock`; waits until the GPU has reached the last mark."""
         (begun_seconds, first), *rest = marks
         (rest[-1] if rest else first).synchronize()
         milliseconds = [0.0, *(first.elapsed_time(event) for event in rest)]

@@ -1,4 +1,4 @@
-"""The collectives of a recorded step: who launched what, and who waited for it."""
+"""Finds the collectives of a recorded step, with the launch and the wait of each device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Launch:
 
     Attributes:
         replica: the device's number.
-        node: what launches it.
-        wait: what waits for it; None on a device that only gives.
-        sources: the calls that make what is launched.
-        awaited: the launches that it cannot finish before, its own or others', each with its device's number.
+        node: the node that launches it.
+        wait: the node that waits for it; None on a device that only sends.
+        sources: the calls that make the value that is launched.
+        awaited: the launches that its wait needs, its own or those of other devices, each with the device's number.
     """
 
     replica: int
@@ -38,10 +38,11 @@ class Collective:
     """A collective of a program, on all devices that take part.
 
     Attributes:
-        kind: the name of its operation; a ``send`` and its ``recv`` are one ``send``, each chunk and round of a bucket another.
-        bucket: what it moves.
-        link: what carries it.
-        launches: in order of replicas.
+        kind: the name of its operation. A ``send`` and its ``recv`` are one ``send``; each chunk and each round of a bucket is a
+            ``send`` of its own.
+        bucket: the bucket that it moves.
+        link: the link that carries it.
+        launches: the devices' parts in it, in order of replicas.
     """
 
     kind: str
@@ -77,7 +78,7 @@ def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]])
 
 
 def skew_ns(step: RecordedStep, launch: Launch) -> int:
-    """How long a device was in its wait before the last device that it needs had launched; 0 if it does not wait."""
+    """The part of a device's wait before the last launch that it needs; 0 if the device does not wait."""
     if launch.wait is None:
         return 0
     wait = step.call_of[launch.wait]
@@ -86,7 +87,10 @@ def skew_ns(step: RecordedStep, launch: Launch) -> int:
 
 
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make what a node is given: regions, and what has an effect, as waits do; all else is looked through."""
+    """The calls that make the arguments of a node: regions, and operations with effects, such as waits.
+
+    Other nodes are replaced by the calls that make their own arguments.
+    """
     for source in node.all_input_nodes:
         operation = operation_of(source.target)
         if is_region_call(source) or (operation is not None and operation.effects):

@@ -22,7 +22,7 @@ from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceT
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 _UPDATES = Selection(lambda found: found.kind in (Kind.UPDATE, Kind.WRITE))
-_NEGLIGIBLE = 0.01  # of a step: what a bucket waited behind is not named below it
+_NEGLIGIBLE = 0.01  # the smallest part of a step for which a bucket's cause of waiting is named
 
 
 _INTERLEAVED = (
@@ -123,7 +123,7 @@ def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 
 
 def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTimes:
-    """A bucket without a collective: the only device has it already."""
+    """The times of a bucket without a collective, which the only device has already."""
     packs = [call.node for own in steps[0].calls for call in own if call.node.target is ops.pack]
     packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]
@@ -135,7 +135,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
 
 
 def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collective, step_ms: float) -> str:
-    """What a bucket waited behind for the longest, over all devices and steps."""
+    """The cause for which a bucket waited longest, over all devices and steps."""
     spent_ns: Counter[str] = Counter()
     for step in steps:
         for launch in collective.launches:
@@ -156,7 +156,7 @@ def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collect
 
 
 def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple[Call, int]]:
-    """The calls that a device was in between two moments, with how long."""
+    """The calls that a device made between two moments, each with its duration between them."""
     for call in calls:
         shared_ns = min(call.end_ns, end_ns) - max(call.start_ns, start_ns)
         if shared_ns > 0:

@@ -1,4 +1,4 @@
-"""What an explanation of recorded steps consists of, and how it is printed."""
+"""The explanation of recorded steps: its figures, and how it is printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.printing.wording import counted
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
 
-_WIDTH = 110  # rows of the tables are as long as what they name
+_WIDTH = 110  # of texts; rows of tables may be longer
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BUCKET_COLUMNS = (
     "ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are moments of the "
@@ -26,18 +26,20 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Where the time of the last recorded steps went; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps: the middle third of those looked at, by duration. Parts therefore add up.
+    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations. Parts
+    therefore add up.
 
     Attributes:
-        num_steps: so many steps were looked at: those recorded, without the first one of its program if there are others.
-        step_ms: from when the caller began to hand the step to the devices until the last device was done. What the caller
-            does before and after (splitting the batch, showing the optimizer's state) is not in it.
-        parts_ms: the whole step, by `mirrorc.runtime.profiling.accounting.PARTS`; means over devices. They add up to step_ms.
-        hidden_ms: sum of the buckets' ``hidden_ms``; buckets that are in flight at the same time each count, so it may be more
-            than the step.
-        buckets: a collective each, in the order in which they were launched.
-        devices: in order of replicas.
-        advice: the one change that is estimated to help most, or why there is none.
+        num_steps: the number of steps considered: the recorded ones, without the program's first one if there are others.
+        step_ms: the time from when the caller began to start the devices until the last device was done. It does not include
+            the caller's work before and after it (splitting the batch, showing the optimizer's state).
+        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum is
+            step_ms.
+        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight at the
+            same time.
+        buckets: the collectives, in the order in which they were launched.
+        devices: the devices' times, in order of replicas.
+        advice: the change that is estimated to help most, or why there is none.
     """
 
     num_steps: int
@@ -50,22 +52,22 @@ class Explanation:
 
     @property
     def compute_ms(self) -> float:
-        """In regions; a mean over devices, as are the next three."""
+        """The time in regions, as a mean over devices."""
         return self.parts_ms["forward"] + self.parts_ms["backward"]
 
     @property
     def exposed_ms(self) -> float:
-        """In waits; the sum of the buckets' ``exposed_ms``."""
+        """The time in waits, as a mean over devices; the sum of the buckets' ``exposed_ms``."""
         return self.parts_ms["skew"] + self.parts_ms["transfer"]
 
     @property
     def update_ms(self) -> float:
-        """In the optimizer and in writing variables."""
+        """The time in the optimizer and in writing variables, as a mean over devices."""
         return self.parts_ms["update"] + self.parts_ms["write"]
 
     @property
     def other_ms(self) -> float:
-        """The rest of the step: starting the devices, packing, launching, and waiting for the last device to finish."""
+        """The rest of the step, as a mean over devices: starting devices, packing, launching, waiting for the last device."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
 
     def __str__(self) -> str:
@@ -88,7 +90,7 @@ def _ms(found: Explanation, value: float) -> str:
 
 
 def _adding_up(found: Explanation, values: Iterable[float], total: float) -> list[str]:
-    """Milliseconds, rounded so that those printed add up to the total that is printed."""
+    """Prints milliseconds, rounded so that the printed values add up to the printed total."""
     scale = 10 ** _digits(found)
     return [_ms(found, units / scale) for units in apportioned([*values], round(total * scale))]
 
@@ -113,7 +115,7 @@ def _summary(found: Explanation) -> list[str]:
 
 
 def _hidden_lines(found: Explanation) -> list[str]:
-    """What was in flight, which is no part of the step: several buckets may be at the same time."""
+    """The lines on hidden communication, which is no part of the step because several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in found.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     said = []
@@ -149,7 +151,7 @@ def _bucket_cells(found: Explanation, bucket: BucketTimes) -> Iterator[str]:
 
 
 def _device_rows(found: Explanation) -> list[str]:
-    """The whole step of each device: every row adds up to the step."""
+    """The rows of the devices, each of which adds up to the step."""
     lines = [f"{'device':<10}{_row(PARTS)}"]
     for device in found.devices:
         lines.append(f"{device.device:<10}{_row(_adding_up(found, device.parts_ms.values(), found.step_ms))}")

@@ -1,4 +1,4 @@
-"""What explanations consist of: the times of buckets and devices, each figure defined."""
+"""The figures of explanations: the times of buckets and devices, each defined."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTimes:
-    """When a bucket was where, and what waiting for it cost. Times count from the step's beginning; means over typical steps.
+    """The times of a bucket's communication. Moments count from the beginning of the step; all are means over typical steps.
 
     Attributes:
-        ready_ms: the last call had ended that makes what is launched (the region with the last gradient, say).
-        launched_ms: the launch had returned.
-        waited_ms: the wait began.
-        finished_ms: the wait ended; later than the bytes were there, if it began later.
-        hidden_ms: from the launch to the beginning of the wait: in flight while the device did something else. It is 0 on
-            links that move nothing before the wait, such as shared-memory and copy: nothing is hidden there.
-        exposed_ms: inside the wait; the sum of the next two.
-        skew_ms: the part of it until the last device that is needed had launched: waiting for the slowest.
-        transfer_ms: the rest: moving, adding and multiplying factors, which the waiting device does itself on shared-memory and
-            copy.
+        ready_ms: the end of the last call that makes the launched value, such as the region with the last gradient.
+        launched_ms: the end of the launch.
+        waited_ms: the beginning of the wait.
+        finished_ms: the end of the wait. If the wait began late, the bytes may have arrived before it.
+        hidden_ms: the time from the launch to the beginning of the wait, in which the bucket is in flight while the device does
+            something else. It is 0 on links that move nothing before the wait, such as shared-memory and copy.
+        exposed_ms: the time in the wait, which is the sum of the next two.
+        skew_ms: the part of the wait before the launch of the last device that is needed: waiting for the slowest device.
+        transfer_ms: the rest of the wait: moving, adding and multiplying factors. On shared-memory and copy, the waiting device
+            does this itself.
     """
 
     ready_ms: float
@@ -43,27 +43,27 @@ class FlightTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFlight(FlightTimes):
-    """A bucket's times on one device. One that only sends waits for nothing: it has finished when it has launched."""
+    """A bucket's times on one device. A device that only sends waits for nothing, and has finished when it has launched."""
 
     device: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes(FlightTimes):
-    """A bucket's times over all devices, made for each step before the mean over steps is taken.
+    """A bucket's times over all devices. They are computed for each step, and then averaged over the steps.
 
     ``ready_ms``, ``launched_ms``, ``waited_ms`` and ``finished_ms`` are those of the last device.
-    ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; one that takes no part, or
-    does not wait, counts 0. If a bucket is not communicated, all times are when it was ready, and durations are 0.
+    ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; a device that takes no part, or
+    does not wait, counts as 0. If a bucket is not communicated, all moments are ``ready_ms``, and all durations are 0.
 
     Attributes:
-        index: the bucket's number. A bucket that is reduced and then sent is there twice.
+        index: the bucket's number. A bucket that is reduced and then sent is listed twice.
         num_bytes: its size.
         kind: its collective: reduce_scatter, all_reduce, broadcast, send (and recv); ``none`` if there is none.
-        link: what carries it; empty if there is none.
-        behind: what it waited behind: a late device and the call that this was in while others waited (``cpu:1's bwd_0``),
-            or another wait that came before its own (``wait b2``); empty if for neither as much as 1% of the step.
-        devices: the same for each device that takes part.
+        link: the link that carries it; empty if there is none.
+        behind: the cause of the longest waiting: the call of a late device while others waited for it (``cpu:1's bwd_0``), or an
+            earlier wait (``wait b2``); empty if neither took 1% of the step.
+        devices: the times on each device that takes part.
     """
 
     index: int
@@ -76,17 +76,17 @@ class BucketTimes(FlightTimes):
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """What a device did in a step; means over typical steps.
+    """The times of a device in a step; means over typical steps.
 
     Attributes:
-        device: its name.
-        started_ms: when its function began: the thread was awake and had its shard.
-        compute_ms: in regions.
-        exposed_ms: in waits.
-        update_ms: in the optimizer and in writing variables.
-        finished_ms: when its last call had ended.
-        region_ms: in each region, by name.
-        parts_ms: the whole step, by `mirrorc.runtime.profiling.accounting.PARTS`.
+        device: the device's name.
+        started_ms: the moment at which its function began: the thread was awake and had its shard.
+        compute_ms: the time in regions.
+        exposed_ms: the time in waits.
+        update_ms: the time in the optimizer and in writing variables.
+        finished_ms: the moment at which its last call ended.
+        region_ms: the time in each region, by name.
+        parts_ms: the parts of the whole step, see `mirrorc.runtime.profiling.accounting.PARTS`.
     """
 
     device: str
@@ -100,11 +100,11 @@ class DeviceTimes:
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle one of some values, or the mean of the two in the middle."""
+    """The middle value, or the mean of the two middle values."""
     return float(statistics.median(values))
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    """Milliseconds in the calls that count, of a device on average; mean over steps."""
+    """The milliseconds in the calls for which ``counts`` is true, as a mean over devices and steps."""
     calls = [[call for own in step.calls for call in own if counts(call.node)] for step in steps]
     return statistics.fmean(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)

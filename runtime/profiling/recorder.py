@@ -19,7 +19,7 @@ from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, nanoseconds
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a device made, from the end of the one before it to its own; what was freed in between counts with it."""
+    """A call of a device, from the end of the call before it to its own end; freeing values in between is included."""
 
     node: fx.Node
     start_ns: int
@@ -35,10 +35,10 @@ class RecordedStep:
     """A step that all devices finished, in nanoseconds of the host's clock.
 
     Attributes:
-        warms_up: whether it is the first that was ever recorded of its program.
-        begun_ns: when the caller began to hand it to the devices.
-        started_ns: for each device, when its function began.
-        calls: for each device, its calls in order, the first from `started_ns` on; their nodes are of its graph.
+        warms_up: whether it is the first recorded step of its program.
+        begun_ns: the moment at which the caller began to start the devices.
+        started_ns: for each device, the moment at which its function began.
+        calls: for each device, its calls in order, the first one from `started_ns` on, with nodes of the device's graph.
     """
 
     warms_up: bool
@@ -48,7 +48,7 @@ class RecordedStep:
 
     @property
     def ended_ns(self) -> int:
-        """When the last device was done."""
+        """The moment at which the last device was done."""
         return max([*self.started_ns, *(own[-1].end_ns for own in self.calls if own)])
 
     @functools.cached_property
@@ -58,14 +58,14 @@ class RecordedStep:
 
 
 class Recorder:
-    """Keeps the marks of the last steps of one executor. Steps come one after the other; anyone may look at any time.
+    """Keeps the marks of the last steps of one executor. Steps run one after the other; they may be read at any time.
 
-    A step costs little, as nothing is put together in it: each device notes its marks, and to which step these belong
-    follows from when they begin. A step that some device did not finish lacks that device's.
+    Recording costs little, because it only stores each device's marks. They are assigned to steps when the steps are read, by
+    the time at which they begin. If a device did not finish a step, its marks are missing.
 
     Args:
-        clocks: of the devices, in order of replicas.
-        now: the host's clock, in seconds, the same as that of the devices' clocks.
+        clocks: the devices' clocks, in order of replicas.
+        now: the host's clock, in seconds; the devices' clocks must use the same one.
 
     Attributes:
         nodes: for each device, the nodes whose calls it marks, in order; the same for all steps.
@@ -75,36 +75,36 @@ class Recorder:
         self.clocks = clocks
         self.nodes: Sequence[Sequence[fx.Node]] = ()
         self._now = now
-        self._begun: deque[float] = deque(maxlen=NUM_KEPT_STEPS + 1)  # one more, which tells that any was dropped
-        self._failed: deque[float] = deque(maxlen=2 * NUM_KEPT_STEPS)  # a failure may be told of twice
+        self._begun: deque[float] = deque(maxlen=NUM_KEPT_STEPS + 1)  # one more, to see whether any was dropped
+        self._failed: deque[float] = deque(maxlen=2 * NUM_KEPT_STEPS)  # a failure may be reported twice
 
     @property
     def has_begun(self) -> bool:
-        """Whether any step ever began."""
+        """Whether any step has begun."""
         return bool(self._begun)
 
     def begin(self) -> None:
-        """The caller begins a step."""
+        """Records that the caller begins a step."""
         self._begun.append(self._now())
 
     def clear(self) -> None:
-        """Forgets all steps; while none runs."""
+        """Forgets all steps; must not be called while a step runs."""
         self._begun.clear()
         for clock in self.clocks:
             clock.clear()
 
     def forget(self) -> None:
-        """The step that began last has failed, or was interrupted, though some devices may finish it."""
+        """Marks the last step as failed or interrupted; some devices may still finish it."""
         self._failed.append(self._begun[-1])
 
     def steps(self) -> tuple[RecordedStep, ...]:
         """The kept steps that all devices have finished, oldest first."""
-        noted = [clock.noted() for clock in self.clocks]  # first, so that every step among them is among the begun
+        noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}
         for replica, (clock, own) in enumerate(zip(self.clocks, noted, strict=True)):
             for step in own:
-                if place := bisect.bisect(begun, clock.begun_seconds(step)):  # none for one that was dropped
+                if place := bisect.bisect(begun, clock.begun_seconds(step)):  # 0 for a step that was dropped
                     marks[begun[place - 1]][replica] = step
         has_dropped = len(begun) > NUM_KEPT_STEPS
         begun = [m for m in begun[-NUM_KEPT_STEPS:] if m not in failed and len(marks[m]) == len(noted)]
@@ -123,7 +123,7 @@ class Recorder:
 
 
 def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[RecordedStep, ...]:
-    """The recorded steps of the program that was called last, if any was.
+    """The recorded steps of the program that was called last.
 
     Raises:
         ExecutionError: there are none; says why, and what to do.

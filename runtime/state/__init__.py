@@ -1,1 +1,1 @@
-"""What lives from step to step: variables, optimizers, gradients."""
+"""The state that is kept from step to step: variables, optimizers, gradients."""

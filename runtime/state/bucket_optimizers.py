@@ -1,4 +1,4 @@
-"""Runs the user's optimizer: on whole buckets if it is element-wise, by itself if not."""
+"""Runs the user's optimizer: on whole buckets if it is element-wise, otherwise by itself."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class BucketOptimizers:
     Args:
         optimizer: the user's.
         store: the variables.
-        is_captured: whether updates are captured in CUDA graphs. Then the learning rate is a tensor on the first device, of
-            32 bits, as torch's fused kernels demand.
+        is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
+            as torch's fused kernels require.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore, *, is_captured: bool = False) -> None:
         self.user_optimizer = optimizer
         self._store = store
         self._flat: dict[tuple[int, int], FlatOptimizer] = {}
-        self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # what the user's optimizer was given
+        self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # the state that was put into the user's optimizer
         self._entries: list[int] = []
         self._versions: list[int] = []
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -45,7 +45,7 @@ class BucketOptimizers:
 
     @property
     def leave_gradients(self) -> bool:
-        """Whether updates leave gradients as they are; torch's foreach implementations may work in them."""
+        """Whether updates leave gradients unchanged; torch's foreach implementations may use their memory."""
         return not any(group.get("foreach") for group in self.user_optimizer.param_groups)
 
     def lay_out(self) -> None:
@@ -62,7 +62,7 @@ class BucketOptimizers:
                     self._flat[(flat.bucket.index, replica)] = own
             self._take_over(flat.bucket)
         self._publish()
-        return_freed_memory()  # of parameters and state, which have moved into buckets
+        return_freed_memory()  # parameters and state have moved into buckets
 
     def _elementwise(self) -> list[FlatBucket]:
         return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
@@ -103,7 +103,7 @@ class BucketOptimizers:
             self._hold(bucket, key, whole)
 
     def _hold(self, bucket: Bucket, key: str, whole: torch.Tensor) -> None:
-        """Gives a tensor that is as long as the bucket to its flat optimizers as their state: each its share, or a copy."""
+        """Gives each flat optimizer of a bucket its part of a state tensor that is as long as the bucket: a share, or a copy."""
         for replica, own in self._replicas(bucket).items():
             start, stop = bucket.share(replica, len(self._store.devices))
             is_view = replica == 0 or bucket.placement is Placement.SHARED
@@ -111,7 +111,7 @@ class BucketOptimizers:
         self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
-        """Whether the user has changed the state that was shown in the optimizer, by loading other state or writing in place."""
+        """Whether the user has changed the state in the optimizer, by loading other state or by writing in place."""
         state = self.user_optimizer.state
         return (
             any(state.get(parameter) is not shown for parameter, shown in self._shown)
@@ -119,12 +119,12 @@ class BucketOptimizers:
         )
 
     def _present_versions(self) -> list[int]:
-        """Counts of in-place writes to what the user's optimizer shows."""
+        """The version counters of the tensors in the user's optimizer, which count in-place writes."""
         whole = [tensor._version for entries in self._whole.values() for tensor in entries.values()]
         return whole + [shown._version for shown, _ in self._scalars]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether these buckets can hold the user's state: within a bucket, all parameters have the same entries and scalars."""
+        """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and scalars."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -152,15 +152,15 @@ class BucketOptimizers:
                 self._rates[index].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
-        """The hyperparameters of each group that a captured update holds as numbers: all of the class but the learning rate."""
+        """The hyperparameters of each group that a captured update has as constants: all except the learning rate."""
         known = [name for name in self.user_optimizer.defaults if name != "lr"]
         return tuple(tuple(group[name] for name in known) for group in self.user_optimizer.param_groups)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as capturable, as torch's Adam demands; the fused implementations are.
+        """Marks the flat optimizers as capturable during a capture, as torch's Adam requires; fused implementations are.
 
-        Only for so long: outside of captures, torch warns of the mark.
+        The mark is removed afterwards, because torch warns of it outside of captures.
         """
         groups = [own.optimizer.param_groups[0] for own in self._flat.values()]
         groups = [group for group in groups if "capturable" in group]
@@ -178,9 +178,9 @@ class BucketOptimizers:
 
     def finish_step(self) -> None:
         """Shows the new state in the user's optimizer."""
-        if self._entries != self._present_entries():  # the first step of an optimizer makes its state
+        if self._entries != self._present_entries():  # an optimizer makes its state in its first step
             self._publish()
-            return_freed_memory()  # of the state's parts, which have been put together
+            return_freed_memory()  # the parts of the state have been copied together
         for shown, value in self._scalars:
             shown.copy_(value)
         self._versions = self._present_versions()
@@ -218,7 +218,7 @@ class BucketOptimizers:
             self._shown.append((parameter, state.get(parameter)))
 
     def _hold_what_is_new(self, bucket: Bucket) -> None:
-        """Puts the entries of state that the flat optimizers made in their first step together into one tensor for each entry."""
+        """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""
         held, replicas = self._whole.setdefault(bucket.index, {}), self._replicas(bucket)
         for key, value in list(self._first(bucket).state.items()):
             is_held = key in held and value.data_ptr() == held[key].data_ptr()
@@ -259,6 +259,6 @@ class BucketOptimizers:
         finally:
             for parameter, home in members:
                 parameter.grad = None
-                if parameter.data_ptr() != home.data_ptr():  # an optimizer may put another tensor in place
+                if parameter.data_ptr() != home.data_ptr():  # an optimizer may replace a parameter's tensor
                     home.copy_(parameter.detach())
                     parameter.data = home

@@ -1,4 +1,4 @@
-"""Makes shares of the forms of gradient that mirrorc has: matrix products, and gradients of embeddings' tables."""
+"""Makes shares of gradients of mirrorc's own forms: matrix products, and gradients of embeddings' tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rectangle(FactoredPiece):
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """Elements that follow each other are the end of a row, whole rows, and the beginning of a row."""
+        """Cuts a range of elements into the end of a row, whole rows, and the beginning of a row."""
         width = slot.shape[1]
         while first < last:
             row, column = divmod(first - slot.offset, width)
@@ -47,9 +47,9 @@ class ProductPiece(Rectangle):
     """A rectangle of the sum of matrix products."""
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Multiplies all factors side by side, or one pair after the other, whichever moves less memory.
+        """Multiplies the factors of all replicas in one product, or in one product for each replica, whichever moves less memory.
 
-        Side by side, the factors are copied together; one after the other, the result is read and written for each replica.
+        One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
         """
         pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
         (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
@@ -77,19 +77,19 @@ def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
 @makes_shares_of(ops.index_add)
 @dataclass
 class TablePiece(Rectangle):
-    """A rectangle of a table's gradient, in memory that stays zero but for the few rows of a step.
+    """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
     Attributes:
         padding_idx: the row of the table that is left out.
-        written: the rows that the last step added to, counted from the rectangle's first, a tensor for each replica; None if
-            it is not known what the memory holds.
+        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each replica;
+            None if the content of the memory is unknown.
     """
 
     padding_idx: int = -1
     written: Sequence[torch.Tensor] | None = None
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Clears the rows of the last step and adds those of this one; what is zero already is not touched."""
+        """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
         first, last = self.rows.start, self.rows.stop
         out = total.view(last - first, -1)
         written, self.written = self.written, None
@@ -110,6 +110,6 @@ class TablePiece(Rectangle):
         self.written = None
 
     def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
-        """Those of the rows that are picked from a replica's: the share is taken to get an even part of them."""
+        """The bytes of the rows that are selected from one replica's; assumes that the shares get equal parts of them."""
         rows = max((own[self.factored][0] for own in factors), key=torch.Tensor.numel)
         return rows.numel() // len(factors) * rows.itemsize

@@ -1,4 +1,4 @@
-"""The user's optimizer over flat memory: one bucket of one replica, or a share of it."""
+"""Runs the user's optimizer over flat memory: one bucket of one replica, or a share of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from mirrorc.optimizers import SCALAR_STATE, is_fused
 from mirrorc.torch_internals import peak_allocation
 
-_TRIED_ELEMENTS = 4096  # so many that numbers of one element do not count
+_TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """What an element-wise update needs besides parameters and gradients.
+    """The memory that an element-wise update needs besides parameters and gradients.
 
     Attributes:
         state: dtypes of the state's tensors, by entry: as long as the bucket.
@@ -54,10 +54,10 @@ class FlatOptimizer:
             "state": defaultdict(dict),
             "param_groups": [self._hyperparameters()],
         }
-        self.optimizer.__setstate__(state)  # what unpickling does: the class's own way to begin from given state
+        self.optimizer.__setstate__(state)  # as unpickling does; this is how the class starts from a given state
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """The user's, as they are now; where they leave the implementation open, the fused one."""
+        """The user's present hyperparameters; if they leave the implementation open, the fused one is chosen."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = is_fused(group, self.parameter.dtype)
@@ -86,7 +86,7 @@ def update_memory(
     device: torch.device,
     known_state: Mapping[str, Any],
 ) -> UpdateMemory:
-    """What an element-wise update needs, found by stepping a copy of the optimizer on a few elements.
+    """Measures the memory that an element-wise update needs, by stepping a copy of the optimizer on a few elements.
 
     Args:
         optimizer: the user's.

@@ -17,7 +17,7 @@ from mirrorc.runtime.state.share_pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """What a replica makes its share of a bucket of, in order.
+    """The pieces of which a replica's share of a bucket consists, in order.
 
     Args:
         bucket: the plan.
@@ -46,7 +46,7 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
 
 
 def forget_what_is_written(pieces: Sequence[Piece]) -> None:
-    """Makes shares be written whole next time: something else may have written to the bucket."""
+    """Makes the next step write shares completely, because the buckets may have been overwritten."""
     for piece in pieces:
         piece.forget()
 
@@ -64,13 +64,13 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
 
 
 def make_whole(bucket: FactoredBucket) -> None:
-    """Makes one replica's gradients as factors in its own bucket, whose pieces are those of all of it, whatever it holds."""
+    """Makes one replica's factored gradients in its own bucket, whatever this holds; its pieces must cover the whole bucket."""
     forget_what_is_written(bucket.pieces)
     make_share([bucket], 0)
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]]) -> int:
-    """Bytes that `make_share` takes besides, at most.
+    """The most temporary bytes that `make_share` allocates.
 
     Args:
         pieces: of the share.

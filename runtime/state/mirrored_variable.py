@@ -1,4 +1,4 @@
-"""A variable as users see it: by replica, or as one value."""
+"""The user's view of a variable: its value on each replica, or one value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.runtime.state.variables import VariableStore
 
 
 class MirroredVariable:
-    """A variable as users look at it: its value on every device.
+    """A variable for users to read, with its value on every device.
 
     Attributes:
         name: its name in the model.

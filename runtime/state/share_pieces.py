@@ -1,4 +1,4 @@
-"""Pieces of a replica's share of a bucket: elements that are made in one go, by the class for their form of gradient."""
+"""Pieces of a replica's share of a bucket: ranges of elements, each made by the class for its form of gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
 Factors = tuple[torch.Tensor, ...]
-"""What a gradient is made of, in the order of its form's `factor_names`."""
+"""The factors of a gradient, in the order of its form's `factor_names`."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class FactoredBucket:
 
     Attributes:
         tensor: the bucket, 1-D; the slots of gradients as factors are not written.
-        factors: of these gradients, in order of their slots.
-        pieces: what the replica's share consists of.
+        factors: the factors of these gradients, in order of their slots.
+        pieces: the pieces of which the replica's share consists.
     """
 
     tensor: torch.Tensor
@@ -33,7 +33,7 @@ class FactoredBucket:
 
 @dataclass
 class Piece(ABC):
-    """Elements of a bucket that a replica makes in one go.
+    """A range of a bucket's elements that a replica makes together.
 
     Attributes:
         start: the first element, counted from the bucket's first.
@@ -53,10 +53,10 @@ class Piece(ABC):
         """
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
-        """Forgets what earlier steps wrote: something else may have written to the bucket since."""
+        """Forgets what earlier steps have written, because the bucket may have been overwritten since."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
-        """Bytes that `make` takes besides, at most.
+        """The most temporary bytes that `make` allocates.
 
         Args:
             factors: of each replica, of the bucket's gradients as factors; tensors may be fake.
@@ -78,7 +78,7 @@ class FactoredPiece(Piece):
     """Elements of a gradient that is left as factors; each form of gradient has a subclass.
 
     Attributes:
-        factored: which of the bucket's gradients as factors.
+        factored: the index of the gradient among the bucket's factored gradients.
     """
 
     factored: int
@@ -110,4 +110,4 @@ class FactoredPiece(Piece):
 
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")
-"""The subclass of `FactoredPiece` for the operation of each form of gradient: a class registers itself as its decorator says."""
+"""The subclass of `FactoredPiece` for the operation of each form of gradient; used as a decorator, it registers a class."""

@@ -1,4 +1,4 @@
-"""The state of a step: its variables and optimizer, and what holds of them right now."""
+"""The state of a step: its variables and its optimizer, and whether these are consistent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 
 
 class StepState:
-    """What all programs of one step work on. This object alone knows whether it is whole, and what changed last.
+    """The state that all programs of one step share. Only this object knows whether the state is whole, and what changed last.
 
-    A step goes through `take_over`, `begin`, and then `finish` or `abandon`. The state is whole from `finish` to the next
-    `begin`; after a step that neither finished nor left its variables alone, `take_over` makes it whole again.
+    A step calls `take_over`, `begin`, and then `finish` or `abandon`. The state is whole from `finish` to the next `begin`. If a
+    step did not finish but changed variables, `take_over` makes the state whole again.
 
     Args:
         store: the variables of all replicas.
         optimizers: the optimizer's state and updates.
 
     Attributes:
-        layout: counts layouts of memory; whoever holds views of it asks for them again when the count has changed.
-        has_updated: whether the present step, or the last one, has changed variables.
+        layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
+        has_updated: whether the present step, or otherwise the last one, has changed variables.
     """
 
     def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
@@ -31,7 +31,7 @@ class StepState:
         self.layout = 0
         self.has_updated = False
         self._is_whole = True
-        self._gradients_writer: Hashable = None  # wrote the gradients in the buckets, in a step that did not fail
+        self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
 
     def take_over(self, program: Program) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step."""
@@ -54,25 +54,26 @@ class StepState:
         return is_to_move and not self.optimizers.fits(program.buckets)
 
     def begin(self) -> None:
-        """A step begins, and may change variables from now on."""
+        """Records that a step begins, which may change variables from now on."""
         self._is_whole = False
         self.has_updated = False
 
     def finish(self) -> None:
-        """All replicas are done: the user's model and optimizer show the new state."""
+        """Called when all replicas are done; shows the new state in the user's model and optimizer."""
         self.optimizers.finish_step()
         self.store.aggregate()
         mark_optimizer_stepped(self.optimizers.user_optimizer)
         self._is_whole = True
 
     def abandon(self) -> None:
-        """The step failed: nobody knows what its gradient buckets hold, and replicas may differ."""
+        """Records that the step has failed: the content of the gradient buckets is unknown, and replicas may differ."""
         self._gradients_writer = None
 
     def claim_gradients(self, writer: Hashable) -> bool:
-        """Gives the gradient buckets to who writes them in this step; tells whether they hold what the same one left there.
+        """Sets the writer of the gradient buckets for this step.
 
-        They do not after a step of another writer, after a failure, and with optimizers that work in the gradients.
+        Returns whether the buckets still hold what this writer has left there. They do not after a step of another writer, after
+        a failure, or with optimizers that use the memory of gradients.
         """
         are_kept = self._gradients_writer == writer and self.optimizers.leave_gradients
         self._gradients_writer = writer

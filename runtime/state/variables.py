@@ -1,4 +1,4 @@
-"""The variables of all replicas: flat buffers, one per bucket and replica, seen through views."""
+"""Stores the variables of all replicas in flat buffers, one per bucket and replica, of which variables are views."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Memory for gradients. Gaps between slots are zero; slots are not initialized, so that unused pages are never touched."""
+    """Allocates memory for gradients. Gaps between slots are zero; slots are not initialized, so unused pages stay untouched."""
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
     ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
     for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
@@ -50,7 +50,7 @@ def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Watched:
-    """A tensor of the user's, as mirrorc last saw it. ``home`` is the memory of mirrorc's that the tensor should show."""
+    """A tensor of the user, as mirrorc last saw it. ``home`` is mirrorc's memory, of which the tensor should be a view."""
 
     tensor: torch.Tensor
     version: int
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class Moved(enum.Enum):
-    """What got other memory when a program was laid out."""
+    """Which variables got other memory when a program was laid out."""
 
     NOTHING = enum.auto()
     BUFFERS = enum.auto()  # buffers that this program is the first to write
@@ -103,11 +103,11 @@ class VariableStore:
         return self._values[name]
 
     def lay_out(self, program: Program) -> Moved:
-        """Makes room for a program's variables and moves them there; tells what has moved."""
+        """Allocates memory for a program's variables and moves them there; returns which ones have moved."""
         moved = self.plan != program.buckets
         if moved:
             self.buckets = []
-            return_freed_memory()  # so that gradients get pages that are untouched; some slots are never written
+            return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
             gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
             self.buckets = [self._make_bucket(*pair) for pair in zip(program.buckets, gradients, strict=True)]
             self._own = {name for name in self._own if not isinstance(self.tensors[name], torch.nn.Parameter)}
@@ -182,10 +182,10 @@ class VariableStore:
         return self.plan == program.buckets and all(name in self._values for name in names)
 
     def mirror_changes(self) -> bool:
-        """Mirrors what the user wrote to parameters and buffers since the last step (``load_state_dict``, say).
+        """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
 
         Returns:
-            Whether that gave some variable other memory.
+            Whether a variable got other memory.
         """
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
         for name in changed:
@@ -193,7 +193,7 @@ class VariableStore:
         return not self._own.issuperset(changed)
 
     def mirror_all(self) -> None:
-        """Copies replica 0's parameters to all replicas, after a step that was stopped half-way."""
+        """Copies replica 0's parameters to all replicas, after a step that did not finish."""
         for flat in self.buckets:
             _mirror_first(flat.parameters)
 

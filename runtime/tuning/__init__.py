@@ -1,1 +1,1 @@
-"""What is chosen by measurement."""
+"""Chooses options by measurement."""

@@ -1,4 +1,4 @@
-"""Chooses bucket sizes for a machine by measuring, once, what some would cost it."""
+"""Chooses bucket sizes for a machine by measuring, once, the costs of several sizes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mirrorc.runtime.tuning.cache import Entry, MeasurementCache
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, free_memory, measured_seconds
 
 LADDER_MB = (1.0, 4.0, 16.0, 25.0, 64.0)
-"""The caps to choose from. The largest is one bucket for all that is measured."""
+"""The caps to choose from. With the largest one, all measured gradients are in one bucket."""
 NOISE = 0.03
-"""By how much one cap must be better than another to count as better."""
-_MOST_BYTES = 64 * 2**20  # of gradients that are measured; costs of more are proportional
-_FORMAT = 1  # of what is kept; counts changes of what is measured, too
-_GRAIN = 64  # elements: buckets are multiples of it
+"""The smallest relative difference by which one cap counts as better than another."""
+_MOST_BYTES = 64 * 2**20  # the most bytes of gradients that are measured; beyond it, costs are proportional
+_FORMAT = 1  # the version of the stored entries; also increases when the measurement changes
+_GRAIN = 64  # elements; the sizes of buckets are multiples of it
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BucketSizes:
 
 @dataclass(frozen=True)
 class ChosenSizes:
-    """Bucket sizes, and a remark that says why these."""
+    """Bucket sizes, and a remark that says why they were chosen."""
 
     sizes: BucketSizes
     remark: str
@@ -48,11 +48,11 @@ class ChosenSizes:
 
 @dataclass(frozen=True)
 class Setting:
-    """What bucket sizes depend on.
+    """The setting on which bucket sizes depend.
 
     Attributes:
         configuration: devices, link and optimizer.
-        num_bytes: of all gradients of a replica.
+        num_bytes: the bytes of all gradients of a replica.
     """
 
     configuration: Configuration
@@ -60,16 +60,16 @@ class Setting:
 
     @property
     def class_bytes(self) -> int:
-        """The power of two that ``num_bytes`` reaches: settings of one class are measured alike."""
+        """The largest power of two that is at most ``num_bytes``; settings with the same one share a measurement."""
         return 1 << (self.num_bytes.bit_length() - 1)
 
     @property
     def measured_bytes(self) -> int:
-        """How many bytes of gradients are measured: never more than a step has."""
+        """The bytes of gradients that are measured: never more than a step has."""
         return min(self.class_bytes, _MOST_BYTES)
 
     def key(self) -> Entry:
-        """Equal for settings that get equal sizes."""
+        """A key that is equal for settings that get equal sizes."""
         configuration = self.configuration
         return {
             "format": _FORMAT,
@@ -96,7 +96,10 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _deciding(optimizer: torch.optim.Optimizer, group: int) -> dict[str, bool | None]:
-    """The hyperparameters that decide which kernels run: flags, and which numbers are zero; not those that schedules change."""
+    """The hyperparameters on which the choice of kernels depends: flags, and which numbers are zero.
+
+    Numbers that schedulers change are left out.
+    """
     values = {name: optimizer.param_groups[group].get(name) for name in sorted(optimizer.defaults) if name != "lr"}
     plain = {name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float)}
     return {name: value if value is None else bool(value) for name, value in plain.items()}
@@ -116,12 +119,12 @@ def setting_of(
     Gradients of several dtypes and parameter groups are measured as if all were of the kind that has the most bytes.
 
     Args:
-        program: CAPTURED; its devices, and the gradients that are to be updated.
-        optimizer: the user's.
-        num_threads: threads of torch's operators on each CPU device.
-        link: what will join the devices.
-        shares_parameters: whether there will be one copy of parameters that are updated element by element.
-        timeout_seconds: bound of every wait.
+        program: a CAPTURED program, which has the devices and the gradients.
+        optimizer: the user's optimizer.
+        num_threads: the number of threads that torch's operators use on each CPU device.
+        link: the link that will join the devices.
+        shares_parameters: whether devices will share one copy of the parameters that are updated element by element.
+        timeout_seconds: the longest time of every wait.
     """
     bytes_of: Counter[tuple[torch.dtype, int | None]] = Counter()
     for variable in program.variables.values():
@@ -135,14 +138,14 @@ def setting_of(
 
 
 def choose_bucket_sizes(setting: Setting, default: BucketSizes) -> ChosenSizes:
-    """The bucket sizes that cost least, measured now or, where that was done for an equal setting, looked up.
+    """The bucket sizes that cost least. They are measured now, or looked up if an equal setting was measured before.
 
-    Of caps that cost the same, within `NOISE`, it is the one nearest to the default. The first bucket is as large as any other
-    on links that add in the wait, where nothing begins early, and of the default size on links that move by themselves.
+    Of caps whose costs are equal within `NOISE`, the one nearest to the default is chosen. On links that add in the wait, nothing
+    begins early, and the first bucket is as large as the others. On links that move by themselves, it has the default size.
 
     Args:
-        setting: what to choose for.
-        default: what is right where nothing is to be measured.
+        setting: the setting to choose for.
+        default: the sizes to use if nothing needs to be measured.
 
     Raises:
         ExecutionError: the devices cannot be measured.
@@ -169,7 +172,7 @@ def _unmeasured(sizes: BucketSizes, why: str) -> ChosenSizes:
 
 
 def measure_ladder(setting: Setting, default: BucketSizes) -> dict[float, float]:
-    """The milliseconds that each cap of the ladder would cost a step; caps that give the same buckets are one, see `LADDER_MB`.
+    """The milliseconds per step that each cap of `LADDER_MB` would cost; of caps that give equal buckets, only one is measured.
 
     Raises:
         ExecutionError: the devices cannot be measured.
@@ -178,7 +181,7 @@ def measure_ladder(setting: Setting, default: BucketSizes) -> dict[float, float]
 
 
 def _candidates(setting: Setting, default: BucketSizes) -> dict[float, Layout]:
-    """Caps and the buckets that they give; of caps that give the same, the one nearest to the default."""
+    """Caps with the buckets that they give; of caps that give equal buckets, the one nearest to the default."""
     nearest_first = sorted(LADDER_MB, key=lambda cap: _distance(cap, default.bucket_cap_mb))
     cap_of: dict[Layout, float] = {}
     for cap in nearest_first:
@@ -196,7 +199,11 @@ def _with_first(cap_mb: float, setting: Setting, default: BucketSizes) -> Bucket
 
 
 def _layout(setting: Setting, sizes: BucketSizes) -> Layout:
-    """The elements of each bucket. All but a smaller first are equal: how large a rest is left differs from model to model."""
+    """The number of elements of each bucket.
+
+    All buckets are equal except for a smaller first one. The smaller last bucket of a real plan is not imitated, because its size
+    differs from model to model.
+    """
     itemsize, cap_bytes = setting.configuration.dtype.itemsize, int(sizes.bucket_cap_mb * 2**20)
     first_bytes = int(sizes.first_bucket_mb * 2**20)
     head = [min(first_bytes, setting.measured_bytes)] if first_bytes < cap_bytes else []

@@ -1,4 +1,4 @@
-"""Results of measurements on disk, a small JSON file for each, so that a machine measures once what it can look up."""
+"""Stores results of measurements on disk, each in a small JSON file, so that a machine measures each setting only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEDY = "set MIRRORC_CACHE_DIR to a directory that can be written"
 
 
 def cache_directory() -> Path:
-    """Where results are kept: MIRRORC_CACHE_DIR, else ``mirrorc`` in XDG_CACHE_HOME, else ``~/.cache/mirrorc``.
+    """The directory of results: MIRRORC_CACHE_DIR, else ``mirrorc`` in XDG_CACHE_HOME, else ``~/.cache/mirrorc``.
 
     Raises:
         OSError: there is no home directory.
@@ -32,13 +32,13 @@ def cache_directory() -> Path:
 
 
 class MeasurementCache:
-    """The result for one key. Nothing that happens to its file is an error: a warning says so, and all goes on without.
+    """Stores the result for one key. If its file cannot be read or written, a warning says so, and no error is raised.
 
-    A file for each key, so that processes that measure different things at once cannot lose each other's results.
+    Each key has a file of its own, so that processes that measure different settings at once cannot lose each other's results.
 
     Args:
-        kind: what is measured, the first part of the file's name.
-        key: all that the result depends on, of JSON's types.
+        kind: what is measured; the first part of the file's name.
+        key: everything that the result depends on, of JSON's types.
     """
 
     def __init__(self, kind: str, key: Entry) -> None:
@@ -47,10 +47,10 @@ class MeasurementCache:
         self._name = f"{kind}-{digest[:16]}.json"
 
     def read(self, is_whole: Callable[[Entry], bool]) -> Entry | None:
-        """The result that is kept, if there is one.
+        """The stored result, if there is one.
 
         Args:
-            is_whole: whether a result has all that it must have.
+            is_whole: whether a result is complete.
         """
         result, problem = self._load(is_whole)
         if problem:
@@ -76,9 +76,9 @@ class MeasurementCache:
         return None, f"{path} is damaged, so it is measured again, and written over: {why}"
 
     def keep(self, result: Entry, is_whole: Callable[[Entry], bool]) -> Entry:
-        """Keeps a result, unless another process has kept one meanwhile; gives the one that is kept.
+        """Stores a result unless another process has stored one meanwhile; returns the stored one.
 
-        Who reads at the same time finds a whole file or none.
+        A process that reads at the same time finds a complete file or none.
         """
         theirs, _ = self._load(is_whole)
         if theirs is not None:

@@ -1,4 +1,4 @@
-"""Measures the end of steps on the real devices, with buckets of our own, to see what a bucket plan costs there."""
+"""Measures the cost of a bucket plan: runs the end of a step on the real devices, with buckets of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 
 Layout = tuple[int, ...]  # elements of each bucket
-_SECONDS = 1.5  # no round begins later, but for the first few
+_SECONDS = 1.5  # after this time no further round begins, except for the first few
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 101
 
 
@@ -34,13 +34,13 @@ class Configuration:
     Attributes:
         devices: in order of replicas.
         num_threads: threads of torch's operators on each CPU device.
-        link: what joins them.
+        link: the link that joins them.
         shares_parameters: whether each device updates its share of one copy, or the whole of its own.
         dtype: of parameters and gradients.
-        optimizer: the user's, of which nothing is changed.
-        group: index of the parameter group whose hyperparameters apply; None for an optimizer that runs by itself, which is
-            not measured: buckets do not change what it does.
-        timeout_seconds: bound of every wait.
+        optimizer: the user's optimizer, which is not changed.
+        group: index of the parameter group whose hyperparameters apply; None for an optimizer that runs by itself, whose cost is
+            not measured because it does not depend on the buckets.
+        timeout_seconds: the longest time of every wait.
     """
 
     devices: tuple[Device, ...]
@@ -59,16 +59,17 @@ class Configuration:
 
 
 def measured_seconds(configuration: Configuration, layouts: Sequence[Layout], scale: float) -> list[float]:
-    """The seconds that each layout costs a step: the median of several rounds, in which they take turns.
+    """The seconds per step that each layout costs: medians over several rounds, each of which runs all layouts.
 
-    Links that add in the wait cost the launches, sums and updates of all buckets. On links that move by themselves, all
-    buckets but the last are hidden behind backward: they cost their launches and updates, and the last its move as well.
+    On links that add in the wait, the cost is that of the launches, sums and updates of all buckets. On links that move by
+    themselves, all buckets except the last one are hidden behind backward. The cost is then that of all launches and updates,
+    and of the last bucket's transfer.
 
     Args:
         configuration: what is measured.
-        layouts: plans for as many elements, up to rounding.
-        scale: how many times as many elements the step has; what does not depend on them, the last bucket's move, is not
-            scaled.
+        layouts: plans for the same number of elements, up to rounding.
+        scale: the number of the step's elements divided by that of the layouts. The last bucket's transfer is not scaled,
+            because it does not depend on the number of all elements.
     """
     deadline = time.perf_counter() + _SECONDS
     pool = DevicePool(configuration.devices, configuration.num_threads, configuration.timeout_seconds)
@@ -86,7 +87,7 @@ def measured_seconds(configuration: Configuration, layouts: Sequence[Layout], sc
 
 
 def free_memory(configuration: Configuration) -> None:
-    """Gives the memory of microbenchmarks that have ended back to the system."""
+    """Returns the memory of microbenchmarks that have ended to the system."""
     if configuration.devices[0].is_asynchronous:
         torch.cuda.empty_cache()
     return_freed_memory()
@@ -107,7 +108,7 @@ class _Microbenchmark:
         self._configuration, self._pool = configuration, pool
         num_elements = max(map(sum, layouts))
         homes = [device.torch_device for device in configuration.devices]
-        # written, as memory that is only reserved would be read faster
+        # the memory is written, because memory that is only reserved would be read faster
         self._gradients = [_filled(0.0, num_elements, configuration.dtype, home) for home in homes]
         if configuration.shares_parameters:
             self._parameters = [_filled(1.0, num_elements, configuration.dtype, homes[0])] * len(homes)
@@ -143,7 +144,7 @@ class _Microbenchmark:
         return begin + start, begin + stop
 
     def _share_state(self) -> None:
-        """Lets the optimizers of all layouts have their state in the same memory; those of the first have made theirs."""
+        """Lets the optimizers of all layouts share the memory of their state, which those of the first layout have made."""
         num_replicas = len(self._configuration.devices)
         wholes: list[dict[str, torch.Tensor]] = [{} for _ in range(num_replicas)]
         if self._configuration.shares_parameters:
@@ -162,7 +163,7 @@ class _Microbenchmark:
                     own.state[key] = part
 
     def run(self, layout: int, scale: float) -> float:
-        """One step of a layout; the seconds of the slowest device."""
+        """Runs one step of a layout; returns the seconds of the slowest device."""
         jobs = [
             functools.partial(self._run_buckets, replica, own, scale)
             for replica, own in enumerate(self._layouts[layout])
@@ -179,9 +180,9 @@ class _Microbenchmark:
         self._communicator.abort()
 
     def _run_buckets(self, replica: int, buckets: Sequence[_Bucket], scale: float) -> float:
-        """A device's part of a step, in its thread."""
+        """Runs a device's part of a step in its thread."""
         for bucket in buckets:
-            bucket.gradient.zero_()  # in place of backward, so that caches hold what they would then
+            bucket.gradient.zero_()  # takes the place of backward, so that caches hold the gradients as after it
         self._now(replica)
         self._start.wait()
         run_layout = self._hidden_but_the_last if self._configuration.moves_by_itself else self._added_in_wait
@@ -211,7 +212,7 @@ class _Microbenchmark:
         return (launch_seconds + self._now(replica) - arrived) * scale + arrived - begun
 
     def _now(self, replica: int) -> float:
-        """The time in seconds when a device has done what it was given."""
+        """Waits until a device has done its queued work; returns the time in seconds."""
         device = self._configuration.devices[replica]
         if device.is_asynchronous:
             torch.cuda.current_stream(device.torch_device).synchronize()
