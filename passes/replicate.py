@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import of_replica
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import listed, numbered
 
@@ -66,7 +66,7 @@ def _remark(program: Program) -> str:
     shards: dict[int, list[int]] = {}
     for replica, shard in enumerate(program.shard_of_replica):
         shards.setdefault(shard, []).append(replica)
-    batch = [argument.name for argument in program.arguments if argument.kind == "batch"]
+    batch = [argument.name for argument in program.arguments if argument.kind is ArgumentKind.BATCH]
     types = {
         shard: {
             str(node.target): type_of(node.meta["val"])

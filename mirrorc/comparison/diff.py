@@ -131,7 +131,7 @@ def _form_of(text: str) -> dict[str, bool]:
 
 
 def _is_folded(line: str) -> bool:
-    return is_mark(line) or line.endswith(", but for these lines") or _SEVERAL_DEVICES.match(line) is not None
+    return is_mark(line) or ", but for these lines" in line or _SEVERAL_DEVICES.match(line) is not None
 
 
 def _read(text: str, name: str) -> PrintedProgram:

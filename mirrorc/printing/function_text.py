@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from torch import fx
 
+from mirrorc.ir.nodes import is_region_call, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
 from mirrorc.printing.graph_text import Line, graph_lines, rendered
@@ -116,7 +117,7 @@ def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
         if fold:
             found = ((other, _differing(other.lines, function.lines)) for other in known)
             base, differing = next(((other, places) for other, places in found if places is not None), (None, None))
-        comment = f"  # as {base.name}, but for these lines" if base is not None else ""
+        comment = f"  # as {base.name}, but for these lines{_own_regions(function)}" if base is not None else ""
         if differing is not None:
             lines = [replace(lines[i], above=()) for i in differing] + [lines[-1]]
         else:
@@ -124,6 +125,13 @@ def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
         body = _stretches(program, rendered(lines, sources), fold)
         printed += [*above, f"def {function.name}({function.signature}):{comment}", *body]
     return printed
+
+
+def _own_regions(function: _Function) -> str:
+    """What the names of regions of another shape of a shard mean, by the first that the function calls."""
+    titles = (region_title(region_of(line.node)) for line in function.lines if is_region_call(line.node))
+    title = next((title for title in titles if "." in title), "")
+    return f"; {title} is {title.partition('.')[0]} for this shape of a shard" if title else ""
 
 
 def _functions(program: Program) -> list[_Function]:

@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.operation import Kind
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.ir.variables import Placement, Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
@@ -135,7 +135,7 @@ def _is_loss_weight(program: Program, node: fx.Node) -> bool:
     if node.op != "placeholder" and node.target is not ops.argument:
         return False
     name = str(node.kwargs.get("name", node.target))
-    return any(argument.kind == "loss_weight" and argument.name == name for argument in program.arguments)
+    return any(argument.kind is ArgumentKind.LOSS_WEIGHT and argument.name == name for argument in program.arguments)
 
 
 def _made_by(call: fx.Node) -> set[str]:

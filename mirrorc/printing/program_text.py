@@ -12,7 +12,8 @@ The printed form::
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
     optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; read anew in each step)"
     remark    = "# remark: " [ PASS ": " ] TEXT
-    function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" ] ( line | why )+ "return NAME, ..."
+    function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+
+                "return NAME, ..."
     who       = "# DEVICE, ... (replicas N, ...) run this" [ "on N of the batch's N examples each" ] ( "#   " TEXT )*
     line      = [ DEVICE, ... "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# " COMMENT ]
     why       = "# -- TEXT" | "# " source

@@ -30,7 +30,7 @@ _WHO = re.compile(r"# (?P<devices>\S.*) \(replicas? (?P<replicas>[\d, …]+)\) r
 _COLUMN = re.compile(r"(?P<devices>\S.*?) +\| (?P<rest>.*)")
 _LINE = re.compile(r"(?:(?P<outcome>.*?) = )?(?P<call>(?P<operation>[A-Za-z_][\w.]*)\((?P<inside>.*)\)) *")
 _TYPE = re.compile(r"(?:pending |share of )*(?:\w+\[(?:\d+(?:, \d+)*)?\]|\(.*\)|\w+)")
-_AS_OTHER = re.compile(r"as (?P<name>\w+), but for these lines")
+_AS_OTHER = re.compile(r"as (?P<name>\w+), but for these lines(; .*)?")
 _AS_BEFORE = "the program is as before"
 _REPORT = re.compile(rf"# (?:\d+ nodes.*|remark of this pass: .*|{_AS_BEFORE})")  # what a dump says of a pass
 _OPTIMIZER = "# optimizer "

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.printing.spans import range_text, spans
 from mirrorc.printing.values import type_of
 
@@ -73,7 +73,7 @@ def _example_lines(program: Program, replicas: Sequence[int]) -> list[str]:
 
 
 def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
-    name = next((a.name for a in program.arguments if a.kind == "loss_weight"), "loss_weight")
+    name = next((a.name for a in program.arguments if a.kind is ArgumentKind.LOSS_WEIGHT), "loss_weight")
     if program.loss_reduction == "sum":
         why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
         return f"#   {name} = 1{why if is_first else ''}"
@@ -82,7 +82,7 @@ def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
 
 
 def _seed_lines(program: Program, is_first: bool) -> list[str]:
-    name = next((a.name for a in program.arguments if a.kind == "seed"), None)
+    name = next((a.name for a in program.arguments if a.kind is ArgumentKind.SEED), None)
     if name is None:
         return []
     why = ": each replica draws random numbers of its own; the step's seed is one draw of torch's default generator"

@@ -14,7 +14,7 @@ SAID = (
     "# f32[256, 32] @ f32[32, 1024], made by shares at the wait",
     "# f32[256, 16] @ f32[16, 1024], made by shares at the wait",
     "# 2 in place, 4 factored",
-    "# as cpu_0, but for these lines",
+    "# as cpu_0, but for these lines; fwd_0.shard1 is fwd_0 for this shape of a shard",
     "bwd_1.shard1(",
 )
 
