@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.analysis.decompositions import DECOMPOSITIONS, is_tanh_gelu
+from mirrorc.analysis.decompositions import DECOMPOSITIONS, is_tanh_gelu, tensors_of
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
@@ -26,8 +26,8 @@ class DecomposeGelu:
     sigmoid is made. GELU by the error function stays as it is.
 
     Needs: a captured graph in which GELU is an operator.
-    Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel. The
-        verifier knows that the product is a GELU (`mirrorc.analysis.decompositions`).
+    Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel.
+        The verifier knows that the product is a GELU (`mirrorc.analysis.decompositions`).
 
     Attributes:
         wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.
@@ -57,7 +57,7 @@ class DecomposeGelu:
 
 def _decompose(node: fx.Node) -> None:
     """Replaces a GELU by the operators that it consists of; their names begin with the name of the GELU."""
-    given = node.all_input_nodes
+    given = tensors_of(node)
     body = traced_on_fake_tensors(DECOMPOSITIONS[node.target], [source.meta["val"] for source in given])
     placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]
     values: dict[fx.Node, fx.Node] = dict(zip(placeholders, given, strict=True))

@@ -25,6 +25,11 @@ def is_tanh_gelu(node: fx.Node) -> bool:
     return node.target in DECOMPOSITIONS and node.kwargs.get("approximate") == "tanh"
 
 
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """What a node that may be written as others is made of, in order; twice what it is given twice."""
+    return [given for given in node.args if isinstance(given, fx.Node)]
+
+
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
     """What a node may be written as: a graph with a placeholder for each of its tensors, in order; else None.
 
@@ -32,7 +37,7 @@ def decomposition_of(node: fx.Node) -> fx.Graph | None:
     """
     if not is_tanh_gelu(node):
         return None
-    return _decomposition(node.target, tuple([given.meta["val"].dtype for given in node.all_input_nodes]))
+    return _decomposition(node.target, tuple([given.meta["val"].dtype for given in tensors_of(node)]))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.decompositions import decomposition_of
+from mirrorc.analysis.decompositions import decomposition_of, tensors_of
 from mirrorc.analysis.layouts import SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
@@ -95,7 +95,7 @@ class Expressions:
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
         """An operator that a pass may write as others is the expression of those."""
-        given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in node.all_input_nodes), strict=True))
+        given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
         makers, self.makers = self.makers, None  # the operators in it are in no program
         inside = self.number_graph(body, given)
         self.makers = makers

@@ -69,6 +69,17 @@ def test_the_tanh_of_forward_and_backward_becomes_a_sigmoid_and_the_other_gelu_s
     assert any("in 2 GELU operators" in remark.text for remark in program.remarks)
 
 
+def test_one_value_may_be_both_arguments() -> None:
+    program = captured_model(TwoGelus(), 2, 4, columns=3)
+    for graph in program.shard_graphs:
+        node = targets(graph, aten.gelu_backward.default)[-1]
+        assert node.kwargs["approximate"] == "tanh"
+        node.args = (node.args[1], node.args[1])
+        graph.eliminate_dead_code()
+    after = run_passes(program, [DecomposeGelu()], [Verify()])
+    assert all(len(targets(graph, aten.sigmoid.default)) == 2 for graph in after.shard_graphs)
+
+
 def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -> None:
     program = captured_model(TwoGelus(), 2, 4, columns=3)
     after = DecomposeGelu(wanted=False).run(program)
