@@ -2,7 +2,7 @@
 
     python benchmarks/buckets.py [--workload mlp-8] [--caps 1 4 16 25 64] [--rounds 8] [--steps 3] [--optimizer AdamW]
 
-All steps run on two logical CPUs with a thread each, in one process; they take turns of a few steps, back and forth, so that a
+All steps run on two logical CPUs with a thread each, in one process; they are interleaved, a few steps at a time, so that a
 noisy machine is noisy for all. The microbenchmark is run anew, in a cache of its own. Prints a Markdown table: for each cap, with
 a first bucket as large, the microbenchmark's time and that of a median step; then the step with mirrorc's default sizes, and with
 those that "auto" chooses. That is one of the former again: how far the two differ is how noisy the machine is.

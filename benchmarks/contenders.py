@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("contender", choices=list(CONTENDERS))
     parser.add_argument("workload", choices=list(WORKLOADS))
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--port", type=int, default=29500, help="where the processes of a contender meet")
+    parser.add_argument("--port", type=int, default=29500, help="where the processes of a contender rendezvous")
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
     torch.manual_seed(options.rank)

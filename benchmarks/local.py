@@ -4,7 +4,7 @@
     python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python .venv-tf/bin/python
     python benchmarks/local.py --contenders mirrorc "mirrorc before" --before-python ../another-checkout/.venv/bin/python
 
-All contenders of a workload are started, then take turns of a few steps each, so that a noisy machine is noisy for all. Then
+All contenders of a workload are started, and their steps are interleaved, so that noise of the machine affects all. Then
 each is started alone, to see how much memory its processes take. Prints a Markdown table of medians and of ratios.
 """
 

@@ -1,10 +1,11 @@
-"""Measures what recording costs: steps with ``record=True`` and ``record=False`` take turns in one process.
+"""Measures what recording costs: steps with ``record=True`` and ``record=False`` are interleaved in one process.
 
     python benchmarks/recording.py [--workloads tiny mlp-8] [--backend inductor] [--steps 2000] [--pairs 7]
 
-Both run on two logical CPUs with a thread each. They take turns of one step, and begin in turn, so that a noisy machine is noisy
-for both. Two steps that are compiled alike differ by a percent or so, by where their memory lies: so several pairs are compiled.
-Prints a Markdown table: medians over the pairs of their median steps, and of their ratios, with the least and the largest ratio.
+Both run on two logical CPUs with a thread each. They alternate step by step, and so does their order, so that noise of the
+machine affects both. Two equal compiled steps differ by about a percent, depending on where their memory is, so several pairs are
+compiled. Prints a Markdown table: medians over the pairs of their median steps and of their ratios, with the least and the
+largest ratio.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def make_mlp() -> Any:
 
 
 class Block(layers.Layer):
-    """Causal self-attention and a feed-forward layer, each on a normalised input, added to it."""
+    """Causal self-attention and a feed-forward layer, each on a normalized input, added to it."""
 
     def __init__(self, width: int, num_heads: int, context: int) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on a normalised input, added to it."""
+    """Causal self-attention and a feed-forward layer, each on a normalized input, added to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

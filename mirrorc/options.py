@@ -52,8 +52,8 @@ def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
         raise ValueError(f"cuda_graphs=True is for a GPU, not for {names}: leave it out")
     if len(devices) > 1:
         raise ValueError(
-            f"cuda_graphs=True is for one device, not for {names}: several meet in Python between their calls, which a graph "
-            "does not replay; leave it out, or name one GPU"
+            f"cuda_graphs=True is for one device, not for {names}: several wait for one another in Python between their calls, "
+            "which a graph does not replay; leave it out, or name one GPU"
         )
 
 

@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """A normalised two-layer net around a shortcut."""
+    """A normalized two-layer net around a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

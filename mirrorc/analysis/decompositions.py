@@ -1,4 +1,4 @@
-"""Operators that passes may write as others, and as which: the same numbers but for rounding."""
+"""Decompositions that passes may apply to operators: they give the same numbers except for rounding."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """What a node may be written as: a graph with a placeholder for each of its tensors, in order; else None.
+    """The decomposition of a node's operator, as a graph with a placeholder for each tensor of the node, in order.
 
-    The graph's values have other shapes than the node's.
+    None if there is none. The shapes of the graph's values differ from those of the node.
     """
     if not is_tanh_gelu(node):
         return None
@@ -68,7 +68,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
         aten.gelu_backward.default: gelu_backward,
     }
 )
-"""By operator, a function of its tensors that gives the same without tanh, where `is_tanh_gelu`."""
+"""For each operator, a function of its tensors that computes the same without tanh; it holds for nodes with `is_tanh_gelu`."""
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:
@@ -80,5 +80,5 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """By the operator that both backends run as it is."""
+    """Converts a tensor to another dtype, by the operator that both backends run unchanged."""
     return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x

@@ -1,4 +1,4 @@
-"""The front end that runs Dynamo, and torch's joint export on what Dynamo gives."""
+"""The front end that traces with Dynamo and applies torch's joint export to the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_g
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Captures the whole call without a graph break, or says what stands in the way."""
+    """Captures the whole call without a graph break, or says why it cannot."""
 
     name = "dynamo"
 

@@ -1,4 +1,4 @@
-"""Front ends: what traces a model and its loss to one graph of forward, loss and backward, each a class with a name."""
+"""The interface and the registry of front ends, which trace a model and its loss to one graph of forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FrontEnd(ABC):
     """Traces a training call on example tensors.
 
     Attributes:
-        name: by which it is chosen.
+        name: the name by which it is chosen.
     """
 
     name: ClassVar[str]
@@ -40,7 +40,7 @@ class FrontEnd(ABC):
             stack: keeps contexts open that the graph needs until it is restructured.
             call: model and loss.
             leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-            decompositions: of ATen operators, as the backend likes them.
+            decompositions: the decompositions of ATen operators that the backend prefers.
 
         Raises:
             CaptureError: with the user's file and line, the reason and a remedy.
@@ -62,12 +62,12 @@ def register_front_end(front_end: FrontEnd) -> None:
 
 
 def unregister_front_end(name: str) -> None:
-    """Forgets a front end, so that its name is free again."""
+    """Makes a front end unknown, so that its name is free again."""
     del _front_ends[name]
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """The front end of a name.
+    """The front end of this name.
 
     Raises:
         ValueError: there is none; lists those that there are.
@@ -90,14 +90,14 @@ def capture(
     """Captures one step on one shard.
 
     Args:
-        front_end: traces it.
+        front_end: the front end that traces the step.
         call: model and loss.
         leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
         leaf_names: identifiers for them.
         variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
             weights have several names and are one variable).
         trained: the variables that the optimizer updates.
-        decompositions: of ATen operators, as the backend likes them.
+        decompositions: the decompositions of ATen operators that the backend prefers.
 
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.

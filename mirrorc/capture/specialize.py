@@ -59,13 +59,13 @@ def capture_program(
 
     Args:
         training_call: model and loss.
-        call: the step's arguments, taken apart.
-        shards: their shards, one for each device.
-        devices: in order of replicas.
+        call: the step's arguments, taken apart into tensors.
+        shards: the shards of these tensors, one for each device.
+        devices: the devices, in order of replicas.
         state: the model's variables.
-        optimizer: the user's.
-        decompositions: of ATen operators, as the backend likes them.
-        front_end: name of the front end that traces the model.
+        optimizer: the user's optimizer.
+        decompositions: the decompositions of ATen operators that the backend prefers.
+        front_end: the name of the front end that traces the model.
 
     Raises:
         CaptureError: the model cannot be captured.

@@ -35,15 +35,15 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """The stage whose programs those of this one are still, with properties: what takes that stage takes this one, too."""
+        """The earlier stage to which programs of this stage still belong: passes that take that stage also take this one."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
 class Property(enum.Enum):
-    """What a pass has made true of a program, besides its stage; the value says it in a message."""
+    """A property that a pass has established, besides the stage of the program; messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
-    PLACED = "placed"  # buckets know where their parameters live, and reductions fit that
+    PLACED = "placed"  # each bucket has its placement, and reductions fit it
     LINKED = "linked"  # every collective has a link
 
 
@@ -63,7 +63,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """What an argument of a device's program is; files and prints have its text."""
+    """The kind of an argument of a device's program; files and printed programs have its text."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent

@@ -17,7 +17,7 @@ class Pass(Protocol):
         input_stage: the stage of the program that it takes.
         output_stage: the stage of the program that it gives.
 
-    What else a pass may say of itself, by attributes that it need not have, is in `Traits`, with what holds if it does not.
+    A pass may have further, optional attributes, which `Traits` lists with their defaults.
     """
 
     @property
@@ -34,20 +34,21 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a pass may say of itself besides, by attributes of these names.
+    """The optional attributes of a pass, by these names.
 
     Attributes:
-        latest_input_stage: the last stage of the programs that it takes. By default its input stage; a pass that gives a later
-            stage takes those that refine its input stage, too: one from UPDATED to LOWERED takes SCHEDULED programs.
-        requires: what must be true of the program that it takes.
-        establishes: what is true of the program that it gives, and of all after it.
-        precedes: what must not be true yet of the program that it takes.
-        changes_dataflow: whether it means to change what is computed: how a gradient is made, or what is made of a bucket before
-            its reduction or update. Of all others the verifier demands that the loss, every gradient, every bucket's way to
-            its update and every written buffer stay the same expressions.
-        changes_bits: how a step may give other bits after it, because numbers are rounded or added up otherwise: a clause, such
-            as ``"terms are added in another order"``; empty if it does not. The dump shows it, and `mirrorc.compile` leaves
-            the pass out if ``exact_order=True``. Where such a pass has nothing to do, it gives the graphs that it was given.
+        latest_input_stage: the last stage of the programs that it takes. The default is its input stage. A pass that gives a
+            later stage also takes stages that refine its input stage: one from UPDATED to LOWERED takes SCHEDULED programs.
+        requires: the properties that the program it takes must have.
+        establishes: the properties of the program that it gives, and of all later programs.
+        precedes: the properties that the program it takes must not have yet.
+        changes_dataflow: whether it intentionally changes what is computed, such as how a gradient is made or what is applied to
+            a bucket before its reduction or update. For all other passes, the verifier requires that the expressions of the
+            loss, of every gradient, of every written buffer and of every bucket's way to its update stay the same.
+        changes_bits: how it may change the bits of a step's results, because numbers are rounded or added differently: a clause,
+            such as ``"terms are added in another order"``; empty if bits stay the same. The dump shows it, and
+            `mirrorc.compile` leaves the pass out if ``exact_order=True``. If such a pass has nothing to do, it must return the
+            graphs unchanged.
     """
 
     latest_input_stage: Stage
@@ -59,7 +60,7 @@ class Traits:
 
 
 def traits_of(compiler_pass: Pass) -> Traits:
-    """What a pass says of itself, with the defaults of what it does not say."""
+    """The optional attributes of a pass, with defaults for those that it does not have."""
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
     said = {

@@ -1,4 +1,4 @@
-"""The table of buckets: what is in each, how it is updated, when it is ready, and which device updates which part."""
+"""Prints the table of buckets: their gradients, how they are updated, when they are ready, and each device's share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mirrorc.printing.values import dtype_name, size_text
 from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
-_LISTED_SHARES = 8  # so many are written out where lines are folded; of more, the first and the last
+_LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first and the last
 _WIDTH = 158
 _INDENT = "#   "
-_MORE = "#       "  # begins a line that goes on with the one before
+_MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The lines of the table, and what the optimizer's groups hold.
+    """The lines of the table, and lines with the hyperparameters of the optimizer's groups.
 
     Args:
         program: at any stage.
         slots: print every gradient on a line of its own.
-        fold: print buckets that differ in their layers alone once, and many shares by the first and the last.
+        fold: print buckets that differ only in their layer once, and of many shares only the first and the last.
     """
     ready = _ready_after(program)
     lines: list[str] = []
@@ -56,12 +56,12 @@ def _row(bucket: Bucket, ready_after: str) -> str:
 
 @dataclass
 class _Members:
-    """Gradients of a bucket that follow each other and have their names' beginning in common.
+    """Consecutive gradients of a bucket whose names begin with the same path.
 
     Attributes:
-        path: the beginning, up to the number of the layer; empty where there is none.
-        first: that number.
-        last: that of the last layer that has the same gradients.
+        path: the beginning of the names, up to the number of the layer; empty if there is none.
+        first: the number of the layer.
+        last: the number of the last layer with equal gradients.
         names: the rest of the names, each with its shape.
     """
 
@@ -93,7 +93,7 @@ def _members(bucket: Bucket, slots: bool) -> list[str]:
 
 
 def _layers(bucket: Bucket) -> list[_Members]:
-    """The gradients of a bucket, layer by layer; those without a layer are taken together."""
+    """The gradients of a bucket, grouped by layer; gradients without a layer form one group."""
     found: list[_Members] = []
     for slot in bucket.slots:
         match = _LAYER.fullmatch(slot.variable)
@@ -105,7 +105,7 @@ def _layers(bucket: Bucket) -> list[_Members]:
 
 
 def _alike(layers: Iterable[_Members]) -> list[_Members]:
-    """Layers that have the same gradients and follow each other, as one."""
+    """Joins consecutive layers that have equal gradients."""
     found: list[_Members] = []
     for layer in layers:
         last = found[-1] if found else None
@@ -131,7 +131,7 @@ def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
 
 
 def _ready_after(program: Program) -> dict[int, str]:
-    """The gradient of each bucket that comes last on the first device, and its region, once buckets are packed."""
+    """The last gradient of each bucket on the first device, with its region, for programs with packed buckets."""
     found: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     names = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
@@ -142,7 +142,7 @@ def _ready_after(program: Program) -> dict[int, str]:
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """``d(fc1.weight) in bwd_1``; just what is known of a pack that is malformed."""
+    """Prints the last gradient of a pack, such as ``d(fc1.weight) in bwd_1``; of a malformed pack, as far as it is known."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

@@ -1,4 +1,4 @@
-"""Programs in colours, where they are shown in a terminal; the colours are rich's."""
+"""Colors printed programs in a terminal, with the package rich."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_KINDS = {
     "bold green": (Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
     "bold cyan": (Kind.COMPUTE,),
 }
-"""Colors of operations, by what they are for. Sources and regions are not printed by the names of their operations."""
+"""Colors of operations, by their kind. Sources and regions have none, because their names are not printed."""
 
 
 def colored(text: str) -> Text:
@@ -29,7 +29,7 @@ def colored(text: str) -> Text:
     from rich.text import Text
 
     result = Text(text)
-    for pattern, style in (*_STYLES, *_operation_styles(), _COMMENT):  # the last: what is in a comment is comment
+    for pattern, style in (*_STYLES, *_operation_styles(), _COMMENT):  # comments last, to override styles within them
         result.highlight_regex(f"(?m){pattern}", style)
     return result
 
@@ -42,7 +42,7 @@ def _operation_styles() -> Iterator[tuple[str, str]]:
 
 
 def print_colored(text: str, stream: TextIO) -> None:
-    """Writes a printed program; in colours if the stream is a terminal that has them, else as it is."""
+    """Writes a printed program; in color if the stream is a terminal that supports it, else as plain text."""
     if not stream.isatty():
         stream.write(text if text.endswith("\n") else text + "\n")
         return

@@ -1,4 +1,4 @@
-"""The lines around one node, for messages."""
+"""Prints the lines around one node, for error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _AROUND = 5  # lines shown before and after one that an error is about
 
 
 def surroundings(program: Program, node: fx.Node | None) -> str:
-    """The lines of the program around a node, its own marked, as a paragraph of a message; empty if it is not printed."""
+    """The printed lines around a node, with the node's own line marked, as a paragraph of a message.
+
+    Empty if the node has no printed line.
+    """
     graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
     if node is None or not any(node.graph is graph for graph in graphs):
         return ""
@@ -35,13 +38,13 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
 
 
 def _shown(line: Line, width: int) -> str:
-    """A line; that of a region with the user's line, too."""
+    """Prints a line; a line of a region has the user's line, too."""
     source = source_line(line.node) if is_region_call(line.node) else ""
     return rendered_line(line, width) + (f", {source}" if source else "")
 
 
 def _nearest(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, what it uses and what uses it, and so on: for a part of a result, a read, a slot, which have no line."""
+    """A node, then its arguments and its users, and so on: a part of a result, a read or a slot has no line of its own."""
     seen = {node: None}
     waiting = deque([node])
     while waiting:

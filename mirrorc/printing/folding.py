@@ -1,7 +1,7 @@
 """Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
 
-A stretch is told again by how its numbers move on: those of buckets, and the first number in each dotted name, as that of a
-layer. So nothing is lost::
+A repeated stretch is replaced by one line that says how the numbers increase: the numbers of buckets, and the first number in
+each dotted name, which is that of a layer. No information is lost::
 
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)
@@ -25,8 +25,8 @@ _MARK = re.compile(
     r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+): as (?:b|bucket )(?P<base>\d+) "
     r"\(the (?:(?P<lines>\d+) lines|line) above\)(?:, for (?P<from>\S+) … (?P<to>\S+))?"
 )
-_LONGEST = 24  # lines of a stretch
-_LEAST_REPEATS = 3  # a stretch that comes less often is printed each time
+_LONGEST = 24  # the most lines of a stretch
+_LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class _Shape:
     """A line without its numbers.
 
     Attributes:
-        text: what it says, with single spaces and gaps for the numbers.
-        buckets: its numbers of buckets, in order.
-        layers: its numbers of layers, in order.
+        text: the line with single spaces, and with a sign in place of each number.
+        buckets: the numbers of buckets in it, in order.
+        layers: the numbers of layers in it, in order.
         label: the first layer's name up to its number; empty if there is none.
     """
 
@@ -47,11 +47,12 @@ class _Shape:
 
 
 def folded(lines: Sequence[str], sign: str) -> list[str]:
-    """The lines with stretches that repeat told once.
+    """Folds the lines of a table or of a function's body: a stretch that repeats is printed once, followed by a mark.
 
     Args:
-        lines: of a table or of a function's body.
-        sign: what a line that stands for others begins with: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
+        lines: the lines.
+        sign: the beginning of a mark, a line that stands for the repeats: ``# … bucket `` in a table, four spaces and ``… b`` in
+            a body.
     """
     shapes = [_shape(line) for line in lines]
     kept: list[str] = []
@@ -68,7 +69,7 @@ def folded(lines: Sequence[str], sign: str) -> list[str]:
 
 
 def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
-    """Every line that `folded` was given, with the number of the line that says it; the first is 1."""
+    """The lines before `folded`, each with the number of the folded line that it comes from; the first line is 1."""
     found: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         mark = _MARK.fullmatch(line)
@@ -86,7 +87,7 @@ def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def is_mark(line: str) -> bool:
-    """Whether a line stands for others."""
+    """Whether a line is a mark, which stands for repeated lines."""
     return _MARK.fullmatch(line) is not None
 
 
@@ -118,7 +119,7 @@ def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
 
 
 def _longest_stretch(shapes: Sequence[_Shape], start: int) -> tuple[int, int]:
-    """Length and number of the repeats that save most lines from here on; one line, once, if none does."""
+    """The length of the stretch at ``start`` that saves the most lines, and the number of its repeats; (1, 0) if none does."""
     best, most = (1, 1), 0
     for length in range(1, min(_LONGEST, (len(shapes) - start) // _LEAST_REPEATS) + 1):
         if shapes[start].text != shapes[start + length].text:
@@ -130,7 +131,7 @@ def _longest_stretch(shapes: Sequence[_Shape], start: int) -> tuple[int, int]:
 
 
 def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
-    """How often a stretch comes, its numbers moving on evenly."""
+    """The number of times that a stretch repeats with evenly increasing numbers."""
     steps = _steps(shapes, start, start + length, length)
     repeats = 1
     if steps is None or not steps[0]:
@@ -144,7 +145,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], one: int, other: int, length: int) -> tuple[int, int | None] | None:
-    """By how much buckets and layers move on from one stretch to the next; None if they are not alike."""
+    """The increase of buckets and of layers from one stretch to the next; None if the stretches differ otherwise."""
     buckets: set[int] = set()
     layers: set[int] = set()
     for a, b in zip(shapes[one : one + length], shapes[other : other + length], strict=True):

@@ -1,4 +1,4 @@
-"""The functions of a program: what its devices run, those that run the same up to shapes told together."""
+"""Prints the functions that the devices of a program run; functions that differ only in shapes are printed together."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mirrorc.printing.values import type_of
 from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
 
 EACH = "each"
-"""What the column of devices says of a line that is every device's."""
+"""The text in the column of devices for a line that every device has."""
 
 _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
-_MOST_DIFFERING = 2 / 3  # of a function's lines; one that differs in more of them is printed whole
+_MOST_DIFFERING = 2 / 3  # of a function's lines; a function of which more lines differ is printed whole
 _SIGN = "    … b"
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The arguments of a graph, each with its type; ``names`` has those that are called otherwise in print."""
+    """The arguments of a graph with their types; ``names`` has the printed names of those whose printed name differs."""
     placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
@@ -40,7 +40,7 @@ def function_lines(program: Program, *, sources: bool, fold: bool) -> list[str]:
     Args:
         program: at any stage.
         sources: print the user's source lines above operators.
-        fold: print once what repeats in a function, on several devices of the mirrored graph, or for another shape of a shard.
+        fold: print repeated lines once: in a function, on several devices of the mirrored graph, for another shape of a shard.
     """
     lines: list[str] = []
     for shard, graph in enumerate(program.shard_graphs):
@@ -64,14 +64,17 @@ def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
 
 
 def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:
-    """A line with what it says of a share, which is another on every device; ``replica``: whose, if the line does not tell."""
+    """Adds to a line the comment on its share, which differs on every device.
+
+    ``replica`` is the replica of the line, if the line does not have one.
+    """
     own = replica if replica is not None else line.node.kwargs.get("replica")
     comment = share_comment(program, line.node, own, others) if isinstance(own, int) else ""
     return replace(line, comment=comment) if comment else line
 
 
 def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
-    """The lines of the mirrored graph, those that several devices have next to each other printed once."""
+    """Folds the lines of the mirrored graph: equal adjacent lines of several devices become one line."""
     runs = [(device, list(run)) for device, run in itertools.groupby(lines, lambda line: line.device)]
     found: list[Line] = []
     while runs:
@@ -90,12 +93,12 @@ def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class _Function:
-    """What some devices run.
+    """The function that a group of devices runs.
 
     Attributes:
-        replicas: who runs it.
-        name: after the first device.
-        signature: its arguments.
+        replicas: the replicas that run it.
+        name: its name, which is that of the first device.
+        signature: its arguments, as printed.
         lines: its body.
     """
 
@@ -106,7 +109,7 @@ class _Function:
 
 
 def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
-    """The devices' programs; those that run the same are printed once, of others that do up to shapes what differs."""
+    """Prints the devices' programs. Equal ones are printed once; of one that differs only in shapes, the differing lines."""
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program):
@@ -147,15 +150,15 @@ def _functions(program: Program) -> list[_Function]:
 
 
 def operation_of(text: str) -> str:
-    """What a line calls, without the variant of a region: lines of two variants correspond where these are the same."""
+    """The name that a line calls, without the variant of a region, so that the lines of two variants can be matched by it."""
     match = _CALLED.match(text)
     return _VARIANT.sub("", match["operation"]) if match else text
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """The places of the lines to print of a variant of another function; None if it is to be printed whole.
+    """The indices of the lines of a function that differ from another one; None if the function must be printed whole.
 
-    Where one line of an operation differs, all of that operation are printed, so that it is clear which lines they replace.
+    If one line of an operation differs, all lines of this operation are printed, so that it is clear which lines they replace.
     """
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:

@@ -1,4 +1,4 @@
-"""The lines of one graph."""
+"""Prints the lines of one graph."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Line:
     """A line of a graph.
 
     Attributes:
-        text: what it says.
+        text: its text, without comment.
         node: the node that it prints.
-        comment: said at its end.
-        source: the user's line that an operator comes from: printed above it.
-        device: in the mirrored graph, the device that does it, or ``all``.
-        above: lines of explanation above it.
+        comment: the comment at its end.
+        source: the user's line that an operator comes from, which is printed above it.
+        device: in the mirrored graph, the device of the node, or ``all``.
+        above: lines of explanation that are printed above it.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """The lines of one of a program's graphs: of operators, in regions and before there are regions, else of calls."""
+    """The lines of one of a program's graphs: of operators if the program has no regions yet, otherwise of calls."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph) if is_call_graph else statements(graph)
 
@@ -77,7 +77,7 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """A line by itself; ``width``: of the column of devices."""
+    """Prints a single line; ``width`` is the width of the column of devices."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 
@@ -106,7 +106,7 @@ _TOGETHER = Selection(lambda operation: operation.printed is Printed.TOGETHER)
 
 
 def _joined_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
-    """One line for all of a replica's calls of an operation such as `write`, at the first of them."""
+    """The text of one line for all calls of a replica to an operation such as `write`, which is printed at the first call."""
     found: dict[tuple[int | None, str], list[fx.Node]] = {}
     for node in calls_to(graph, *_TOGETHER):
         found.setdefault((replica_of(node), name_of(node)), []).append(node)
@@ -127,7 +127,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     is_folded = operation is not None and operation.printed is Printed.WHERE_USED
     if node.op != "call_function" or node.target is operator.getitem or is_folded:
         return None
-    if operation is None:  # nothing that a valid program has; for whoever looks for what is wrong
+    if operation is None:  # not in a valid program; printed to show what is wrong
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
@@ -145,14 +145,14 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
 
 
 def _distinct(values: PrintedValues, node: fx.Node) -> str:
-    """What a collective takes: the name that the value has on every replica."""
+    """The argument of a collective: the name that the value has on every replica."""
     inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
     return ", ".join(name + of_all for name in inputs)
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
-    """The lines of a graph of operators of torch; ``names`` has those of arguments that are called otherwise in print."""
+    """The lines of a graph of torch operators; ``names`` has the printed names of arguments whose printed name differs."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":

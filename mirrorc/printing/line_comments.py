@@ -1,4 +1,4 @@
-"""What is said beside a line of a graph, in words."""
+"""Writes the comments beside and above the lines of a graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_STEP = "the optimizer's own step, once for all replicas"
 
 
 def comment_of(program: Program, node: fx.Node) -> str:
-    """What is said of a node at the end of its line; the same on every device that runs the same. Empty for most."""
+    """The comment at the end of a node's line, which is the same on all devices with equal programs; empty for most nodes."""
     if is_region_call(node):
         return _modules(program, node)
     if is_of(node, Kind.FACTORED):
@@ -42,13 +42,13 @@ def comment_of(program: Program, node: fx.Node) -> str:
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
-    """Which part of a bucket a `wait` gives on one device; nothing where it gives the whole.
+    """Says which part of a bucket a `wait` gives on one device; empty if it gives the whole bucket.
 
     Args:
-        program: that the node is in.
-        node: any.
-        replica: the device's.
-        others: whether the line stands for more devices, whose shares the table of buckets has.
+        program: the program that has the node.
+        node: any node.
+        replica: the replica of the device.
+        others: whether the line also stands for other devices, whose shares are in the table of buckets.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
@@ -61,7 +61,7 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Lines that are printed above a node: who makes factored gradients; from where on parameters may be written, and why."""
+    """The lines above nodes that explain where factored gradients are made, and from where on parameters may be written."""
     return {**_of_factors(program, graph), **_of_writing(program, graph)}
 
 
@@ -107,7 +107,7 @@ def _bucket(program: Program, node: fx.Node) -> Bucket | None:
 
 
 def _modules(program: Program, call: fx.Node) -> str:
-    """The modules that a region covers, first and last as it runs: of the parameters that it reads, or makes gradients of."""
+    """The first and the last module of a region, by the parameters that it reads or whose gradients it makes."""
     region = program.regions.get(region_of(call))
     if region is None:
         return ""
@@ -126,7 +126,7 @@ def _modules(program: Program, call: fx.Node) -> str:
 
 
 def _common_beginning(program: Program) -> str:
-    """What all parameters of a program begin with: ``transformer.``; it is left out beside regions."""
+    """The common beginning of all parameters' names, such as ``transformer.``, which is left out in comments on regions."""
     first = {name.partition(".")[0] for name, variable in program.variables.items() if variable.role is Role.PARAMETER}
     return f"{next(iter(first))}." if len(first) == 1 else ""
 
@@ -139,14 +139,14 @@ def _is_loss_weight(program: Program, node: fx.Node) -> bool:
 
 
 def _made_by(call: fx.Node) -> set[str]:
-    """The variables whose gradients a call gives, as they are or as factors."""
+    """The variables whose gradients a call gives, whole or as factors."""
     gradients: Any = call.kwargs.get("gradients") or {}
     factored = (user for part in call.users for user in part.users if user.target in ops.FACTORED)
     return {*gradients, *(str(node.kwargs["variable"]) for node in factored)}
 
 
 def _factored(program: Program, node: fx.Node) -> str:
-    """The types of the factors, and who makes the gradient of them."""
+    """Says the types of the factors, and where the gradient is made from them."""
     form = FORMS.get(node.target)
     types = [type_of(factor.meta.get("val")) for factor in node.all_input_nodes]
     made_of = form.expression(*types) if form is not None else ", ".join(types)
@@ -155,7 +155,7 @@ def _factored(program: Program, node: fx.Node) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """How many gradients backward has written into the bucket already, how many are copied, and how many are factors."""
+    """Says how many gradients backward has written into the bucket, how many are copied, and how many are factors."""
     counts = {"in place": 0, "copied": 0, "factored": 0}
     for gradient in node.args:
         if isinstance(gradient, fx.Node):

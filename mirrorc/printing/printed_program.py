@@ -1,4 +1,4 @@
-"""What a printed program says, part by part: what `mirrorc.printing.reader` makes of a text."""
+"""The parts of a printed program, which `mirrorc.printing.reader` reads from a text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class PrintedValue:
     """A value where it is defined: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``.
 
     Attributes:
-        name: its name; of values that are counted, their kind.
-        type: its type as printed; empty where none is.
-        count: how many values it stands for.
+        name: its name; for values that are counted, their kind.
+        type: its type as printed; empty if none is printed.
+        count: the number of values that it stands for.
     """
 
     name: str
@@ -39,17 +39,17 @@ class PrintedBucket:
     """A bucket of the table.
 
     Attributes:
-        number: the line of the text that it is in.
+        number: the number of its line in the text.
         index: its number in the program.
-        dtype: as printed, such as ``f32``.
-        size: as printed, such as ``75.1 KiB``.
-        num_gradients: how many it has.
-        gradients: all of them, in order.
-        rule: its update rule's label.
+        dtype: its dtype as printed, such as ``f32``.
+        size: its size as printed, such as ``75.1 KiB``.
+        num_gradients: the number of its gradients.
+        gradients: its gradients, in order.
+        rule: the label of its update rule.
         is_shared: whether one copy of its parameters serves all devices.
         ready_after: the region that gives its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
-        shares: which device updates which elements, as printed; empty where none updates a share.
+        shares: which device updates which elements, as printed; empty if devices do not update shares.
     """
 
     number: int
@@ -70,14 +70,14 @@ class PrintedLine:
     """A line of a function or region: ``device | results = operation(inside)  # comment``.
 
     Attributes:
-        number: its line of the text.
-        text: what it says, without device and comment, with single spaces.
-        device: a device, or ``all`` where it is one line of all; empty where there is no column of devices. A line of the text
-            that several devices have is one of each of them.
-        outcome: what is left of ``=``, as printed; empty if there is nothing.
-        operation: what is called.
-        inside: what is between the call's parentheses, as printed.
-        comment: what is said beside it.
+        number: the number of its line in the text.
+        text: its text without device and comment, with single spaces.
+        device: its device, or ``all`` for one line of all devices; empty if there is no column of devices. A line of the text
+            that lists several devices becomes one line for each of them.
+        outcome: the text to the left of ``=``; empty if there is none.
+        operation: the name of the called operation.
+        inside: the text between the call's parentheses.
+        comment: the comment beside it.
     """
 
     number: int
@@ -95,7 +95,7 @@ class PrintedLine:
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """What the operation is given, without keywords."""
+        """The arguments of the operation, without keywords."""
         return tuple(part for part in split_list(self.inside) if not _DETAIL.fullmatch(part))
 
     @functools.cached_property
@@ -107,17 +107,17 @@ class PrintedLine:
 
 @dataclass(frozen=True)
 class PrintedFunction:
-    """A device's program, or that of several.
+    """The program of one or several devices.
 
     Attributes:
-        number: its first line of the text.
-        name: as printed: ``one_device``, ``all_devices``, ``cpu_0``.
+        number: the number of its first line in the text.
+        name: its name as printed: ``one_device``, ``all_devices``, ``cpu_0``.
         devices: the devices that run it, in order.
-        arguments: what it is given.
-        lines: what it does.
-        outcome: what it returns, as printed.
-        above: the lines above it: who runs it, on which examples, with which loss weight and random stream.
-        explanations: what is explained between its lines.
+        arguments: its arguments.
+        lines: the lines of its body.
+        outcome: the returned values, as printed.
+        above: the lines above it, which say which devices run it, on which examples, with which loss weight and random stream.
+        explanations: the explanations between its lines.
     """
 
     number: int
@@ -135,11 +135,11 @@ class PrintedRegion:
     """A region's body.
 
     Attributes:
-        number: its first line of the text.
-        name: such as ``fwd_0`` or ``bwd_0.shard1``.
-        arguments: what it is given.
-        statements: what it does.
-        results: the names of what it gives.
+        number: the number of its first line in the text.
+        name: its name, such as ``fwd_0`` or ``bwd_0.shard1``.
+        arguments: its arguments.
+        statements: the lines of its body.
+        results: the names of its results.
     """
 
     number: int
@@ -151,19 +151,19 @@ class PrintedRegion:
 
 @dataclass(frozen=True)
 class PrintedProgram:
-    """A program, as far as its printed form tells.
+    """The information about a program that its printed form contains.
 
     Attributes:
-        stage: its stage's name.
-        num_devices: as the heading says.
+        stage: the name of its stage.
+        num_devices: the number of devices in the heading.
         after: the pass that the heading names; empty if it names none.
-        milliseconds: the time that the heading gives, if it does.
-        report: what dumps say of a pass, below the heading.
+        milliseconds: the time in the heading, if there is one.
+        report: a dump's report on the pass, below the heading.
         buckets: the bucket table.
-        optimizers: what the optimizer's groups held at compilation, as printed.
-        remarks: those of the passes that are kept, each after the name of its pass.
-        functions: what the devices run.
-        regions: the bodies of regions, by name; none where they were left out.
+        optimizers: the hyperparameters of the optimizer's groups at compilation, as printed.
+        remarks: the kept remarks of passes, each after the name of its pass.
+        functions: the functions that the devices run.
+        regions: the bodies of regions, by name; empty if they were left out.
     """
 
     stage: str
@@ -184,23 +184,23 @@ class PrintedProgram:
 
     @functools.cached_property
     def function_of(self) -> Mapping[str, PrintedFunction]:
-        """What each device runs."""
+        """The function that each device runs."""
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """What a device does, collectives of all devices included."""
+        """The lines of a device, including the collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 
 def as_value(text: str) -> PrintedValue:
-    """A value where it is defined, from ``NAME: TYPE``, ``NAME`` or ``N KIND``."""
+    """Reads a defined value from ``NAME: TYPE``, ``NAME`` or ``N KIND``."""
     name, _, kind = text.partition(": ")
     counted = _COUNTED.fullmatch(name)
     return PrintedValue(counted[2], count=int(counted[1])) if counted else PrintedValue(name, kind)
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a list, ``a, (b, c), 'd, e'`` for example; commas in brackets and in quotes do not part."""
+    """Splits a list such as ``a, (b, c), 'd, e'`` at its commas, except for commas in brackets and in quotes."""
     return tuple(part.strip() for part in _parts(text)) if text.strip() else ()
 
 

@@ -80,14 +80,14 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """A program as text, in the form above.
+    """Prints a program as text, in the form above.
 
     Args:
         program: at any stage.
         regions: print the bodies of the regions, too.
         slots: print every gradient of a bucket, each on a line of its own.
         sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-        fold: tell once what repeats; None: unless ``slots``.
+        fold: print repeated parts once; None means True unless ``slots`` is set.
         after: the pass that the heading names.
         milliseconds: the time that the heading gives.
     """
@@ -101,12 +101,12 @@ def program_to_text(
 
 
 def region_to_text(region: Region, *, sources: bool = True) -> str:
-    """A region's body as text."""
+    """Prints a region's body as text."""
     return "\n".join(_region_lines(region, sources, {})) + "\n"
 
 
 def on_one_line(text: str) -> str:
-    """A text whose line breaks are written as in a Python string."""
+    """Replaces line breaks in a text by ``\\n``."""
     return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)
 
 
@@ -117,7 +117,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
-    """What a region's arguments are called that are arguments of the step, too: fx calls ``input`` ``input_1``."""
+    """The printed names of a region's arguments that are arguments of the step, because fx renames ``input`` to ``input_1``."""
     graphs = program.graphs()
     calls = (n for graph in graphs for n in graph.nodes if is_region_call(n) and region_of(n) == region.name)
     call = next(calls, None)

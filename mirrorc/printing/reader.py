@@ -128,7 +128,7 @@ def _devices(above: Iterable[str]) -> tuple[str, ...]:
 def _in_place_of(
     cursor: TextCursor, base: Sequence[PrintedLine], lines: Sequence[PrintedLine]
 ) -> tuple[PrintedLine, ...]:
-    """The lines of a function that is another but for these: they replace those of the same operation, in order."""
+    """The lines of a function that is printed as a variant of another: they replace lines of the same operation, in order."""
     given: dict[str, list[PrintedLine]] = defaultdict(list)
     for line in lines:
         given[operation_of(line.text)].append(line)
@@ -160,12 +160,14 @@ def _signature(cursor: TextCursor, text: str) -> tuple[PrintedValue, ...]:
 def _body(
     cursor: TextCursor, *, has_comments: bool, devices: Sequence[str] | None = None
 ) -> tuple[tuple[PrintedLine, ...], list[str], str]:
-    """The lines up to 'return', what is explained between them, and what is given back. The user's source is left out.
+    """Reads the lines of a body up to 'return', the explanations between them, and the returned values.
+
+    The user's source lines are left out.
 
     Args:
-        cursor: stands after the opening.
+        cursor: a cursor after the opening line.
         has_comments: whether there are comments beside lines.
-        devices: those of the mirrored graph, whose lines have a column for them.
+        devices: the devices of the mirrored graph, whose lines have a column of devices.
     """
     lines: list[PrintedLine] = []
     explanations: list[str] = []

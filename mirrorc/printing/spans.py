@@ -1,4 +1,4 @@
-"""Lists in which what follows each other is written as a span: ``cpu:0 … cpu:3, cpu:6``, and reading them."""
+"""Prints and reads lists in which consecutive items are written as a span: ``cpu:0 … cpu:3, cpu:6``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spans(items: Iterable[object]) -> str:
 
 
 def read_spans(text: str) -> tuple[str, ...]:
-    """What `spans` was given."""
+    """The items of a list that `spans` has printed."""
     found: list[str] = []
     for part in text.split(", "):
         first, _, last = part.partition(" … ")
@@ -32,12 +32,12 @@ def read_spans(text: str) -> tuple[str, ...]:
 
 
 def range_text(start: int, stop: int) -> str:
-    """``0 … 9`` for the ten numbers before 10; ``4`` for one; ``none``."""
+    """Prints a range: ``0 … 9`` for the numbers from 0 to 9, ``4`` for a single number, ``none`` for an empty range."""
     return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:
-    """Names parted where the next does not have the same beginning and the next number."""
+    """Splits names into runs, in which each name has the same beginning as the one before and the next number."""
     runs: list[list[str]] = []
     for before, name in itertools.pairwise([None, *names]):
         if before is not None and name is not None and _follows(before, name):

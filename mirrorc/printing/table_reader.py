@@ -1,4 +1,4 @@
-"""Reads the table of buckets back."""
+"""Reads the printed table of buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BUCKET = re.compile(
     r"# bucket (?P<index>\d+)  (?P<dtype>\S+) +(?P<size>\d+(?:\.\d+)? [KMGT]?i?B)  (?P<count>\d+) gradients?  (?P<rule>\S.*)"
 )
 _READY = re.compile(r"ready after d\((?P<gradient>.*)\) in (?P<region>\S+)")
-_LISTED = "#     "  # begins the line of one gradient, if they are not taken together
+_LISTED = "#     "  # the beginning of the line of a single gradient, if gradients are not grouped by layers
 _INDENT = "#   "
 _MORE = "#       "
 _SHARES = "#   shares, "
@@ -20,7 +20,7 @@ _GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |
 
 
 def read_buckets(text: TextCursor, number: int) -> tuple[PrintedBucket, ...]:
-    """The buckets of a table, of which there must be a number; raises as `TextCursor.fail`."""
+    """Reads a table, which must have ``number`` buckets; raises as `TextCursor.fail` does."""
     buckets = []
     while text.next.startswith("# bucket "):
         buckets.append(_bucket(text))
@@ -58,7 +58,7 @@ def _bucket(text: TextCursor) -> PrintedBucket:
 
 
 def _gradients(text: TextCursor, count: int) -> list[PrintedGradient]:
-    """The gradients of a bucket: each on a line, or taken together by layers."""
+    """Reads the gradients of a bucket: each on a line of its own, or grouped by layers."""
     found: list[PrintedGradient] = []
     while text.next.startswith(_INDENT) and not text.next.startswith(_SHARES) and len(found) < count:
         line = text.take()

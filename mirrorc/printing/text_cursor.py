@@ -1,4 +1,4 @@
-"""Goes through the lines of a printed program, and says where and why they are none."""
+"""Goes through the lines of a printed program, and refuses lines that do not have its form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from mirrorc.printing.folding import unfolded
 
-_SHOWN = 300  # so much of a line is quoted
+_SHOWN = 300  # the most characters of a line that are quoted
 _ANEW = "print it anew with program.to_text()"
 
 
@@ -20,7 +20,7 @@ class TextCursor:
 
     @property
     def number(self) -> int:
-        """The line of the text that was taken last; the first is 1, and 0 stands before it."""
+        """The number of the line that was taken last; the first line is 1; 0 if no line was taken."""
         return self._lines[self._taken - 1][0] if self._taken else 0
 
     @property
@@ -59,12 +59,12 @@ class TextCursor:
         )
 
     def expect(self, holds: bool, expected: str) -> None:
-        """Refuses the line that was taken last, unless something holds of it; raises as `fail`."""
+        """Refuses the line that was taken last unless ``holds``; raises as `fail` does."""
         if not holds:
             self.fail(expected)
 
     def match(self, pattern: re.Pattern[str], text: str, expected: str) -> re.Match[str]:
-        """How a text matches a pattern, as a whole; raises as `fail` if it does not."""
+        """Matches a whole text with a pattern; raises as `fail` does if it does not match."""
         match = pattern.fullmatch(text)
         if match is None:
             self.fail(expected)

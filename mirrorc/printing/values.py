@@ -1,4 +1,4 @@
-"""What the values of a program are called in print, and how their types are written."""
+"""Prints the names of values and their types."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _DTYPES = {
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
-_LISTED = 4  # so many values of one kind are listed by name, more are counted
-_LISTED_WIDTH = 48  # and no more than fit in so many columns
+_LISTED = 4  # the most values of one kind that are listed by name; more are counted
+_LISTED_WIDTH = 48  # the most columns that they may take
 _LISTING_ORDER = (
     "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "parameters", "write", "factor",
     "activation", "activation gradient", "saved", "slot",
@@ -67,7 +67,7 @@ def type_of(value: Any) -> str:
 
 
 class PrintedValues:
-    """What the values of a graph of calls are (their kind) and what they are called."""
+    """Finds the kind and the printed name of each value in a graph of calls."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self._program = program
@@ -95,7 +95,7 @@ class PrintedValues:
         return found.value, filled(found.called, node.args, node.kwargs) or node.name
 
     def _kept_as(self, node: fx.Node) -> str:
-        """What a region gives for later ones: a factor, an activation, or the gradient of one."""
+        """The kind of a result that later regions use: a factor, an activation, or the gradient of an activation."""
         if node.users and all(user.target in ops.FACTORED for user in node.users):
             return "factor"
         call = node.args[0] if node.args else None
@@ -104,7 +104,7 @@ class PrintedValues:
         return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
-        """Calls what operators of torch make after their operand: ``b0_sum_clamp``, ``b0_sum_clamp_2`` on the same replica."""
+        """Names results of torch operators after their operand: ``b0_sum_clamp``, and ``b0_sum_clamp_2`` if it is taken."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             if self.kinds[node] == ("computed", ""):
@@ -115,23 +115,23 @@ class PrintedValues:
                 self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
 
     def name(self, node: fx.Node) -> str:
-        """A value's name, as where it is used."""
+        """The name of a value where it is used."""
         kind, name = self.kinds[node]
         return _WRITTEN.get(kind, "{}").format(name)
 
     def own_name(self, node: fx.Node) -> str:
-        """A value's name, the same on all replicas, where kinds are not counted."""
+        """The value's own name, which is the same on all replicas, even if values of its kind are counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factor_name(self, node: fx.Node, variable: str) -> str:
-        """What a factor of a variable's gradient is called: ``left``, ``right``; by its own name if it is something else, too."""
+        """The name of a factor of a variable's gradient, such as ``left``; its own name if it has other uses, too."""
         name, own = self.own_name(node), f"{identifier(variable)}_"
         return name.removeprefix(own) if name.startswith(own) else name
 
     def typed(self, node: fx.Node) -> str:
-        """A value with its type, as where it is defined."""
+        """The name and the type of a value where it is defined."""
         value = node.meta.get("val")
-        if node.target in ops.FACTORED:  # whose type is that of its slot, and what is there are its factors
+        if node.target in ops.FACTORED:  # its type is that of its slot, but only its factors exist
             return self.name(node)
         kind = type_of(value)
         whole = self._whole(node)
@@ -148,7 +148,10 @@ class PrintedValues:
         return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Values by name; what is kept for later regions, and many of a kind, by number. ``typed``: with the types of losses."""
+        """Lists values by name; values that are kept for later regions, and many values of a kind, are counted.
+
+        If ``typed``, losses have their types.
+        """
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]
@@ -170,7 +173,7 @@ def _is_call(node: Any) -> TypeGuard[fx.Node]:
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:
-    """The gradients, losses and new values of per-replica variables, found from what uses them."""
+    """The gradients, the losses and the new values of per-replica variables, which are found by their uses."""
     slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in graph.nodes:
         if node.target is ops.pack:

@@ -1,4 +1,4 @@
-"""Devices that run one program up to shapes, and what is said above it: their shards, loss weight and random stream."""
+"""Groups devices whose programs differ only in shapes, and prints the lines above a program: shards, loss weight, seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
 
 
 def num_examples(program: Program, replica: int) -> int | None:
-    """How many examples of the batch a replica has; None if that is not known."""
+    """The number of the batch's examples that a replica has; None if that is not known."""
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 
@@ -45,8 +45,8 @@ def heading(program: Program, replicas: Sequence[int], *, is_first: bool = True)
 
     Args:
         program: at any stage.
-        replicas: that run it.
-        is_first: whether no such lines stand above; else what holds for all replicas is not said again.
+        replicas: the replicas that run it.
+        is_first: whether this is the first function; facts about all replicas are printed only there.
     """
     several = len(replicas) > 1
     who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {spans(replicas)})"

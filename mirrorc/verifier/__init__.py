@@ -1,1 +1,1 @@
-"""Checks a program after every pass, by rules."""
+"""Checks a program against rules after every pass."""

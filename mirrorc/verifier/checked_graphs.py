@@ -1,4 +1,4 @@
-"""Which graphs were verified after earlier passes, and need not be verified again."""
+"""Remembers which graphs were verified after earlier passes, so that they are not verified again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mirrorc.verifier.rules.dataflow import KnownFlows
 
 
 class Checked:
-    """Remembers what was verified after earlier passes: most leave most regions alone, and all go on from the last program."""
+    """The graphs and the dataflow that were verified after earlier passes.
+
+    This saves time because most passes leave most regions unchanged, and each pass takes the program of the one before.
+    """
 
     def __init__(self) -> None:
         self.flows = KnownFlows()
@@ -20,21 +23,21 @@ class Checked:
         self._changed: set[int] = set()
 
     def look_again(self) -> None:
-        """Finds out which of the graphs that were checked have been changed since, by a pass that must give new ones."""
+        """Finds the checked graphs that were changed since; passes must return new graphs instead of changing these."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Whether this graph was checked, and had been changed when last looked at."""
+        """Whether this graph was checked and, as of the last `look_again`, changed since."""
         return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Whether this graph was checked, and was as it had been when last looked at."""
+        """Whether this graph was checked and, as of the last `look_again`, not changed since."""
         return self._is_known(graph) and id(graph) not in self._changed
 
     def add(self, program: Program) -> None:
-        """Notes that a program's graphs are right."""
+        """Records that a program's graphs were checked."""
         graphs = _all_graphs(program)
         parts = [self._checked[id(graph)][1] if self.has(graph) else _parts(graph) for graph in graphs]
         self._checked = {id(graph): (graph, found) for graph, found in zip(graphs, parts, strict=True)}
@@ -45,7 +48,7 @@ class Checked:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """What a graph consists of. Nodes' arguments are immutable, so a changed one is another object."""
+    """The objects of which a graph consists. Arguments of nodes are immutable, so a changed argument is another object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 

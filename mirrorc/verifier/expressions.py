@@ -1,4 +1,4 @@
-"""Expressions of a program's values as numbers: two values that are computed in the same way have equal numbers."""
+"""Assigns numbers to the values of a program: two values that are computed in the same way have equal numbers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from mirrorc.ir.value_types import value_type
 
 @dataclass(frozen=True)
 class _Value:
-    """An expression's number, where an operator's argument may be a number, too."""
+    """The number of an expression, wrapped to distinguish it from numbers that are arguments of operators."""
 
     number: int
 
 
 class Expressions:
-    """Numbers expressions, so that equal ones have equal numbers, over all programs that share the table.
+    """Assigns numbers to expressions, equal ones to equal expressions, over all programs that share the table.
 
     Args:
         program: the program.
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
-        roots: for a view, by its number and how it lies in memory, the number of what is viewed and how that lies; for the number
-            of a value of another shape, the number and the shape of the one with whose elements it begins.
+        roots: for a view, by its number, shape and strides, those of the value that it is a view of; for the number of a reshaped
+            value, the number and the shape of the original value.
         inlined: whether to look into regions.
-        makers: is given, for each number, the node that it was found at first.
+        makers: filled with the first node that has each number.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Expressions:
         """The number of an expression, given its operation and the numbers of its arguments."""
         try:
             return self.numbers.setdefault(key, len(self.numbers))
-        except TypeError:  # something in it cannot be hashed
+        except TypeError:  # a part of the key cannot be hashed
             return self.numbers.setdefault(repr(key), len(self.numbers))
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value of a graph, or a tuple of numbers for what a region gives.
+        """The number of each value of a graph; for a call of a region, a tuple of numbers.
 
-        ``arguments``: the numbers of placeholders, where the graph is the body of a region that is called.
+        If the graph is the body of a called region, ``arguments`` has the numbers of its placeholders.
         """
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
@@ -94,17 +94,17 @@ class Expressions:
         return numbered
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
-        """An operator that a pass may write as others is the expression of those."""
+        """The number of an operator with a decomposition, which is the number of the decomposition's result."""
         given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
-        makers, self.makers = self.makers, None  # the operators in it are in no program
+        makers, self.makers = self.makers, None  # the operators of the decomposition are nodes of no program
         inside = self.number_graph(body, given)
         self.makers = makers
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """A view; the viewed value itself, if views lead back to how that lies, as a product's do that goes into its slot.
+        """The number of a view; that of the viewed value if a chain of views leads back to the value's own shape and strides.
 
-        What `reshape` gives may be a copy: it is no view of the memory of what it was given.
+        The views of a product that is written into its slot do. The result of `reshape` may be a copy, so it is no view.
         """
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -119,7 +119,7 @@ class Expressions:
         return number
 
     def _reshaped(self, node: fx.Node, source: int) -> int:
-        """The elements of a value in another shape, however often and by whatever operator that was changed on the way."""
+        """The number of a value in another shape; it does not depend on the operators by which the shape was changed."""
         first, shape = self.roots.get(source, (source, _shape(node.args[0])))
         if _shape(node) == shape:
             return int(first)
@@ -137,7 +137,7 @@ class Expressions:
         return self.number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """A gradient as factors is the expression of the whole."""
+        """The number of a factored gradient, which is that of the whole gradient."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
             if target not in SAME_ORDER:
@@ -151,7 +151,7 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """An operator that writes its first argument, which is from then on what was written."""
+        """Handles an operator that writes its first argument: from then on, the argument has the number of the written value."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is matmul.mm_into:
@@ -162,7 +162,7 @@ class Expressions:
         numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
-        """A region's results: by name and arguments, slots apart; or its own expressions, as a tuple."""
+        """The results of a region: by its name and its arguments except for slots; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
         given = [self.number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
         if self.inlined:
@@ -183,7 +183,7 @@ def _shape(value: Any) -> Any:
 
 
 def _lies(node: fx.Node) -> Any:
-    """A value's shape and strides, those apart that mean nothing."""
+    """A value's shape and strides, without strides that have no effect."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
@@ -191,7 +191,7 @@ def _lies(node: fx.Node) -> Any:
 
 
 def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
-    """An argument as part of a key, nodes in it by their numbers."""
+    """Converts an argument to a part of a key; nodes in it are replaced by their numbers."""
     if isinstance(value, fx.Node) and numbered is not None:
         return ("value", numbered[value])
     if isinstance(value, _Value):

@@ -1,4 +1,4 @@
-"""What a rule of the verifier is, and which there are: each registers itself, by a decorator that says from when it holds."""
+"""The registry of the verifier's rules: a decorator registers each rule with the stage from which it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirrorc.ir.program import Program, Stage
 
 
 class Scope(enum.Enum):
-    """What a rule is given."""
+    """The arguments that a rule takes."""
 
     PROGRAM = "a program"
     GRAPH = "a program, and a graph of it or the body of a region"
@@ -19,15 +19,13 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """When a rule is checked: first what others stand on, last what a better message often explains."""
+    """The order of checking. Rules on which others depend come first; rules come last if others often explain a fault better."""
 
-    FORM = 0  # graphs are graphs
-    REFERENCES = 1  # what nodes name is there, and operations have their arguments
+    FORM = 0  # graphs are well-formed
+    REFERENCES = 1  # references of nodes are valid, and operations have their arguments
     MEANING = 2  # everything else
-    OWNERS = (
-        3  # values stay on their replica: what breaks it often breaks another rule, which says better what is wrong
-    )
-    TYPES = 4  # so does a wrong type
+    OWNERS = 3  # values stay on their replica; a fault often breaks another rule as well, which explains it better
+    TYPES = 4  # the same is true of a wrong type
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,11 @@ class Rule:
     """A rule of the verifier.
 
     Attributes:
-        check: yields what breaks the rule; its name and docstring are the rule's name and statement.
+        check: yields the violations of the rule; its name and docstring are the rule's name and statement.
         since: the stage from which it holds; None if it holds at every stage.
-        scope: what ``check`` is given.
-        order: when it is checked.
-        is_about_dataflow: whether a pass that says that it changes what is computed need not keep it.
+        scope: the arguments of ``check``.
+        order: its place in the order of checking.
+        is_about_dataflow: whether it does not apply to a pass that declares that it changes what is computed.
     """
 
     check: Callable[..., Any]
@@ -54,7 +52,7 @@ class Rule:
 
     @property
     def statement(self) -> str:
-        """What the rule demands, in a sentence: the first paragraph of its docstring."""
+        """The statement of the rule: the first paragraph of its docstring."""
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
     def holds_at(self, stage: Stage) -> bool:
@@ -62,7 +60,7 @@ class Rule:
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """When it holds, for a message."""
+        """Says when the rule holds, for an error message."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:
@@ -81,7 +79,7 @@ def rule(
     order: Order = Order.MEANING,
     is_about_dataflow: bool = False,
 ) -> Callable[[_Check], _Check]:
-    """Registers the decorated function as a rule, see `Rule`; it yields a `Violation` for all that breaks the rule.
+    """Registers the decorated function as a rule, see `Rule`; the function yields a `Violation` for each fault.
 
     Raises:
         ValueError: another rule has this name, or the function does not state the rule in its docstring.
@@ -100,10 +98,10 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """Takes back the registration of a rule: for tests, which must leave nothing behind."""
+    """Removes a rule; for tests, which must not change the state of later ones."""
     _RULES[:] = [found for found in _RULES if found.check is not check]
 
 
 def rules() -> list[Rule]:
-    """All rules in the order in which they are checked: those on passes last, else by order and by stage."""
+    """All rules in the order in which they are checked: by order and stage, with rules on passes last."""
     return sorted(_RULES, key=lambda r: (r.scope is Scope.PASS, r.order, r.since or Stage.CAPTURED))

@@ -28,9 +28,9 @@ def verify(
     Args:
         program: at any stage.
         after: name of the pass that made the program, for the message.
-        before: the program that the pass was given, to check that what is computed has stayed the same.
-        checked: what need not be checked again; what is in this program is added.
-        keeps_dataflow: whether the pass must leave alone what is computed.
+        before: the program that the pass has taken, to check that what is computed has stayed the same.
+        checked: the graphs that need not be checked again; those of this program are added.
+        keeps_dataflow: whether the pass must not change what is computed.
 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
@@ -41,7 +41,7 @@ def verify(
             changed = Rule(given_programs_are_not_changed, scope=Scope.PASS)
             _refuse_first(program, _changed_in_place(before, checked), changed, after)
     bodies = [region.graph_module.graph for region in program.regions.values()]
-    plain = program.graphs() if program.stage < Stage.OUTLINED else []  # what is in them depends on no table
+    plain = program.graphs() if program.stage < Stage.OUTLINED else []  # these graphs do not depend on tables
     graphs = [] if plain else program.graphs()
     graphs += [graph for graph in (*plain, *bodies) if checked is None or not checked.has(graph)]
     flows = checked.flows if checked is not None else KnownFlows()

@@ -1,4 +1,4 @@
-"""Backends: what makes a region executable, each a class with a name."""
+"""The interface and the registry of backends, which make regions executable."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 from torch import fx
 
 RegionFunction = Callable[[list[Any]], Any]
-"""Takes a list of arguments, which it empties, and gives a sequence of outputs."""
+"""A function that takes a list of arguments, which it empties, and returns a sequence of outputs."""
 
 
 class Backend(ABC):
-    """Makes the bodies of regions executable. A backend of one's own overrides `compile` and what else differs.
+    """Makes the bodies of regions executable. A backend of your own overrides `compile`, and other methods where it differs.
 
     Attributes:
-        name: as users write it in ``mirrorc.compile(..., backend=name)``.
+        name: the name that users write in ``mirrorc.compile(..., backend=name)``.
     """
 
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """Why the backend cannot compile for a device on this machine; an empty text if it can."""
+        """Says why the backend cannot compile for a device on this machine; an empty text if it can."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """The decompositions of ATen operators to capture with."""
+        """The decompositions of ATen operators that are applied during capture."""
         return {}
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """What the backend's code is faster with on a device, as options of `mirrorc.passes.default_pipeline`."""
+        """The options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device."""
         return {}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
-        """Begins in the background what the first region has to wait for; called before a program is captured."""
+        """Starts background work that the first region waits for; called before a program is captured."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, regions may be compiled side by side; their functions can be called after its end."""
+        """A context in which regions may be compiled in parallel; their functions must not be called before its end."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -48,8 +48,8 @@ class Backend(ABC):
 
         Args:
             graph_module: the region's body on its device; placeholders and results have fake values.
-            name: the region's.
-            num_threads: threads that the region may use on the CPU.
+            name: the name of the region.
+            num_threads: the number of threads that the region may use on the CPU.
         """
 
 
@@ -68,12 +68,12 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Forgets a backend, so that its name is free again."""
+    """Makes a backend unknown, so that its name is free again."""
     del _backends[name]
 
 
 def backend_named(name: object) -> Backend:
-    """The backend of a name.
+    """The backend of this name.
 
     Raises:
         ValueError: there is none; lists those that there are.

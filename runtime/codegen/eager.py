@@ -9,7 +9,7 @@ from mirrorc.runtime.codegen.graph_function import generate
 
 
 class EagerBackend(Backend):
-    """Calls one operator after the other. It starts at once, and a failure names its operator."""
+    """Calls one operator after the other. Compiling takes no time, and an error names the operator that has failed."""
 
     name = "eager"
 

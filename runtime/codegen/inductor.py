@@ -31,7 +31,7 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """Inductor's convolutions on CPUs are oneDNN's, which are faster in channels-last format; its tanh is slow."""
+        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         return {"gelu_by_sigmoid": True, "channels_last": is_onednn}
 

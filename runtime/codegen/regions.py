@@ -1,4 +1,4 @@
-"""Compiles the regions of a step, each once for every device of torch's, with one of the backends."""
+"""Compiles each region of a step once for every torch device, with one of the backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program is specialised on."""
+"""What a program is specialized on."""
 
 from __future__ import annotations
 

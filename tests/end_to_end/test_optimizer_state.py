@@ -209,7 +209,7 @@ def test_parameters_with_different_step_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW, STATEFUL["adadelta"]], ids=["sgd", "adamw", "adadelta"])
-def test_state_loaded_between_steps_is_honoured(make_optimizer: OptimizerMaker) -> None:
+def test_state_loaded_between_steps_is_honored(make_optimizer: OptimizerMaker) -> None:
     pair = Pair(make_mlp(), make_optimizer, num_devices=3)
     pair.train(1)
     states = [copy.deepcopy(own.state_dict()) for own in (pair.optimizer, pair.twin_optimizer)]
@@ -228,7 +228,7 @@ def test_state_cleared_between_steps_begins_afresh() -> None:
     pair.check()
 
 
-def test_optimizer_state_written_in_place_is_honoured() -> None:
+def test_optimizer_state_written_in_place_is_honored() -> None:
     def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
@@ -240,7 +240,7 @@ def test_optimizer_state_written_in_place_is_honoured() -> None:
     pair.check()
 
 
-def test_step_counts_written_in_place_are_honoured() -> None:
+def test_step_counts_written_in_place_are_honored() -> None:
     def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             state["step"].fill_(10.0)
@@ -381,7 +381,7 @@ def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
 
 
 class MixedPrecision(nn.Module):
-    """A layer of each dtype; the small ones are wide enough for vectorised optimizers."""
+    """A layer of each dtype; the small ones are wide enough for vectorized optimizers."""
 
     def __init__(self, small: torch.dtype) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ def test_two_steps_in_turn_over_one_model() -> None:
     pair.check()
 
 
-def test_training_by_hand_between_steps_is_honoured() -> None:
+def test_training_by_hand_between_steps_is_honored() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
     pair.on_both(lambda model, own: train_step(model, own, mlp_batch(5, seed=77), F.cross_entropy))

@@ -227,7 +227,7 @@ def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
         assert step(x).item() == plain
 
 
-# Plain state that a graph is specialised on
+# Plain state that a graph is specialized on
 
 
 def test_an_attribute_of_another_type_respecialises() -> None:
@@ -279,7 +279,7 @@ def test_another_default_dtype_respecialises() -> None:
                 assert step(torch.ones(4)).item() == (2.0 if dtype is torch.float64 else 1.0)
 
 
-def test_deterministic_algorithms_respecialise() -> None:
+def test_deterministic_algorithms_respecialize() -> None:
     class AsksForDeterminism(nn.Module):
         def __init__(self) -> None:
             super().__init__()

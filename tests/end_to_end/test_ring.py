@@ -186,6 +186,6 @@ def test_a_ring_in_which_everyone_waits_before_sending_is_refused() -> None:
         send, wait = first(module.graph, ops.send), first(module.graph, ops.wait)
         wait.append(send)
     with pytest.raises(
-        VerifyError, match=r"breaks the rule no_device_waits_for_ever .* devices would wait for each other"
+        VerifyError, match=r"breaks the rule no_device_waits_forever .* devices would wait for each other"
     ):
         verify(program)

@@ -34,7 +34,7 @@ def test_gelu_is_torchs(dtype: torch.dtype) -> None:
 
 @given(st.floats(-7.5, 30, width=32))
 def test_gelu_is_exact_where_it_is_small_too(value: float) -> None:
-    """Where ``1 + tanh`` has cancelled, there is still a share left: relative to it, the argument's rounding is all the error."""
+    """Where ``1 + tanh`` has canceled, there is still a share left: relative to it, the argument's rounding is all the error."""
     twice = 2 * math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
     exact = value / (1 + math.exp(-twice))
     found = gelu(torch.tensor(value)).item()

@@ -93,7 +93,7 @@ class Forgetting(MyPass):
     seed: InitVar[int] = 0
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -185,7 +185,7 @@ PLAIN_VALUES = "only numbers, strings, booleans, None, torch's dtypes, and tuple
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Taking(option=Colour.RED), f"its option 'option' is a Colour: {PLAIN_VALUES}"),
+        (lambda: Taking(option=Color.RED), f"its option 'option' is a Color: {PLAIN_VALUES}"),
         (lambda: Taking(option=Stage.CAPTURED), "its option 'option' is a Stage"),
         (lambda: Taking(option=lambda x: x), "its option 'option' is a function"),
         (lambda: Taking(option={"a": {"b": len}}), "its option 'option' is a dict"),

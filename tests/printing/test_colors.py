@@ -10,21 +10,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colours_leave_the_text_alone() -> None:
+def test_colors_leave_the_text_alone() -> None:
     program = run_up_to("lower-devices", captured_two_layers(), **SMALL_BUCKETS)
     for text in (program.to_text(regions=True), str(program)):
         assert colored(text).plain == text
     assert program.__rich__().plain == str(program)
 
 
-def test_what_is_coloured() -> None:
+def test_what_is_colored() -> None:
     text = colored("    b0_pending: pending f32[8] = all_reduce(bucket=0, b0)  # all_reduce(\n")
     spans = {(text.plain[span.start : span.end], str(span.style)) for span in text.spans}
     assert ("all_reduce", "bold yellow") in spans and ("pending f32[8]", "blue") in spans
     assert ("# all_reduce(", "bright_black") in spans
 
 
-def test_a_terminal_gets_colours_and_a_file_does_not(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_terminal_gets_colors_and_a_file_does_not(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, file = Terminal(), io.StringIO()

@@ -679,5 +679,5 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
     ],
-    "no_device_waits_for_ever": [whole("lower-devices", receive_before_taking_part)],
+    "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
 }

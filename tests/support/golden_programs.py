@@ -69,7 +69,7 @@ class GoldenModel:
 
 
 class ResidualBlock(nn.Module):
-    """Two normalised convolutions around a shortcut, which is a convolution where the shape changes."""
+    """Two normalized convolutions around a shortcut, which is a convolution where the shape changes."""
 
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class ConvNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two normalised convolutions around a shortcut."""
+    """Two normalized convolutions around a shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

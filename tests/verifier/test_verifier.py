@@ -25,7 +25,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier import rules as rules_folder
 from mirrorc.verifier.rule import Order, Rule, Scope, rule, rules, withdraw
-from mirrorc.verifier.rules.ordering import no_device_waits_for_ever
+from mirrorc.verifier.rules.ordering import no_device_waits_forever
 from mirrorc.verifier.rules.programs import Violation
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -178,7 +178,7 @@ def test_getitems_belong_to_the_replica_of_their_source() -> None:
 def test_devices_that_wait_for_each_other_are_found() -> None:
     """One waits for bucket 0 before it launches bucket 1, the other the other way round."""
     program = run_up_to("lower-devices", two_buckets(), **CAPS)
-    assert list(no_device_waits_for_ever(program)) == []
+    assert list(no_device_waits_forever(program)) == []
     for graph, bucket in zip(program.graphs(), (0, 1), strict=True):
         launches = {bucket_of(node): node for node in targets(graph, ops.all_reduce)}
         waits = {bucket_of(node): node for node in targets(graph, ops.wait)}
@@ -187,5 +187,5 @@ def test_devices_that_wait_for_each_other_are_found() -> None:
         one.append(waits[bucket])
         waits[bucket].append(other)
         other.append(waits[1 - bucket])
-    (found,) = no_device_waits_for_ever(program)
+    (found,) = no_device_waits_forever(program)
     assert "cpu:0: b1_pending" in str(found) and "cpu:1: b1_sum" in str(found)

@@ -1,4 +1,4 @@
-"""The rules that the verifier checks, a file for each topic: every file here is found, and its rules register themselves."""
+"""The rules of the verifier, a file for each topic; importing this package imports all files, which register their rules."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Rules on what is in flight: that all take part, that it is waited for, that nothing touches it before."""
+"""Rules on collectives: all replicas take part, pending values are waited for, and buckets in flight are not touched."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
 
 
 def _way(packed: fx.Node, given: fx.Node) -> Iterator[fx.Node]:
-    """The values from a packed bucket to what a reduction is given."""
+    """The values between a packed bucket and the argument of its reduction."""
     while True:
         yield given
         if given is packed:
@@ -74,7 +74,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         for replica in replicas:
-            closed: dict[int, str] = {}  # bucket: since when nobody may write its slots
+            closed: dict[int, str] = {}  # for each bucket, the node from which on its slots must not be written
             sent: dict[_Memory, str] = {}
             for node in graph.nodes:
                 is_own = replica_of(node) == replica or node.target in ops.REDUCTIONS
@@ -101,22 +101,22 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
 
 
 _Memory = tuple[str, int] | fx.Node
-"""What may be written in place: the gradients or the parameters of a bucket, or a value of its own."""
+"""Memory that may be written in place: the gradients or the parameters of a bucket, or the memory of a single value."""
 
 
 def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
-    """The memory that a value lies in."""
+    """The memory of a value."""
     root = viewed(value)
     launch: Any = root.args[0] if root.target is ops.wait else None
     is_elsewhere = (
         launch is not None and launch.target not in ops.REDUCTIONS
-    )  # received: in the sender's memory, or its own
+    )  # a received value is in the sender's memory, or in its own
     part: Part | None = None if is_compute(root) or is_elsewhere else parts.of(root)
     yield root if part is None else (part.kind, part.bucket)
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes in place; a reduction may write the buckets that it is given until it is waited for."""
+    """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index) for index in written_buckets(node))
     if node.target is ops.pack or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
@@ -163,12 +163,12 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
     reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     sent = {
         bucket_of(node) for node in calls_to(program.graph, ops.send)
-    }  # what they amount to is told from what is updated
+    }  # rules on updates check that the sends make the sum
     for bucket in program.buckets:
         if reduced[bucket.index] != 1 and (reduced[bucket.index] or bucket.index not in sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"bucket {bucket.index} is reduced {reduced[bucket.index]} times", place)
-    for node in calls_to(program.graph, *ops.REDUCTIONS):  # of a broadcast, the root alone gives
+    for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts, to which only the root gives a value
         found = [replica_of(n) for n in node.all_input_nodes]
         if found != list(range(program.num_replicas)):
             yield Violation(f"{say(node)} joins replicas {found}, not each of {program.num_replicas} once", node)

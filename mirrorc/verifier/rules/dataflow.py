@@ -1,4 +1,4 @@
-"""A rule on two programs: that a pass keeps what is computed."""
+"""The rule that a pass does not change what is computed; it compares the programs before and after the pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
-_UNCHANGED = -1  # a way on which nothing is made of the bucket
+_UNCHANGED = -1  # a way on which no operator changes the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
@@ -27,12 +27,12 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same; a pass
     that means to change one says so by the attribute changes_dataflow = True.
 
-    Expressions are compared by structure: over region calls where regions stay as they are, else over the operators in them.
-    A value and its copy in another memory format are the same (`mirrorc.analysis.layouts.LAYOUT_ONLY`), but not to an operator
-    that may read memory in order: for such a one, the strides of what it is given belong to the expression.
+    Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
+    A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
+    operator that may read memory in order: its expression includes the strides of the arguments.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
-        return  # the same graphs, which the pass has left alone: that is checked
+        return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
     expected, found = known.flows(before, inlined), known.flows(after, inlined, is_new=True)
@@ -40,7 +40,7 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
         if key[1] in _WAYS and (
             key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
         ):
-            continue  # of what is not there yet, or not any more, other rules speak
+            continue  # other rules check results that are missing in one program
         numbers = [[number for number, _ in flows.get(key, [])] for flows in (expected, found)]
         if numbers[0] != numbers[1] and Counter(numbers[0]) != Counter(numbers[1]):
             old, new = map(Counter, numbers)
@@ -55,7 +55,7 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
 
 
 class KnownFlows:
-    """Numbers of expressions over a whole pipeline, and the last program's results: the next pass is given that program."""
+    """The numbers of expressions over a whole pipeline, and the results of the last program, which the next pass takes."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -63,7 +63,10 @@ class KnownFlows:
         self._last: tuple[Program, bool, Flows] | None = None
 
     def flows(self, program: Program, inlined: bool, *, is_new: bool = False) -> Flows:
-        """What each replica computes; ``inlined``: looking into regions; ``is_new``: a pass has just made the program."""
+        """The results of each replica as expressions.
+
+        ``inlined`` says whether to look into regions, ``is_new`` whether a pass has just made the program.
+        """
         if is_new or self._last is None or self._last[0] is not program or self._last[1] is not inlined:
             self._last = (program, inlined, _flows(program, Expressions(program, self._numbers, self._roots, inlined)))
         return self._last[2]
@@ -71,14 +74,14 @@ class KnownFlows:
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
     ) -> tuple[fx.Node | None, str]:
-        """Where two expressions begin to differ: the node in the new program, if it can be told, and what is said of it."""
+        """The first difference of two expressions: the node of the new program, if it is known, and the words for it."""
         keys = {number: key for key, number in self._numbers.items()}
         there, here = self._makers(before, inlined), self._makers(after, inlined)
         differing: list[tuple[int, int]] = []
         while _without_values(keys.get(old)) == _without_values(keys.get(new)):
             values = [_values_in(keys.get(number)) for number in (old, new)]
             differing = [pair for pair in zip(*values, strict=False) if pair[0] != pair[1]]
-            deeper = [pair for pair in differing if pair[1] not in there]  # what was there before is right as it is
+            deeper = [pair for pair in differing if pair[1] not in there]  # values of the old program are not at fault
             if not deeper:
                 break
             old, new = deeper[0]
@@ -90,7 +93,7 @@ class KnownFlows:
         was, given = (maker.name for maker in (there.get(differing[0][0], node), here.get(differing[0][1], node)))
         is_inside = all(
             source.name != given for source in node.all_input_nodes
-        )  # of a region, which is given it by a call
+        )  # an argument of a region, which a call passes
         return None if is_inside else node, f": {node.name} is made of {given}, where it was of {was}"
 
     def _makers(self, program: Program, inlined: bool) -> dict[int, fx.Node]:
@@ -100,7 +103,7 @@ class KnownFlows:
 
 
 def _values_in(key: Any) -> Iterator[int]:
-    """The numbers of the values that an expression is made of."""
+    """The numbers of an expression's operands."""
     for part in key if isinstance(key, tuple) else ():
         if isinstance(part, tuple) and len(part) == 2 and part[0] == "value":
             yield part[1]
@@ -109,7 +112,7 @@ def _values_in(key: Any) -> Iterator[int]:
 
 
 def _without_values(key: Any) -> Any:
-    """An expression's operation, and all that is no value in it."""
+    """An expression without its operands: the operation and all other arguments."""
     if not isinstance(key, tuple):
         return key
     return "value" if len(key) == 2 and key[0] == "value" else tuple(_without_values(part) for part in key)
@@ -178,7 +181,7 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
-    """What reductions and updates are given: kind, bucket, the node that takes it, the value."""
+    """The arguments of reductions and updates: kind, bucket, the node, its argument."""
     for node in graph.nodes:
         if node.target in ops.REDUCTIONS:
             yield from ((_WAYS[0], bucket_of(node), node, value) for value in node.all_input_nodes)
@@ -188,7 +191,7 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node, fx.Node]]:
-    """The gradients that are packed and the values that are written: kind, variable, the node that does it, the value."""
+    """The packed gradients and the written values: kind, variable, the node that packs or writes, the value."""
     for node in graph.nodes:
         if node.target is ops.pack:
             for slot, gradient in zip(program.buckets[bucket_of(node)].slots, node.all_input_nodes, strict=False):

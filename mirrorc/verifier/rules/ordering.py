@@ -1,4 +1,4 @@
-"""Rules on lowered programs: that what the devices do fits together, whatever their threads' timing."""
+"""Rules on lowered programs: the devices' programs fit together under every interleaving of their threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def collectives_have_one_order(program: Program) -> Iterator[Violation]:
             if _signature(expected) != _signature(found):
                 yield Violation(
                     f"collective {i} is {_describe(expected)} on {first_name} but {_describe(found)} on {name}: the devices "
-                    "would wait for each other for ever, or add up what does not belong together",
+                    "would wait for each other forever, or add up what does not belong together",
                     found,
                 )
                 break
@@ -43,7 +43,7 @@ def collectives_have_one_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Whether all devices have this launch or wait; a receipt is one device's."""
+    """Whether all devices have this launch or wait; a receipt belongs to one device only."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 
@@ -52,7 +52,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _given(node: fx.Node) -> tuple[Any, ...]:
-    """The types of the tensors that a reduction is given; of a broadcast, the root alone gives one."""
+    """The types of a reduction's arguments; a broadcast has none here, because only the root gives it a value."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -92,7 +92,7 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.LOWERED)
-def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
+def no_device_waits_forever(program: Program) -> Iterator[Violation]:
     """No circle of waits: a wait follows what its own device does before it, and every launch and send that it waits for."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
@@ -111,7 +111,7 @@ def no_device_waits_for_ever(program: Program) -> Iterator[Violation]:
     order.add_edges_from((giver, wait) for key, wait in waits for giver in givers.get(key, []))
     if not nx.is_directed_acyclic_graph(order):
         circle = " -> ".join(f"{device}: {name}" for (device, name), _ in nx.find_cycle(order))
-        yield Violation(f"devices would wait for each other for ever: {circle}")
+        yield Violation(f"devices would wait for each other forever: {circle}")
 
 
 def _awaited(program: Program, wait: fx.Node) -> list[Any]:

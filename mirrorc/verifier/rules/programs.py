@@ -1,4 +1,4 @@
-"""What rules look at: the graphs of a program, and how to name a place in them."""
+"""What rules share: violations, the graphs to check, and names for places in them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class Violation:
-    """What breaks a rule.
+    """A violation of a rule.
 
     Attributes:
         message: says what is wrong.
-        node: where, if one place can be named.
+        node: the node at fault, if there is one.
     """
 
     message: str
@@ -29,7 +29,7 @@ class Violation:
 
 
 def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
-    """Graphs that hold operations of the IR, each with the replicas in it and a way to name them."""
+    """The graphs with operations of the IR, each with its replicas and a function that names a replica."""
     if program.graph is not None:
         yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
     for name, module in program.device_graphs.items():
@@ -37,12 +37,12 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
 
 
 def say(node: fx.Node) -> str:
-    """A collective, for a message."""
+    """Names a collective in a message."""
     return f"{name_of(node)} of bucket {bucket_of(node)}"
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
-    """Where a replica deals with a bucket last, to show what is missing there."""
+    """The last node of a replica that belongs to a bucket; messages show it as the place where something is missing."""
     found = None
     for node in graph.nodes:
         if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or replica_of(node) == replica):
@@ -51,7 +51,7 @@ def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """What a collective is known by: its kind and its bucket."""
+    """The tag of a collective: its kind and its bucket."""
     return name_of(node), bucket_of(node)
 
 

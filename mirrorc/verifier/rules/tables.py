@@ -1,4 +1,4 @@
-"""Rules on a program's tables: that what its graphs refer to is there."""
+"""Rules on a program's tables: references in its graphs are valid."""
 
 from __future__ import annotations
 

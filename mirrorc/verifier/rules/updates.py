@@ -1,4 +1,4 @@
-"""Rules on what writes variables, and when."""
+"""Rules on writes to variables: which nodes may write, and when."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 
 def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> bool:
-    """Whether a value is what an update (a store) of a bucket needs: its sum (its parameters, from the one that made them)."""
+    """Whether a value fits an update or a store of a bucket.
+
+    An update needs the bucket's sum; a store needs its new parameters, from the replica that has made them.
+    """
     if given is None:
         return False
     bucket = program.buckets[index]
@@ -67,7 +70,7 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
         return given.holds(PARAMETERS, index, 0, bucket.num_elements)
     share = bucket.share(
         replica_at(program, node), program.num_replicas
-    )  # or the whole: `reductions_fit_the_placement`
+    )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
     return any(
         given.holds(GRADIENTS, index, *e, range(program.num_replicas)) for e in ((0, bucket.num_elements), share)
     )
@@ -104,7 +107,7 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
             for node in graph.nodes:
                 if replica_of(node) != replica or node.op == "output":
                     continue
-                if written and node.target is not operator.getitem:  # which gives a part, and uses none
+                if written and node.target is not operator.getitem:  # getitem takes a part without reading its elements
                     used = {viewed_variable(program, source) for source in node.all_input_nodes}
                     early = sorted(name for name in written & used if name is not None)
                     if early:
@@ -140,7 +143,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _launched_after_uses(program: Program, nodes: list[fx.Node]) -> set[tuple[str, int]]:
-    """The reductions that a device launches when it is done with regions, and with operators on variables or views of them."""
+    """The reductions that a device launches after its last region and its last operator on a variable or a view of one."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:

@@ -1,4 +1,4 @@
-"""Rules on single values: where they are defined, what type they have, whose they are."""
+"""Rules on single values: where they are defined, which type they have, to which replica they belong."""
 
 from __future__ import annotations
 

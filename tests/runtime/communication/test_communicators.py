@@ -89,7 +89,7 @@ def test_steps_and_buckets_follow_each_other_without_mixing(link: str) -> None:
             ]
             sums = [comm.wait_all_reduce(b, replica, pending[b]) for b in range(num_buckets)]
             found.append([value for total in sums for value in (float(total.min()), float(total.max()))])
-            step_ends.wait(timeout=PATIENT)  # as every step of the executor ends on all devices
+            step_ends.wait(timeout=PATIENT)  # every step of the executor ends on all devices, too
         return found
 
     expected = [
@@ -198,7 +198,7 @@ def test_steps_send_anew_what_has_changed(link: str) -> None:
                 comm.send(Route(0, 0, 1), own.fill_(step))
             else:
                 found.append(float(comm.receive(Route(0, 0, 1)).max()))
-            step_ends.wait(timeout=PATIENT)  # as every step of the executor ends on all devices
+            step_ends.wait(timeout=PATIENT)  # every step of the executor ends on all devices, too
         return found
 
     assert on_threads(2, job)[1] == [float(step) for step in range(20)]

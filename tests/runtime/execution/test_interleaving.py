@@ -93,7 +93,7 @@ def test_which_programs_can_be_interleaved() -> None:
     assert can_interleave(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
     assert not can_interleave(lowered(captured_two_layers(1)))
     assert not can_interleave(lowered(captured_two_layers(2), link="copy"))
-    left_out = ("share-parameters",)  # replicas meet twice for an all_reduce
+    left_out = ("share-parameters",)  # an all_reduce has two rendezvous
     assert not can_interleave(lowered(captured_two_layers(2)))
 
 

@@ -158,8 +158,8 @@ def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
 def test_a_larger_shard_is_named_as_the_reason() -> None:
     program = program_of(3, uneven=True)
     names = [call_name(node) for node in called(program.device_graphs["cpu:2"].graph) if is_region_call(node)]
-    assert "fwd_1" in names, "the last replica's forward is of another shape"
-    found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_1": 9.0})
+    assert "fwd_0.shard1" in names, "the last replica's forward is of another shape"
+    found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_0.shard1": 9.0})
     assert found.advice.startswith(
         "even out the devices: cpu:2 computes for 14.000 ms, the others on average for 9.000 ms, and shards differ in shape: "
         "give every device as many examples"

@@ -208,7 +208,7 @@ def receive_early(program: Program) -> Iterator[Edit]:
 
 
 @keeps
-def exchange_neighbours_of_two_replicas(program: Program) -> Iterator[Edit]:
+def exchange_neighbors_of_two_replicas(program: Program) -> Iterator[Edit]:
     """Two nodes of different replicas that follow each other change places."""
     for one, other in pairwise(program.graph.nodes) if program.graph is not None else ():
         replicas = replica_of(one), replica_of(other)

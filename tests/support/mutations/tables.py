@@ -73,7 +73,7 @@ def exchange_two_arguments(program: Program) -> Iterator[Edit]:
 
 @breaks
 def change_what_a_variable_is(program: Program) -> Iterator[Edit]:
-    """A variable's entry in the table has another shape, dtype, role, synchronisation or aggregation."""
+    """A variable's entry in the table has another shape, dtype, role, synchronization or aggregation."""
 
     def edit(name: str, **changes: Any) -> Program:
         changed = replace(program.variables[name], **changes)
