@@ -60,7 +60,7 @@ def _mirrorc(workload: Workload, num_devices: int, use: Callable[..., object]) -
 
 
 def torch_first_step(workload: Workload, num_devices: int) -> float:
-    """Seconds from `torch.compile` of model and loss to the end of the first step, on the batch of so many devices."""
+    """Seconds from `torch.compile` of model and loss to the end of the first step, on the batch of ``num_devices`` devices."""
     import torch
     from contenders import WithLoss
 

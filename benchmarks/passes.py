@@ -87,7 +87,7 @@ class DeepNet:
 
 
 def deep_program(num_nodes: int, num_devices: int) -> Program:
-    """A CAPTURED program of about so many nodes."""
+    """A CAPTURED program with about that many nodes."""
     net = DeepNet(num_nodes // NODES_PER_LAYER)
     graph = net.build()
     return Program(

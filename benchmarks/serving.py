@@ -17,7 +17,7 @@ StepFunction = Callable[[], Any]
 
 
 def serve(make_step: Callable[[], StepFunction]) -> None:
-    """Makes a step, answers what is asked, and returns when nobody asks any more."""
+    """Makes a step, answers requests, and returns when there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     started = time.perf_counter()

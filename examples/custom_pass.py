@@ -1,4 +1,4 @@
-"""A compiler pass of one's own: gradients travel as bfloat16, half the bytes, and are updated in float32.
+"""A user-defined compiler pass: gradients are sent as bfloat16, which halves the bytes, and are applied in float32.
 
     python examples/custom_pass.py
 
@@ -27,7 +27,7 @@ cast = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Bfloat16OnTheWire:
-    """Casts float32 buckets to bfloat16 for their reduction, and what comes out back again::
+    """Casts float32 buckets to bfloat16 for their reduction, and casts the result back::
 
         ar = all_reduce(pack, pack_1, bucket=0)        half   = aten._to_copy(pack, dtype=bf16)     (and half_1)
         w  = wait(ar, bucket=0, replica=0)       ->    ar     = all_reduce(half, half_1, bucket=0)

@@ -120,7 +120,7 @@ def opt(
     imports: Imports = None,
 ) -> None:
     """Runs passes on a saved program, verifies it after each, and prints the result."""
-    _search_this_folder()  # for passes of one's own
+    _search_this_folder()  # for the user's own passes
     with _blamed_on("--passes"):
         pipeline: list[Pass] = parse_passes(passes, PASSES)
     with _blamed_on("--print-after"):

@@ -26,7 +26,7 @@ def is_tanh_gelu(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """What a node that may be written as others is made of, in order; twice what it is given twice."""
+    """The tensor arguments of a node with a decomposition, in order; an argument that is passed twice is listed twice."""
     return [given for given in node.args if isinstance(given, fx.Node)]
 
 

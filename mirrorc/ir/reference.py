@@ -1,4 +1,4 @@
-"""The operations of the IR on one page, as they are declared; `python -m mirrorc.ir` prints it."""
+"""Writes a page with all operations of the IR from their declarations; `python -m mirrorc.ir` prints it."""
 
 from __future__ import annotations
 

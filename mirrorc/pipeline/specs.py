@@ -137,7 +137,7 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
     """The passes that a text names.
 
     Args:
-        text: names with options, separated by commas; ``module:Class`` for a pass of one's own.
+        text: names with options, separated by commas; ``module:Class`` for the user's own pass.
         known: mirrorc's own passes, by name.
 
     Raises:

@@ -26,11 +26,11 @@ The printed form::
 
 ``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
 up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to SCHEDULED, and in LOWERED a function for
-each device; devices that run the same are told together. Above it stands who runs it: on which examples of the batch, with which
-weight of the loss and from which random stream. ``source`` is the user's line that the operators come from, or their module
+each device; devices that run the same are printed together. The lines above it say which devices run it, on which examples, with
+which weight of the loss and from which random stream. ``source`` is the user's line that the operators come from, or their module
 where no line is known. A ``remark`` is one line: line breaks in it are written as ``\\n``.
 
-Unless ``fold=False`` or ``slots=True`` asks for everything, what repeats is told once, and nothing is lost by it:
+Unless ``fold=False`` or ``slots=True`` is given, repeated parts are printed once, without any loss of information:
 
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
   stands for 27 stretches, in which the numbers of buckets, and the first number of each dotted name, move on evenly
@@ -41,7 +41,7 @@ Unless ``fold=False`` or ``slots=True`` asks for everything, what repeats is tol
 
 A comment says: beside a region, the first and the last module that it covers; beside ``pack``, how many gradients backward has
 written in place, how many are copied and how many are left as factors; beside a factored gradient, the types of its factors
-and who makes it whole; beside ``wait``, which elements of the bucket this device gets; beside ``update``, the rule.
+and where it is made; beside ``wait``, which elements of the bucket this device gets; beside ``update``, the rule.
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this

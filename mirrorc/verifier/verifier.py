@@ -60,7 +60,7 @@ def verify(
 
 
 def given_programs_are_not_changed(program: Program) -> None:
-    """A pass gives a new program and leaves the graphs of the one that it is given alone; `graph_edits.copied` copies one."""
+    """A pass returns a new program and does not change the graphs of its input; `graph_edits.copied` copies a graph."""
 
 
 def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:

@@ -15,7 +15,7 @@ from mirrorc.runtime.communication import Aborted
 LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
 _NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps of each way: the first ones are warm-up, the others are compared
 NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
-"""After so many steps the choice between threads and interleaving is final."""
+"""The number of steps after which the choice between threads and interleaving is final."""
 
 PausingStep = Generator[None, None, Any]
 """A replica's step, which pauses before each of its waits and returns a result."""

@@ -40,7 +40,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
-    """Nothing uses a bucket but the reduction that it is packed for, nor what operators of torch make of it on the way there."""
+    """A packed bucket is used only by its reduction, and so are the values that operators of torch compute from it on the way."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             for given in node.all_input_nodes:
@@ -70,7 +70,7 @@ def _leads_to(node: fx.Node, given: fx.Node) -> bool:
 
 @rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
-    """From a bucket's `pack` on, no region of that replica writes into its slots; what is sent is not written any more."""
+    """After a bucket's `pack`, no region of that replica writes into the bucket's slots; a sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         for replica in replicas:
@@ -133,8 +133,8 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
-    """Reductions add up, and what is broadcast or sent is a part of the bucket that it is tagged with: gradients that have been
-    added up so far, each once, or parameters that the optimizer has made."""
+    """Reductions compute sums, and a value that is broadcast or sent is a part of the bucket in its tag: gradients that are
+    summed so far, each once, or parameters that the optimizer has made."""
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):

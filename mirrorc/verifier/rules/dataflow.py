@@ -24,8 +24,8 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica the loss, each gradient, each bucket's way to its update and each buffer's new value stay the same; a pass
-    that means to change one says so by the attribute changes_dataflow = True.
+    """On every replica, the expressions of the loss, of each gradient, of each bucket's way to its update and of each buffer's
+    new value stay the same, unless the pass has the attribute changes_dataflow = True.
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an

@@ -139,7 +139,7 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
-    """All replicas pack the same gradients of a bucket as factors: nobody could add factors to a whole gradient."""
+    """All replicas pack the same gradients of a bucket as factors, because factors cannot be added to a whole gradient."""
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -156,7 +156,7 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
-    """A factor of a gradient is a value of the step: no variable, nor a view of one, as updates may come before it is made."""
+    """A factor of a gradient is neither a variable nor a view of one: an update may write these before the gradient is made."""
     for graph in program.graphs():
         for node in calls_to(graph, *ops.FACTORED):
             for factor in node.all_input_nodes:
@@ -169,7 +169,7 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region that is given a variable's slot writes that variable's gradient into it, and has the slot's replica."""
+    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
     for graph in program.graphs():
         for call in graph.nodes:
             if is_region_call(call):

@@ -93,7 +93,7 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
-    """No circle of waits: a wait follows what its own device does before it, and every launch and send that it waits for."""
+    """Waits form no cycle: a wait comes after the earlier nodes of its own device, and after all launches and sends it needs."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []

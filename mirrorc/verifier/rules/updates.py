@@ -100,7 +100,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable after everything of its own that uses it, or a view of it."""
+    """A replica writes a variable only after all its own uses of the variable and of views of it."""
     for where, graph, replicas in scopes(program):
         for replica in replicas:
             written: set[str | None] = set()
@@ -120,7 +120,7 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before it writes shared parameters, a device has waited for a reduction that all launch after their last use of any."""
+    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any."""
     shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
     if not shared:
         return

@@ -51,7 +51,7 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
 
 @rule(order=Order.OWNERS)
 def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
-    """In the mirrored graph, what a node is given belongs to its own replica, but for collectives, which join all."""
+    """In the mirrored graph, a node's arguments belong to its own replica, except for collectives, which join all replicas."""
     if program.graph is None:
         return
     for node in program.graph.nodes:
@@ -68,7 +68,7 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
-    """What the mirrored graph gives for a replica is that replica's, and what it gives for a bucket is that bucket."""
+    """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket."""
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
     rows: list[tuple[str, int | None, Any]] = [("loss", None, output.get("losses", ()))] if output else []
     for key in ("packed", "reduced"):
@@ -86,7 +86,7 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def every_operation_is_known(program: Program) -> Iterator[Violation]:
-    """Outside of regions there are operations of mirrorc and operators of torch: what the runtime can run."""
+    """Outside of regions there are only operations of mirrorc and operators of torch, which the runtime can run."""
     for _, graph, _ in scopes(program):
         for node in graph.nodes:
             if node.op == "get_attr" or (node.op == "call_function" and not is_known(node)):
