@@ -90,7 +90,9 @@ def rule(
         if any(other.name == new.name for other in _RULES):
             raise ValueError(f"there is a rule {new.name!r} already: give this one another name")
         if not new.statement:
-            raise ValueError(f"rule {new.name!r} has no docstring: state the rule there, for the users whose programs it refuses")
+            raise ValueError(
+                f"rule {new.name!r} has no docstring: state the rule there, for the users whose programs it refuses"
+            )
         _RULES.append(new)
         return check
 

@@ -155,7 +155,7 @@ def test_integers_and_booleans() -> None:
     check_parity(body, (X, Y, KEEP))
 
 
-def test_arguments_that_are_no_tensors_are_specialised_on() -> None:
+def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, scale: float, name: str, flag: bool, nothing: None) -> torch.Tensor:
         hidden = mlp(x) if flag else -mlp(x)
         return getattr(hidden, name)().mean() * scale
@@ -296,7 +296,7 @@ class Twins:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_new_shapes_are_specialisations_over_the_same_variables(backend: str) -> None:
+def test_new_shapes_are_specializations_over_the_same_variables(backend: str) -> None:
     twins = Twins(make_mlp(), backend=backend)
     with twins.step:
         sizes = (4, 7, 4, 2, 7)
@@ -317,7 +317,7 @@ class Switched(nn.Module):
         return y if self.training else y + 1.0 * x[:, :3]
 
 
-def test_modes_and_plain_attributes_are_specialised_on() -> None:
+def test_modes_and_plain_attributes_are_specialized_on() -> None:
     twins = Twins(Switched())
     with twins.step:
         first = twins.train(mlp_batch(5))

@@ -230,7 +230,7 @@ def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
 # Plain state that a graph is specialized on
 
 
-def test_an_attribute_of_another_type_respecialises() -> None:
+def test_an_attribute_of_another_type_respecializes() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
     with compiled(model, partial(SGD, lr=0.0)) as step:
@@ -272,7 +272,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def test_another_default_dtype_respecialises() -> None:
+def test_another_default_dtype_respecializes() -> None:
     with compiled(AsksForTheDefaultDtype(), partial(SGD, lr=0.0)) as step:
         for dtype in (torch.float32, torch.float64, torch.float32):
             with default_dtype(dtype):
