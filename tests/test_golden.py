@@ -62,7 +62,9 @@ def assert_golden(file: str, text: str) -> None:
     assert not found, found
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.slow] if file.startswith("bert") else []) for file in FILES]
+)
 def test_the_program_of_a_whole_model_is_as_it_was(file: str) -> None:
     assert_golden(file, golden_text(file))
 

@@ -147,6 +147,7 @@ def test_compiled_regions_take_what_inductors_code_takes(name: str, num_devices:
     check(*compare(name, num_devices, backend="inductor"))
 
 
+@pytest.mark.slow
 def test_fusion_takes_less() -> None:
     (fused, _), (plain, _) = (compare("gpt", 1, backend=backend) for backend in ("inductor", "eager"))
     assert fused.activations < 0.99 * plain.activations
