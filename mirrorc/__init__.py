@@ -1,5 +1,7 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
+from importlib.metadata import version
+
 from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
@@ -18,8 +20,11 @@ __all__ = [
     "Program",
     "Step",
     "VerifyError",
+    "__version__",
     "after",
     "before",
     "compile",
     "replicated",
 ]
+
+__version__ = version("mirrorc")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
@@ -49,6 +50,7 @@ def compile(
     first_bucket_mb: float | None = None,
     link: str | None = None,
     exact_order: bool = False,
+    capture: str = "auto",
     timeout_seconds: float = 1800.0,
     record: bool = True,
     cuda_graphs: bool = False,
@@ -77,6 +79,7 @@ def compile(
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
+        capture: the front end that traces the model: "dynamo", or "auto" for the best that there is.
         timeout_seconds: the longest time that a device waits for another one.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
@@ -89,7 +92,7 @@ def compile(
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
     check_choices(loss_fn, loss_reduction, timeout_seconds, record, exact_order)
-    chosen_backend = backend_named(backend)
+    chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     check_additions(add_passes)
     dump_to = dump_directory(dump)
@@ -120,6 +123,7 @@ def compile(
         loss_fn=loss_fn,
         loss_reduction=loss_reduction,
         backend=chosen_backend,
+        front_end=front_end,
         devices=parsed,
         pipeline=pipeline,
         to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,

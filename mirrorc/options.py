@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.ir.devices import Device
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
@@ -25,6 +26,7 @@ class StepOptions:
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     loss_reduction: str
     backend: Backend
+    front_end: FrontEnd
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
     to_measure: Pass | None  # the pass of the pipeline whose bucket sizes are chosen by measurement

@@ -126,6 +126,7 @@ class Specializer:
             options.optimizer,
             options.backend.decompositions(),
             loss_reduction=options.loss_reduction,
+            front_end=options.front_end,
         )
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)

@@ -1,5 +1,7 @@
 """Pipelines and models at the edges of what `mirrorc.compile` takes."""
 
+import importlib.metadata
+
 import pytest
 import torch
 from torch import nn
@@ -103,3 +105,7 @@ def test_a_parameter_that_is_the_loss_trains_as_on_one_device() -> None:
         loss = step(torch.ones(4, 1))
     torch.testing.assert_close(loss, torch.tensor(3.0))
     torch.testing.assert_close(model.loss.detach(), torch.tensor(1.5))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert mirrorc.__version__ == importlib.metadata.version("mirrorc")

@@ -47,6 +47,9 @@ class FrontEnd(ABC):
         """
 
 
+AUTO = "auto"
+"""Stands for the front end that was registered first."""
+
 _front_ends: dict[str, FrontEnd] = {}
 
 
@@ -72,9 +75,11 @@ def front_end_named(name: object) -> FrontEnd:
     Raises:
         ValueError: there is none; lists those that there are.
     """
+    if name == AUTO:
+        return next(iter(_front_ends.values()))
     front_end = _front_ends.get(name) if isinstance(name, str) else None
     if front_end is None:
-        raise ValueError(f"capture is {name!r}: choose one of {', '.join(_front_ends)}")
+        raise ValueError(f"capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")
     return front_end
 
 

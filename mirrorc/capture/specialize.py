@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.captured_graph import CapturedGraph
-from mirrorc.capture.front_ends import capture, front_end_named
+from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
@@ -52,7 +52,7 @@ def capture_program(
     optimizer: torch.optim.Optimizer,
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
-    front_end: str = "dynamo",
+    front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard.
@@ -65,7 +65,7 @@ def capture_program(
         state: the model's variables.
         optimizer: the user's optimizer.
         decompositions: the decompositions of ATen operators that the backend prefers.
-        front_end: the name of the front end that traces the model.
+        front_end: traces the model; None for the one that is registered first.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -80,7 +80,9 @@ def capture_program(
     for types in distinct:
         examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
         captured.append(
-            capture(front_end_named(front_end), training_call, examples, names, state.names, trained, decompositions)
+            capture(
+                front_end or front_end_named(AUTO), training_call, examples, names, state.names, trained, decompositions
+            )
         )
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(types) for types in types_of)

@@ -9,6 +9,7 @@ import torch
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 
+import mirrorc
 from mirrorc.capture.arguments import flatten_call, split_call
 from mirrorc.capture.dynamo import DynamoFrontEnd
 from mirrorc.capture.front_ends import front_end_named, register_front_end, unregister_front_end
@@ -61,7 +62,7 @@ def captured_text(name: str) -> str:
         ModelState(model, F.cross_entropy),
         torch.optim.SGD(model.parameters(), lr=0.1),
         {},
-        front_end=name,
+        front_end=front_end_named(name),
     )
     return run_passes(captured.program, default_pipeline()).to_text(regions=True)
 
@@ -71,8 +72,18 @@ def test_a_front_end_from_outside_traces_each_shape_of_a_shard(front_end: Counti
     assert front_end.shapes == [(3, 6), (2, 6)]
 
 
+def test_a_step_is_captured_by_the_front_end_that_is_asked_for(front_end: CountingFrontEnd) -> None:
+    model, batch = make_mlp(), mlp_batch(5)
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": F.cross_entropy, "backend": "eager"}
+    with mirrorc.compile(model, 2, capture="counting", **options) as step:  # type: ignore[arg-type]
+        step(batch["x"], target=batch["target"])
+    assert front_end.shapes == [(3, 6), (2, 6)]
+    with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, counting"):
+        mirrorc.compile(model, 2, capture="trace", **options)  # type: ignore[arg-type]
+
+
 def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontEnd) -> None:
     with pytest.raises(ValueError, match="there is a front end 'counting' already: give this one another name"):
         register_front_end(CountingFrontEnd())
-    with pytest.raises(ValueError, match="capture is 'no-such': choose one of dynamo, counting"):
+    with pytest.raises(ValueError, match="capture is 'no-such': choose one of auto, dynamo, counting"):
         front_end_named("no-such")
