@@ -145,11 +145,12 @@ def _label(optimizer: torch.optim.Optimizer, group: int) -> str:
 def hyperparameters_by_label(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What each group of an optimizer holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers.
+    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers, and
+    what is neither a number nor text by its class.
     """
     return {
         _label(optimizer, i): ", ".join(
-            f"{key}={_plain(value)!r}"
+            f"{key}={_text_of(value)}"
             for key, value in group.items()
             if key not in ("params", "param_names") and value is not None and value is not False
         )
@@ -157,11 +158,14 @@ def hyperparameters_by_label(optimizer: torch.optim.Optimizer) -> dict[str, str]
     }
 
 
-def _plain(value: Any) -> Any:
-    """A hyperparameter without what its tensors would print besides their numbers."""
+def _text_of(value: Any) -> str:
+    """A hyperparameter as text that is the same in every run."""
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    return type(value)(_plain(part) for part in value) if type(value) in (tuple, list) else value
+        return repr(value.item()) if value.numel() == 1 else f"a tensor {list(value.shape)}"
+    if type(value) in (tuple, list):
+        inner = ", ".join(map(_text_of, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    return repr(value) if type(value) in (bool, int, float, str) else type(value).__name__
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:

@@ -107,10 +107,10 @@ class Executor:
             ExecutionError: a replica failed; names device, operation and source line.
             ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
         """
+        self._state.begin()
         self.bind()
         self._renew_step_graph()
         self._choose_way()
-        self._state.begin()
         if self.recorder is not None:
             self.recorder.begin()
         weight_tensors = self._weight_tensors(tuple(weights))
@@ -149,8 +149,9 @@ class Executor:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
         writer = (id(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
-        if not self._state.claim_gradients(writer):
+        if not self._state.keeps_gradients_of(writer):
             forget_what_is_written(self._binder.pieces)
+        self._state.give_gradients_to(writer)
 
     def _renew_step_graph(self) -> None:
         """Drops a graph that was captured for another layout of memory or for other hyperparameters."""

@@ -35,18 +35,19 @@ class StepState:
 
     def take_over(self, program: Program) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step."""
-        if not self._is_whole:
+        was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
+        if not was_whole:
             self.store.mirror_all()
         moved = self.store.lay_out(program)
-        if moved is Moved.BUCKETS or not self._is_whole or self.optimizers.is_stale():
+        if moved is Moved.BUCKETS or not was_whole or self.optimizers.is_stale():
             self.optimizers.lay_out()
             moved = Moved.BUCKETS
         if moved is not Moved.NOTHING:
             self.layout += 1
-        self._is_whole = True
         if self.store.mirror_changes():
             self.layout += 1
         self.optimizers.sync_hyperparameters()
+        self._is_whole = True
 
     def needs_other_buckets(self, program: Program) -> bool:
         """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew."""
@@ -69,12 +70,13 @@ class StepState:
         """Records that the step has failed: the content of the gradient buckets is unknown, and replicas may differ."""
         self._gradients_writer = None
 
-    def claim_gradients(self, writer: Hashable) -> bool:
-        """Sets the writer of the gradient buckets for this step.
+    def keeps_gradients_of(self, writer: Hashable) -> bool:
+        """Whether the gradient buckets still hold what this writer has left there.
 
-        Returns whether the buckets still hold what this writer has left there. They do not after a step of another writer, after
-        a failure, or with optimizers that use the memory of gradients.
+        They do not after a step of another writer, after a failure, or with optimizers that use the memory of gradients.
         """
-        are_kept = self._gradients_writer == writer and self.optimizers.leave_gradients
+        return self._gradients_writer == writer and self.optimizers.leave_gradients
+
+    def give_gradients_to(self, writer: Hashable) -> None:
+        """Sets the writer of the gradient buckets, once it has forgotten what it had left in buckets that others wrote since."""
         self._gradients_writer = writer
-        return are_kept

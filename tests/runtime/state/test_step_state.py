@@ -1,0 +1,108 @@
+"""A step's state is whole again after anything that goes wrong on the way to a step, or between its beginning and its end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.passes import default_pipeline
+from mirrorc.runtime.execution import executor
+from mirrorc.runtime.state import bucket_optimizers
+
+
+class Scaled(nn.Module):
+    """A linear layer, scaled by two buffers that no step writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("a", torch.ones(4))
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.a * self.b).pow(2).mean()
+
+
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, interrupted when it is called for the first time."""
+    calls: list[None] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return interrupted
+
+
+def test_a_buffer_that_was_replaced_before_a_refused_call_is_used_by_the_next_one() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        step(x)
+        model.a.data, kept = torch.full((4,), 3.0), model.b.data
+        model.b.data = torch.ones(1)
+        with pytest.raises(ValueError, match="variable 'b' was"):
+            step(x)
+        model.b.data = kept
+        torch.testing.assert_close(step(x), model(x).detach())
+
+
+def test_an_interrupt_while_memory_is_laid_out_does_not_break_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"input": torch.randn(8, 4), "target": torch.randn(8, 64)}
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_optimizers, "FlatOptimizer", once(bucket_optimizers.FlatOptimizer))
+            with pytest.raises(KeyboardInterrupt):
+                step(**batch)
+        losses = [step(**batch).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True) and losses[0] != losses[-1]
+
+
+def test_gradients_of_tables_are_right_after_an_interrupt_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(is_interrupted: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4096, 64), nn.Flatten(), nn.LazyLinear(2))
+        short, long = (torch.randint(4096, (n, 2)) for n in (8, 12))
+        model(short)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"passes": default_pipeline(min_factored_elements=0), "backend": "eager", "loss_fn": F.cross_entropy}
+        with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:  # type: ignore[arg-type]
+            for x in (short, long):
+                step(x, target=torch.zeros(len(x), dtype=torch.int64))
+            if is_interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr(executor, "forget_what_is_written", once(executor.forget_what_is_written))
+                    with pytest.raises(KeyboardInterrupt):
+                        step(short, target=torch.zeros(len(short), dtype=torch.int64))
+            for _ in range(2):
+                step(short, target=torch.zeros(len(short), dtype=torch.int64))
+        return model[0].weight.detach().clone()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0.0, atol=0.0)
+
+
+class NoText:
+    """A hyperparameter that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_hyperparameters_are_told_without_asking_them_for_a_text() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    optimizer.param_groups[0].update(note=NoText(), table=torch.zeros(100), pair=(1, [2.0]), one=(3,))
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        step(torch.randn(8, 4), target=torch.randn(8, 4))
+        text = str(step.program)
+    assert "lr=0.5" in text and "note=NoText, table=a tensor [100], pair=(1, [2.0]), one=(3,)" in text
