@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mirrorc.ir.variables import Placement
 from mirrorc.printing.printed_program import PrintedBucket, PrintedProgram
 from mirrorc.printing.wording import capped, counted, listed, numbered
 
@@ -197,7 +198,7 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
     """Says how the update rule, the placement, or the region after which a bucket is ready, has changed."""
     topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
         lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
-        lambda old, new: _placement(new.is_shared) if old.is_shared != new.is_shared else "",
+        lambda old, new: _placement(new.placement) if old.placement is not new.placement else "",
         lambda old, new: _ready(old, new),
     ]
     for topic in topics:
@@ -209,10 +210,8 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
                 yield f"{numbered('bucket', indices)} {'is' if len(indices) == 1 else 'are'} {said}"
 
 
-def _placement(is_shared: bool) -> str:
-    if is_shared:
-        return "shared now: one copy of the parameters, of which each device updates its share"
-    return "mirrored now: every device has its own copy of the parameters and updates it whole"
+def _placement(placement: Placement) -> str:
+    return f"{placement.value.word} now: {placement.value.description}"
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:

@@ -10,15 +10,6 @@ import torch
 
 from mirrorc.ir.variables import Placement, UpdateRule
 
-_SHARE_ELEMENTS = 64  # shares begin at multiples of this, so that two devices never write to the same cache line
-
-
-def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
-    units = -(-num_elements // _SHARE_ELEMENTS)
-    start, stop = (min(num_elements, units * i // num_shares * _SHARE_ELEMENTS) for i in (index, index + 1))
-    return start, stop
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -49,8 +40,7 @@ class Bucket:
         slots: its gradients' places; slots are disjoint and begin at aligned offsets.
         num_elements: its length, padding included.
         rule: how its parameters are updated.
-        placement: whether each replica has its own copy of the parameters, or all replicas share one copy, of which each
-            replica updates a share.
+        placement: where its parameters are, and which replica updates which elements.
     """
 
     index: int
@@ -74,6 +64,25 @@ class Bucket:
 
         A replica's share of a small shared bucket may be empty.
         """
-        if self.placement is Placement.MIRRORED:
-            return 0, self.num_elements
-        return share_bounds(self.num_elements, num_replicas, replica)
+        return self.placement.value.share(self.num_elements, replica, num_replicas)
+
+    def owner_of_parameters(self, replica: int) -> int:
+        """The replica in whose memory the parameters that a replica reads are: itself, if it has its own copy."""
+        return self.placement.value.owner(replica)
+
+    def is_updated_by(self, replica: int, num_replicas: int) -> bool:
+        """Whether a replica writes parameters of this bucket: its share, if that is not empty, or its own copy."""
+        if not self.reduces_by_shares:
+            return self.owner_of_parameters(replica) == replica
+        start, stop = self.share(replica, num_replicas)
+        return start < stop
+
+    @property
+    def reduces_by_shares(self) -> bool:
+        """Whether a replica gets its share of the sum alone. An update that is not element-wise needs the whole sum."""
+        return self.placement.value.updates_by_shares and self.rule.elementwise
+
+    @property
+    def is_written_last(self) -> bool:
+        """Whether a device may write the parameters only after every other device's last read of them in the step."""
+        return self.placement.value.is_written_last

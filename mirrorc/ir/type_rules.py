@@ -13,7 +13,6 @@ from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, send_to
 from mirrorc.ir.value_types import ValueType, is_same_type, say_type, value_type
-from mirrorc.ir.variables import Placement
 
 
 def noted_type(node: Any) -> ValueType:
@@ -175,7 +174,7 @@ def of_update(program: Program, node: fx.Node) -> None:
     bucket = _bucket(program, node)
     found = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements
-    if bucket.placement is Placement.SHARED:
+    if bucket.placement.value.updates_by_shares:
         start, stop = bucket.share(replica_at(program, node), program.num_replicas)
         num_elements = stop - start
     wanted = _flat(node, num_elements, bucket.dtype)

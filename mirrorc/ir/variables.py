@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+
+from mirrorc.ir.shares import share_bounds
 
 
 class Role(enum.Enum):
@@ -26,11 +29,67 @@ class Aggregation(enum.Enum):
     FIRST = "first"  # replica 0's
 
 
-class Placement(enum.Enum):
-    """Where the parameters of a bucket are."""
+@dataclass(frozen=True)
+class PlacementFacts:
+    """What is true of a bucket whose parameters have a placement.
 
-    MIRRORED = "mirrored"  # a copy on every replica
-    SHARED = "shared"  # one copy in the memory that all devices share
+    Attributes:
+        word: what the placement is called in messages.
+        in_table: what the table of buckets calls it; empty for the placement that the table does not mention.
+        description: a clause that says where parameters are and who updates them.
+        owner: the replica in whose memory a replica's parameters are.
+        share: the elements that a replica updates, if the update is element-wise: the first one, and one past the last
+            one. Takes the number of elements, the replica, and the number of replicas.
+        updates_by_shares: whether each replica updates another part of one copy, and so needs its share of a sum alone.
+        is_written_last: whether a device may write parameters only after the last read of every other device in the step.
+    """
+
+    word: str
+    in_table: str
+    description: str
+    owner: Callable[[int], int] = field(repr=False)
+    share: Callable[[int, int, int], tuple[int, int]] = field(repr=False)
+    updates_by_shares: bool
+    is_written_last: bool
+
+
+def _itself(replica: int) -> int:
+    return replica
+
+
+def _first_replica(replica: int) -> int:
+    return 0
+
+
+def _whole(num_elements: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    return 0, num_elements
+
+
+def _own_share(num_elements: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    return share_bounds(num_elements, num_replicas, replica)
+
+
+class Placement(enum.Enum):
+    """Where the parameters of a bucket are. Saved programs have a member's name; its value says all that others ask."""
+
+    MIRRORED = PlacementFacts(
+        word="mirrored",
+        in_table="",
+        description="every device has its own copy of the parameters and updates it whole",
+        owner=_itself,
+        share=_whole,
+        updates_by_shares=False,
+        is_written_last=False,
+    )
+    SHARED = PlacementFacts(
+        word="shared",
+        in_table="shared",
+        description="one copy of the parameters, of which each device updates its share",
+        owner=_first_replica,
+        share=_own_share,
+        updates_by_shares=True,
+        is_written_last=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_of, region_title
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.variables import Placement
 from mirrorc.printing.folding import folded
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import dtype_name, size_text
@@ -48,7 +47,8 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
 
 
 def _row(bucket: Bucket, ready_after: str) -> str:
-    rule = bucket.rule.label + (" · shared" if bucket.placement is Placement.SHARED else "")
+    placement = bucket.placement.value.in_table
+    rule = bucket.rule.label + (f" · {placement}" if placement else "")
     rule += f" · ready after {ready_after}" if ready_after else ""
     head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {size_text(bucket.num_bytes):>9}"
     return f"{head}  {len(bucket.slots)} gradient{'s' if len(bucket.slots) != 1 else ''}  {rule}"
@@ -119,7 +119,7 @@ def _alike(layers: Iterable[_Members]) -> list[_Members]:
 
 
 def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
-    if bucket.placement is not Placement.SHARED or not bucket.rule.elementwise:
+    if not bucket.reduces_by_shares:
         return []
     parts = [
         f"{device.name} {range_text(*bucket.share(replica, program.num_replicas))}"

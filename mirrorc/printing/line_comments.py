@@ -24,7 +24,7 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import ArgumentKind, Program
-from mirrorc.ir.variables import Placement, Role
+from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
 
@@ -77,7 +77,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     calls = [node for node in graph.nodes if is_region_call(node)]
     if not writes or not calls or order[writes[0]] < order[calls[-1]]:
         return {}
-    if not any(bucket.placement is Placement.SHARED for bucket in program.buckets):
+    if not any(bucket.is_written_last for bucket in program.buckets):
         alone = "" if program.num_replicas == 1 else ", and each device writes a copy of its own"
         return {writes[0]: [f"parameters may be written from here on: backward is done{alone}"]}
     last = next((n for n in calls_to(graph, ops.wait) if _is_after(order, _launch_of(n), calls[-1])), None)
@@ -180,8 +180,8 @@ def _updated(program: Program, node: fx.Node) -> str:
     bucket = _bucket(program, node)
     if bucket is None:
         return ""
-    is_shared = bucket.placement is Placement.SHARED
-    return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_shared else "")
+    is_share = bucket.placement.value.updates_by_shares
+    return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_share else "")
 
 
 _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mirrorc.ir.variables import Placement
+
 _DETAIL = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _COUNTED = re.compile(r"(\d+) (.+)")
 
@@ -46,7 +48,7 @@ class PrintedBucket:
         num_gradients: the number of its gradients.
         gradients: its gradients, in order.
         rule: the label of its update rule.
-        is_shared: whether one copy of its parameters serves all devices.
+        placement: where its parameters are.
         ready_after: the region that gives its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
         shares: which device updates which elements, as printed; empty if devices do not update shares.
@@ -59,7 +61,7 @@ class PrintedBucket:
     num_gradients: int
     gradients: tuple[PrintedGradient, ...]
     rule: str
-    is_shared: bool = False
+    placement: Placement
     ready_after: str = ""
     last_gradient: str = ""
     shares: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mirrorc.ir.variables import Placement
 from mirrorc.printing.printed_program import PrintedBucket, PrintedGradient
 from mirrorc.printing.text_cursor import TextCursor
 
@@ -11,6 +12,7 @@ _BUCKET = re.compile(
     r"# bucket (?P<index>\d+)  (?P<dtype>\S+) +(?P<size>\d+(?:\.\d+)? [KMGT]?i?B)  (?P<count>\d+) gradients?  (?P<rule>\S.*)"
 )
 _READY = re.compile(r"ready after d\((?P<gradient>.*)\) in (?P<region>\S+)")
+_PLACEMENTS = {placement.value.in_table: placement for placement in Placement}
 _LISTED = "#     "  # the beginning of the line of a single gradient, if gradients are not grouped by layers
 _INDENT = "#   "
 _MORE = "#       "
@@ -33,8 +35,10 @@ def _bucket(text: TextCursor) -> PrintedBucket:
     number, count = text.number, int(row["count"])
     rule, *facts = row["rule"].split(" · ")
     ready = [match for fact in facts if (match := _READY.fullmatch(fact))]
-    expected = "'RULE · shared · ready after d(VARIABLE) in REGION' at the end"
-    text.expect(len(ready) + ("shared" in facts) == len(facts), expected)
+    placements = dict.fromkeys(fact for fact in facts if fact and fact in _PLACEMENTS)
+    named = " or ".join(word for word in _PLACEMENTS if word)
+    expected = f"'RULE · {named} · ready after d(VARIABLE) in REGION' at the end"
+    text.expect(len(placements) <= 1 and len(ready) + len(placements) == len(facts), expected)
     gradients = _gradients(text, count)
     text.expect(
         len(gradients) == count, f"{count} gradients up to here, '#     VARIABLE[SHAPE]'; there are {len(gradients)}"
@@ -50,7 +54,7 @@ def _bucket(text: TextCursor) -> PrintedBucket:
         num_gradients=count,
         gradients=tuple(gradients),
         rule=rule,
-        is_shared="shared" in facts,
+        placement=_PLACEMENTS[next(iter(placements), "")],
         ready_after=ready[0]["region"] if ready else "",
         last_gradient=ready[0]["gradient"] if ready else "",
         shares=shares,

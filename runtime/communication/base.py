@@ -77,7 +77,7 @@ class Communicator:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share (`mirrorc.ir.buckets.share_bounds`) of the sum, the same bits as in an all_reduce."""
+        """This replica's share (`mirrorc.ir.shares.share_bounds`) of the sum, the same bits as in an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def _not_carried(self, operation: str) -> NotImplementedError:

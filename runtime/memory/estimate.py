@@ -12,7 +12,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
-from mirrorc.ir.variables import Placement, Role, Synchronization, Variable
+from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
@@ -101,7 +101,10 @@ class _Tally:
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
         """The owners of each copy of a bucket's parameters or state: all devices of a shared copy, or each device of its own."""
-        return [self.names] if bucket.placement is Placement.SHARED else [(name,) for name in self.names]
+        owners: dict[int, list[str]] = {}
+        for replica, name in enumerate(self.names):
+            owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)
+        return [tuple(names) for names in owners.values()]
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Adds the parameters and gradients of a bucket."""
@@ -118,12 +121,14 @@ class _Tally:
         """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
-        shares = [bucket.share(replica, len(self.names)) for replica in range(len(self.names))]
-        num_flat = sum(start < stop for start, stop in shares)  # flat optimizers; each has its own scalars
+        shares = [(name, *bucket.share(replica, len(self.names))) for replica, name in enumerate(self.names)]
+        updating = {
+            name for name, start, stop in shares if start < stop
+        }  # each has a flat optimizer with its own scalars
         copies = self._copies(bucket)
         for owners in copies:
-            own = num_flat if len(copies) == 1 else 1
-            self._add(owners, "optimizer_state", per_element * bucket.num_elements + scalars * own)
+            if num_flat := len(updating.intersection(owners)):
+                self._add(owners, "optimizer_state", per_element * bucket.num_elements + scalars * num_flat)
         self._add(copies[0], "optimizer_state", scalars * len(bucket.slots))  # shown in the user's optimizer
 
     def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:

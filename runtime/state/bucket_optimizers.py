@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.variables import Placement
 from mirrorc.optimizers import SCALAR_STATE, state_signature
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
@@ -106,7 +105,7 @@ class BucketOptimizers:
         """Gives each flat optimizer of a bucket its part of a state tensor that is as long as the bucket: a share, or a copy."""
         for replica, own in self._replicas(bucket).items():
             start, stop = bucket.share(replica, len(self._store.devices))
-            is_view = replica == 0 or bucket.placement is Placement.SHARED
+            is_view = bucket.owner_of_parameters(replica) == 0
             own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
         self._whole.setdefault(bucket.index, {})[key] = whole
 
@@ -224,7 +223,7 @@ class BucketOptimizers:
             is_held = key in held and value.data_ptr() == held[key].data_ptr()
             if value is None or key in SCALAR_STATE or is_held:
                 continue
-            if bucket.placement is Placement.SHARED:
+            if bucket.reduces_by_shares:
                 self._hold(bucket, key, torch.cat([own.state[key] for own in replicas.values()]))
             else:
                 held[key] = value

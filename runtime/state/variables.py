@@ -11,7 +11,7 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.ir.variables import Aggregation, Placement, Synchronization, Variable
+from mirrorc.ir.variables import Aggregation, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 
 
@@ -123,11 +123,12 @@ class VariableStore:
         return Moved.BUCKETS if moved else Moved.BUFFERS if new else Moved.NOTHING
 
     def _make_bucket(self, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
-        def empty() -> list[torch.Tensor]:
-            return [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=d.torch_device) for d in self.devices]
-
-        is_shared = bucket.placement is Placement.SHARED
-        parameters = empty()[:1] * len(self.devices) if is_shared else empty()
+        owners = [bucket.owner_of_parameters(replica) for replica in range(len(self.devices))]
+        copies = {
+            owner: torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=self.devices[owner].torch_device)
+            for owner in dict.fromkeys(owners)
+        }
+        parameters = [copies[owner] for owner in owners]
         views = [slot_views(flat, bucket) for flat in parameters]
         for i, slot in enumerate(bucket.slots):
             own = self.tensors[slot.variable]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.buckets import share_bounds
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named
+from mirrorc.ir.shares import share_bounds
 from mirrorc.optimizers import SCALAR_STATE
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_programs import handmade, run_up_to
 
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import share_bounds
 from mirrorc.ir.program import Stage
+from mirrorc.ir.shares import share_bounds
 from mirrorc.ir.variables import Placement
 
 

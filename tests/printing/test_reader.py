@@ -11,7 +11,6 @@ import mirrorc
 from mirrorc import Program
 from mirrorc.ir.nodes import region_title
 from mirrorc.ir.program import Stage
-from mirrorc.ir.variables import Placement
 from mirrorc.printing.graph_text import graph_lines
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedValue, split_list
 from mirrorc.printing.program_text import program_to_text
@@ -82,7 +81,7 @@ def assert_same_buckets(read: PrintedProgram, program: Program) -> None:
     for printed, bucket in zip(read.buckets, program.buckets, strict=True):
         assert (printed.index, printed.rule) == (bucket.index, bucket.rule.label)
         assert printed.num_gradients == len(bucket.slots)
-        assert printed.is_shared == (bucket.placement is Placement.SHARED)
+        assert printed.placement is bucket.placement
         assert bool(printed.ready_after) == (program.stage >= Stage.PACKED)
         assert not printed.last_gradient or printed.last_gradient in bucket.slot_of
         slots = [(slot.variable, str(list(slot.shape))) for slot in bucket.slots]

@@ -15,7 +15,6 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
-from mirrorc.ir.variables import Placement
 from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import (
     Violation,
@@ -77,14 +76,8 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
-    if bucket.placement is Placement.MIRRORED:
-        return 1
-    if replica is None:
-        replica = place_of(program, graph)
-    if not bucket.rule.elementwise:
-        return int(replica == 0)
-    start, stop = bucket.share(replica, program.num_replicas)
-    return int(start < stop)
+    here = place_of(program, graph) if replica is None else replica
+    return int(bucket.is_updated_by(here, program.num_replicas))
 
 
 @rule(since=Stage.SCHEDULED)
@@ -93,9 +86,10 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             bucket = program.buckets[bucket_of(node)]
-            by_shares = bucket.placement is Placement.SHARED and bucket.rule.elementwise
-            if (node.target is ops.reduce_scatter) != by_shares:
-                yield Violation(f"{say(node)} does not fit its parameters, which are {bucket.placement.value}", node)
+            if (node.target is ops.reduce_scatter) != bucket.reduces_by_shares:
+                yield Violation(
+                    f"{say(node)} does not fit its parameters, which are {bucket.placement.value.word}", node
+                )
 
 
 @rule(since=Stage.UPDATED)
@@ -121,7 +115,7 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any."""
-    shared = {bucket.index for bucket in program.buckets if bucket.placement is Placement.SHARED}
+    shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
         return
     orders = [
