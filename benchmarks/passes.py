@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.program import Argument, Program, Stage
+from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Role, UpdateRule, Variable
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -94,7 +94,7 @@ def deep_program(num_nodes: int, num_devices: int) -> Program:
         stage=Stage.CAPTURED,
         devices=parse_devices(num_devices if num_devices > 1 else ["cpu:0"]),
         variables=net.variables,
-        arguments=(Argument("x", "batch", 0), Argument("loss_weight", "loss_weight")),
+        arguments=(Argument("x", ArgumentKind.BATCH, 0), Argument("loss_weight", ArgumentKind.LOSS_WEIGHT)),
         shard_graphs=(graph,),
         shard_of_replica=(0,) * num_devices,
     )

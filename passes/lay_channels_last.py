@@ -57,7 +57,7 @@ class LayChannelsLast:
             reason = "there is no convolution that channels-last format makes faster"
             return program.with_remarks(reason, is_kept=False)
         if not self.wanted:
-            reason = "convolutions keep their memory format: this backend is no faster with another"
+            reason = "convolutions keep their memory format: wanted is not set, as it is where the backend is faster with another"
             return program.with_remarks(reason, is_kept=False)
         layouts = [_Layout(copied(graph)) for graph in program.shard_graphs]
         try:
