@@ -24,7 +24,7 @@ from mirrorc.options import (
     dump_directory,
     example_call,
 )
-from mirrorc.passes import PlanBuckets, default_pipeline
+from mirrorc.passes import PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
@@ -109,7 +109,7 @@ def compile(
         chosen_backend = backend_named("eager")
     preferred = chosen_backend.preferences(parsed[0].torch_device)
     base = default_pipeline(**sizes, link=link, **preferred) if passes is None else passes
-    pipeline = select_passes(put_in(select_passes(base, ()), add_passes), disable_passes)
+    pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
     remarks = []
     if exact_order:
         pipeline, remark = in_exact_order(pipeline)

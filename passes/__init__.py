@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mirrorc.passes.decompose_gelu import DecomposeGelu
 from mirrorc.passes.factor_gradients import FactorGradients
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduleOverlap",
     "ShareParameters",
     "default_pipeline",
+    "told_of_sharing",
 ]
 
 PASSES: dict[str, Callable[..., Pass]] = {
@@ -82,7 +84,7 @@ def default_pipeline(
         LayChannelsLast(wanted=channels_last),
         PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
         OutlineRegions(),
-        FactorGradients(min_elements=min_factored_elements),
+        FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
         Replicate(),
         PackGradients(),
@@ -92,4 +94,16 @@ def default_pipeline(
         ShareParameters(),
         LowerCollectives(link=link),
         LowerDevices(),
+    ]
+
+
+def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes; if none of them is `ShareParameters`, each `FactorGradients` that leaves it to the pipeline is told so."""
+    if any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
+        return list(passes)
+    return [
+        replace(one, parameters_are_shared=False)
+        if isinstance(one, FactorGradients) and one.parameters_are_shared is None
+        else one
+        for one in passes
     ]

@@ -22,7 +22,7 @@ from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
-from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
@@ -50,7 +50,8 @@ class FactorGradients:
     If devices share one memory, each of them updates a share of the parameters and needs only this share of the gradient. It
     makes the share from the factors of all replicas. The work of the products stays the same, but each gradient is written once
     instead of once per replica, and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last
-    one are written. If devices share no parameters, `pack` makes the gradient.
+    one are written. If no device would make a share, because parameters are not shared or the link reads no shared memory, then
+    no gradient stays factors: `pack` would only do the work that the region does.
 
     Needs: a bucket plan and outlined regions.
     Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views of
@@ -59,11 +60,16 @@ class FactorGradients:
     Attributes:
         min_elements: gradients with fewer elements stay whole. They fit in the cache, where adding them costs less than the
             calls for products by shares (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
+        link: the name of the link that `LowerCollectives` is asked to use; None for the best one.
+        parameters_are_shared: whether a later pass shares parameters. None if the pipeline tells, see
+            `mirrorc.passes.told_of_sharing`; alone, the pass takes it that one does.
 
     Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016), here without the sending.
     """
 
     min_elements: int = 2**17
+    link: str | None = None
+    parameters_are_shared: bool | None = None
     name: str = field(default="factor-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
@@ -71,14 +77,18 @@ class FactorGradients:
         default="a share of such a gradient is one sum over the examples of all replicas", init=False
     )
 
+    def __post_init__(self) -> None:
+        if self.link is not None:
+            link_named(self.link)
+
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         if program.num_replicas == 1:
             return program.with_remarks("no gradient stays factors: one device has no share to make", is_kept=False)
-        if why_not := why_memory_is_not_shared(program.devices):
-            return program.with_remarks(f"no gradient stays factors: {why_not}")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
+        if why_not := self._why_no_shares(program, bool(slots)):
+            return program.with_remarks(f"no gradient stays factors: {why_not}")
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         whole: dict[str, str] = {}  # why a gradient does not stay factors
@@ -116,6 +126,18 @@ class FactorGradients:
             return program.with_remarks(_remark(program, whole), is_kept=False)
         factored = program.evolve(shard_graphs=graphs, regions=regions)
         return factored.with_remarks(_remark(factored, whole))
+
+    def _why_no_shares(self, program: Program, has_shares: bool) -> str:
+        """Why no device would make a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
+        if why_not := why_memory_is_not_shared(program.devices):
+            return why_not
+        if self.parameters_are_shared is False:
+            return "no pass shares parameters, so that each device needs the whole gradient"
+        if not has_shares:
+            return ""
+        carrier = carrier_of(self.link or best_link(program.devices)[0], ops.reduce_scatter)
+        is_read = link_named(carrier).reads_one_memory
+        return "" if is_read else f"over the link {carrier}, no device reads the others' factors in their memory"
 
     def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
         """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors."""

@@ -89,6 +89,13 @@ class Communicator:
         """Offers a tensor to another replica; the tensor must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
+    def launch_receive(self, route: Route) -> None:
+        """Tells that the replica will receive on a route; called before `receive`, from the same thread, and never blocks.
+
+        A link that must post its receipts, such as one between processes, starts the transfer here. Here it does nothing,
+        because `receive` takes the tensor from the sender's memory.
+        """
+
     def receive(self, route: Route) -> torch.Tensor:
         """The tensor that is sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
         return self._mailboxes[route].take()

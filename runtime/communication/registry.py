@@ -40,20 +40,20 @@ def unregister_communicator(communicator: type[Communicator]) -> None:
 
 
 def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Communicator]:
-    """A communicator for each link of a lowered program, by name, prepared for the program's collectives and sends."""
+    """A communicator for each link of a lowered program, by name, prepared for its collectives, sends and receipts."""
     tags: dict[str, dict[Tag, None]] = {}
-    routes: dict[str, list[Route]] = {}
+    routes: dict[str, dict[Route, None]] = {}  # a device sends some, and receives on others
     for module in program.device_graphs.values():
-        for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send):
+        for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send, ops.recv):
             link = str(node.kwargs["link"])
             own = tags.setdefault(link, {})
-            if node.target is ops.send:
-                routes.setdefault(link, []).append(route_of(program, node))
-            else:
+            if node.target in ops.REDUCTIONS:
                 own[(name_of(node), bucket_of(node))] = None
+            else:
+                routes.setdefault(link, {})[route_of(program, node)] = None
     made = {link: communicator_for(link, program.devices, timeout_seconds) for link in tags}
     for link, communicator in made.items():
-        communicator.prepare(list(tags[link]), routes.get(link, []))
+        communicator.prepare(list(tags[link]), list(routes.get(link, {})))
     return made
 
 

@@ -135,8 +135,10 @@ class Binder:
 
     @binds(ops.recv)
     def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        communicator, route = self._communicators[str(node.kwargs["link"])], route_of(self.program, node)
+
         def recv(**_: Any) -> None:
-            """Does nothing, because the wait fetches the tensor from the sender's memory."""
+            communicator.launch_receive(route)
 
         return recv
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.pipeline.placement import select_passes
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -312,6 +313,7 @@ def test_factored_gradients_are_the_same_numbers(
     model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 3)).to(dtype)
     batches = [{"input": torch.randn(n, 48, dtype=dtype), "target": torch.randint(0, 3, (n,))} for n in (8, 9, 7, 9)]
     pipeline = default_pipeline(min_factored_elements=0, **caps)
+    pipeline = [replace(p, parameters_are_shared=True) if isinstance(p, FactorGradients) else p for p in pipeline]
     factored, whole = (
         train_mirrored(model, SGD, batches, num_devices, F.cross_entropy, passes=select_passes(pipeline, left_out))
         for left_out in (disabled, ("factor-gradients", *disabled))

@@ -16,7 +16,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.passes import LowerDevices
+from mirrorc.passes import LowerDevices, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.rules.collectives import nothing_is_written_in_flight
 from mirrorc.verifier.verifier import verify
 
@@ -63,6 +64,15 @@ def ring_of(num_devices: int) -> Program:
     program = Ring().run(run_up_to("lower-collectives", handmade(num_devices, [Weight("w", (6,))]), link="copy"))
     verify(program)
     return program
+
+
+def test_a_ring_without_an_all_reduce_says_so() -> None:
+    scheduled = run_passes(handmade(2, [Weight("w", (6,))]), default_pipeline(link="copy")[:-1])
+    after = run_passes(scheduled, [Ring()])
+    assert after.mirrored_graph == scheduled.mirrored_graph
+    said = "no ring: there is no all_reduce; share-parameters makes each a reduce_scatter"
+    assert [str(r.text) for r in after.remarks if r.by == "ring"] == [said]
+    assert not any(remark.by == "ring" for remark in ring_of(2).remarks)
 
 
 def test_what_is_sent_is_printed_with_chunk_and_round() -> None:

@@ -8,10 +8,12 @@ from tiny_programs import captured_model, handmade, outputs, run_up_to, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
+import mirrorc
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
+from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.program import Program, Stage
-from mirrorc.passes import FactorGradients, default_pipeline
+from mirrorc.passes import FactorGradients, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
 
@@ -244,3 +246,54 @@ def test_another_padding_is_another_gradient() -> None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "padding_idx"}
     with pytest.raises(VerifyError, match=r"two\.weight"):
         verify(after, before=before)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"link": "copy"}, "over the link copy, no device reads the others' factors in their memory"),
+        (
+            {"parameters_are_shared": False},
+            "no pass shares parameters, so that each device needs the whole gradient",
+        ),
+    ],
+    ids=str,
+)
+def test_no_gradient_stays_factors_if_no_device_would_make_a_share(options: dict[str, Any], why: str) -> None:
+    before = outlined(TwoLayers())
+    after = run_passes(before, [FactorGradients(min_elements=0, **options)])
+    assert factored(after) == [] and after.regions == before.regions
+    said = [remark.text for remark in after.remarks if remark.by == "factor-gradients"]
+    assert said == [f"no gradient stays factors: {why}"], "and nothing of changed bits"
+    assert factored(run_passes(before, [FactorGradients(min_elements=0, link="shared-memory")]))
+
+
+def test_a_link_counts_by_what_carries_its_shares() -> None:
+    register_link(Link("half", carries=(ops.all_reduce,), falls_back_to="shared-memory"))
+    try:
+        assert factored(FactorGradients(min_elements=0, link="half").run(outlined(TwoLayers()))) != []
+    finally:
+        unregister_link("half")
+    with pytest.raises(ValueError, match="link is 'half': give one of"):
+        FactorGradients(link="half")
+
+
+def test_the_pipeline_tells_whether_parameters_are_shared() -> None:
+    pipeline = default_pipeline(link="copy")
+    assert told_of_sharing(pipeline) == pipeline and FactorGradients(link="copy") in pipeline
+    without = [p for p in pipeline if p.name != "share-parameters"]
+    assert FactorGradients(link="copy", parameters_are_shared=False) in told_of_sharing(without)
+    asked = [FactorGradients(parameters_are_shared=True)]
+    assert told_of_sharing(asked) == asked
+
+
+@pytest.mark.parametrize("options", [{"link": "copy"}, {"disable_passes": ["share-parameters"]}], ids=str)
+def test_a_step_whose_devices_make_no_shares_does_not_say_that_they_do(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 3))
+    x, y = torch.randn(4, 400), torch.zeros(4, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+        program = step.prepare(x, target=y)
+    said = [remark.text for remark in program.remarks if remark.by == "factor-gradients"]
+    assert len(said) == 1 and said[0].startswith("no gradient stays factors: ")
+    assert not any(targets(module.graph, *ops.FACTORED) for module in program.device_graphs.values())

@@ -35,6 +35,8 @@ class Ring:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
 
     def run(self, program: Program) -> Program:
+        if not any(calls_to(program.mirrored_graph, ops.all_reduce)):
+            return program.with_remarks("no ring: there is no all_reduce; share-parameters makes each a reduce_scatter")
         program = program.evolve(graph=copied(program.mirrored_graph))
         for launch in list(calls_to(program.mirrored_graph, ops.all_reduce)):
             _unroll(program, launch)
