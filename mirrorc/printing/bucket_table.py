@@ -37,7 +37,7 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     lines: list[str] = []
     for bucket in program.buckets:
         lines += [_row(bucket, ready.get(bucket.index, "")), *_members(bucket, slots), *_shares(program, bucket, fold)]
-    lines = folded(lines, "# … bucket ") if fold else lines
+    lines = folded(lines, "# … bucket ", lambda line: line.startswith("# bucket ")) if fold else lines
     labels = dict.fromkeys(bucket.rule.label for bucket in program.buckets)
     held = ((label, program.optimizer_groups[label]) for label in labels if label in program.optimizer_groups)
     return [

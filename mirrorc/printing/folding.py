@@ -6,6 +6,9 @@ each dotted name, which is that of a layer. No information is lost::
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
+
+A stretch is made of whole blocks, such as a bucket of a table with the lines about it, so that no line is left below a mark that
+stands for the beginning of its block.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from dataclasses import dataclass
 
 _NUMBERS = re.compile(
     r"(?<![\w.])(?P<before>b|bucket=|bucket )(?P<bucket>\d+)(?![\d.])"
-    r"|(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)(?=\.[A-Za-z_])"
-    r"|(?<![\w.])(?P<parts>(?:[A-Za-z_]\w*\.)+)(?P<last>\d+)(?![\w.])"
+    r"|(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)(?=(?:\.\d+)*\.[A-Za-z_])"
+    r"|(?<![\w.])(?P<parts>(?:[A-Za-z_]\w*\.)+)(?P<last>\d+)(?=(?:\.\d+)*(?![\w.]))"
     r"|(?<![\w.])(?P<identifier>[A-Za-z]\w*?_)(?P<inner>\d+)(?=_[A-Za-z])"
 )
+_MODULES = (
+    "# backward of "  # the beginning of a comment that lists modules, whose names may consist of numbers: ``31.0``
+)
+_NUMBER_OF_MODULE = re.compile(r"(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)")
 _KINDS = (("before", "bucket"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
 _MARK = re.compile(
-    r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+): as (?:b|bucket )(?P<base>\d+) "
+    r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+)(?:, every \d+(?:st|nd|rd|th))?: as (?:b|bucket )(?P<base>\d+) "
     r"\(the (?:(?P<lines>\d+) lines|line) above\)(?:, for (?P<from>\S+) … (?P<to>\S+))?"
 )
 _LONGEST = 24  # the most lines of a stretch
@@ -46,19 +53,22 @@ class _Shape:
     label: str = ""
 
 
-def folded(lines: Sequence[str], sign: str) -> list[str]:
+def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
     """Folds the lines of a table or of a function's body: a stretch that repeats is printed once, followed by a mark.
 
     Args:
         lines: the lines.
         sign: the beginning of a mark, a line that stands for the repeats: ``# … bucket `` in a table, four spaces and ``… b`` in
             a body.
+        begins_block: whether a line begins a block, which is folded as a whole or not at all. Lines within a block may be folded,
+            too: a stretch has either whole blocks or no beginning of a block.
     """
+    begins = [*map(begins_block, lines), True]
     shapes = [_shape(line) for line in lines]
     kept: list[str] = []
     i = 0
     while i < len(lines):
-        length, repeats = _longest_stretch(shapes, i)
+        length, repeats = _longest_stretch(shapes, begins, i)
         kept += lines[i : i + length]
         if repeats >= _LEAST_REPEATS:
             kept.append(_mark(shapes, i, length, repeats, sign))
@@ -112,19 +122,26 @@ def _moved(line: str, buckets: int, layers: int) -> str:
 
 def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
     def replace(match: re.Match[str]) -> str:
-        before, name = next((before, name) for before, name in _KINDS if match[name] is not None)
-        return replacement(name, match[before], int(match[name]))
+        groups = match.groupdict()
+        before, name = next((before, name) for before, name in _KINDS if groups.get(name) is not None)
+        return replacement(name, groups[before], int(groups[name]))
 
-    return _NUMBERS.sub(replace, line)
+    text, of, modules = line.partition(_MODULES)
+    return _NUMBERS.sub(replace, text) + of + _NUMBER_OF_MODULE.sub(replace, modules)
 
 
-def _longest_stretch(shapes: Sequence[_Shape], start: int) -> tuple[int, int]:
+def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
     """The length of the stretch at ``start`` that saves the most lines, and the number of its repeats; (1, 0) if none does."""
     best, most = (1, 1), 0
     for length in range(1, min(_LONGEST, (len(shapes) - start) // _LEAST_REPEATS) + 1):
         if shapes[start].text != shapes[start + length].text:
             continue
+        has_blocks = any(begins[start : start + length])
+        if has_blocks and not begins[start]:
+            continue
         repeats = _repeats(shapes, start, length)
+        if has_blocks and not begins[start + length * repeats]:
+            repeats -= 1  # the last block goes on after the stretch
         if repeats >= _LEAST_REPEATS and length * (repeats - 1) > most:
             best, most = (length, repeats), length * (repeats - 1)
     return best
@@ -165,12 +182,18 @@ def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign:
     assert steps is not None, "a stretch that repeats"
     unit, second = sign.rpartition("… ")[2], "b" if sign.endswith("b") else ""
     above = "the line above" if length == 1 else f"the {length} lines above"
-    text = f"{sign}{base + steps[0]} … {second}{base + (repeats - 1) * steps[0]}: as {unit}{base} ({above})"
+    every = f", every {_ordinal(abs(steps[0]))}" if abs(steps[0]) > 1 else ""
+    text = f"{sign}{base + steps[0]} … {second}{base + (repeats - 1) * steps[0]}{every}: as {unit}{base} ({above})"
     named = next((shape for shape in stretch if shape.layers), None)
     if named is None or not steps[1]:
         return text
     first, last = (named.layers[0] + i * steps[1] for i in (1, repeats - 1))
     return f"{text}, for {named.label}{first} … {named.label}{last}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _number_at_end(name: str) -> int:

@@ -26,6 +26,7 @@ _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
 _MOST_DIFFERING = 2 / 3  # of a function's lines; a function of which more lines differ is printed whole
 _SIGN = "    … b"
+_NO_CALLS = ("    # -- ", "    return ")
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -60,7 +61,16 @@ def function_lines(program: Program, *, sources: bool, fold: bool) -> list[str]:
 
 
 def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
-    return folded(body, _SIGN) if fold and program.stage > Stage.OUTLINED else body
+    if not fold or program.stage <= Stage.OUTLINED:
+        return body
+    first = {*map(region_title, program.regions), "wait"}
+    return folded(body, _SIGN, lambda line: line.startswith(_NO_CALLS) or _operation_of_line(line) in first)
+
+
+def _operation_of_line(line: str) -> str:
+    """The name that a rendered line calls, if any."""
+    match = _CALLED.match(line.partition("  # ")[0].rpartition(" | ")[2].strip())
+    return match["operation"] if match else ""
 
 
 def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:

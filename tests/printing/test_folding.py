@@ -1,5 +1,7 @@
 import pytest
-from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade
+import torch
+from tiny_programs import SMALL_BUCKETS, Weight, captured_model, every_stage, handmade
+from torch import nn
 
 from mirrorc.ir.program import Program
 from mirrorc.printing.folding import folded, is_mark, unfolded
@@ -8,6 +10,10 @@ from mirrorc.printing.spans import read_spans, spans
 
 SIGN = "    … b"
 SCREEN = 60  # lines
+
+
+def calls_region(line: str) -> bool:
+    return "wd_" in line or "return" in line
 
 
 def layers(number: int) -> list[str]:
@@ -24,7 +30,7 @@ def layers(number: int) -> list[str]:
 
 def test_stretches_that_move_on_evenly_are_told_once_and_come_back() -> None:
     lines = ["    loss: f32[] = fwd_0(x)", *layers(31), "    return loss"]
-    short = folded(lines, SIGN)
+    short = folded(lines, SIGN, calls_region)
     assert short == [*lines[:3], "    … b1 … b30: as b0 (the 2 lines above), for h.29 … h.0", lines[-1]]
     assert [text for _, text in unfolded(short)] == lines
     assert [number for number, _ in unfolded(short)] == [1, 2, 3, *[4] * 60, 5]
@@ -32,7 +38,7 @@ def test_stretches_that_move_on_evenly_are_told_once_and_come_back() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_comes_less_than_three_times_is_printed_each_time(number: int) -> None:
-    assert folded(layers(number), SIGN) == layers(number)
+    assert folded(layers(number), SIGN, calls_region) == layers(number)
 
 
 def test_what_does_not_move_on_evenly_is_printed() -> None:
@@ -44,7 +50,7 @@ def test_what_does_not_move_on_evenly_is_printed() -> None:
         (9, lines[9].replace("f32[16]", "f32[17]")),  # another size
     ):
         changed = [*lines[:place], line, *lines[place + 1 :]]
-        short = folded(changed, SIGN)
+        short = folded(changed, SIGN, calls_region)
         assert any(line in text for text in short), (line, short)
         assert [text for _, text in unfolded(short)] == changed
 
@@ -53,8 +59,8 @@ def test_numbers_that_are_none_of_buckets_or_layers_stay() -> None:
     lines = [
         f"    b{i}_share: share of f32[20] = wait(bucket={i}, b{i}_pending)  # elements 0 … 9 of 20" for i in range(9)
     ]
-    assert folded(lines[::-1], SIGN)[1] == "    … b7 … b0: as b8 (the line above)"
-    assert [text for _, text in unfolded(folded(lines[::-1], SIGN))] == lines[::-1]
+    assert folded(lines[::-1], SIGN, calls_region)[1] == "    … b7 … b0: as b8 (the line above)"
+    assert [text for _, text in unfolded(folded(lines[::-1], SIGN, calls_region))] == lines[::-1]
 
 
 def deep(num_layers: int) -> Program:
@@ -81,6 +87,67 @@ def test_a_deep_model_fits_on_a_screen_at_every_stage_with_buckets_and_nothing_i
         if program.device_graphs:
             schedule = [line for line in short.splitlines() if not line.startswith("# remark: ")]
             assert len(schedule) <= SCREEN < len(whole.splitlines()), len(schedule)
+
+
+class Block(nn.Module):
+    """A block whose layers have gradients of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.fc = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc(self.ln(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+LAYER_BUCKETS = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb"), (64 * 64 + 64) * 4 / 2**20)
+"""Options that give each linear layer of 64 features a bucket of its own."""
+
+
+def test_a_stretch_is_made_of_whole_blocks() -> None:
+    program = every_stage(captured_model(Blocks(32), columns=64), **LAYER_BUCKETS)["lower-devices"]
+    text = program.to_text()
+    read, whole = read_program_text(text), read_program_text(program.to_text(fold=False))
+    assert [bucket.gradients for bucket in read.buckets] == [bucket.gradients for bucket in whole.buckets]
+    assert [line.text for line in read.lines_of("cpu:0")] == [line.text for line in whole.lines_of("cpu:0")]
+    lines = text.splitlines()
+    marks = [i for i, line in enumerate(lines) if is_mark(line)]
+    assert len(marks) == 3 and all(", every 2nd: as b" in lines[i] for i in marks)  # the table, backward and the waits
+    for i in marks:
+        size = int(lines[i].partition("(the ")[2].split()[0])
+        for line in (lines[i + 1], lines[i - size]):
+            assert line.startswith("# bucket ") or " = bwd_" in line or " = wait(" in line or line == lines[-1], lines[
+                i - size : i + 2
+            ]
+
+
+def test_a_block_that_goes_on_after_the_stretch_is_printed_whole() -> None:
+    lines = [*layers(9), "    b9: f32[16] = pack(bucket=9, d(extra))", "    return loss"]
+    short = folded(lines, SIGN, calls_region)
+    assert short[2:] == ["    … b1 … b7: as b0 (the 2 lines above), for h.7 … h.1", *lines[-4:]]
+    assert [text for _, text in unfolded(short)] == lines
+
+
+def test_layers_that_are_named_by_numbers_alone_are_folded() -> None:
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(32))
+    program = every_stage(captured_model(nn.Sequential(*layers, nn.Linear(64, 64)), columns=64), **LAYER_BUCKETS)
+    text = program["lower-devices"].to_text()
+    read, whole = read_program_text(text), read_program_text(program["lower-devices"].to_text(fold=False))
+    assert [line.text for line in read.lines_of("cpu:0")] == [line.text for line in whole.lines_of("cpu:0")]
+    comments = [[line.comment for line in side.lines_of("cpu:0")] for side in (read, whole)]
+    assert comments[0] == comments[1] and "backward of 17.0" in comments[1]
+    assert len(text.splitlines()) <= SCREEN, text
 
 
 def test_devices_that_do_the_same_next_to_each_other_are_told_together() -> None:
