@@ -7,25 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from outside_placement import CENTRAL
 from tiny_programs import handmade, run_up_to
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.variables import Placement, PlacementFacts, UpdateRule
+from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.serialization.record_data import decode_record, encode_record
 
 ROOT = Path(__file__).parents[2]
 MAY_NAME_A_PLACEMENT = {"mirrorc/ir/variables.py", "mirrorc/ir/buckets.py", "passes/share_parameters.py"}
-
-CENTRAL = PlacementFacts(
-    word="central",
-    in_table="central",
-    description="one copy of the parameters, which the first device updates",
-    owner=lambda replica: 0,
-    share=lambda num_elements, replica, num_replicas: (0, 0 if replica else num_elements),
-    updates_by_shares=False,
-    is_written_last=True,
-)
 
 
 def test_only_the_pass_that_establishes_a_placement_names_one() -> None:
