@@ -43,12 +43,15 @@ class Collective:
         bucket: the bucket that it moves.
         link: the link that carries it.
         launches: the devices' parts in it, in order of replicas.
+        chunk, round: those of a ``send``; None if it names none.
     """
 
     kind: str
     bucket: int
     link: str
     launches: tuple[Launch, ...]
+    chunk: int | None = None
+    round: int | None = None
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
@@ -60,11 +63,11 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
                 name = name_of(node)
                 kind = "send" if name == "recv" else name
                 key = (kind, bucket_of(node), str(node.kwargs.get("link")))
-                part = (node.kwargs.get("chunk", 0), node.kwargs.get("round", 0))
+                part = (node.kwargs.get("chunk"), node.kwargs.get("round"))
                 groups.setdefault((*key, *part), []).append((replica, node))
     return [
-        Collective(kind, bucket, link, tuple(_launch(replica, node, members) for replica, node in members))
-        for (kind, bucket, link, *_), members in groups.items()
+        Collective(kind, bucket, link, tuple(_launch(replica, node, members) for replica, node in members), *part)
+        for (kind, bucket, link, *part), members in groups.items()
     ]
 
 

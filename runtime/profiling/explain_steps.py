@@ -98,24 +98,37 @@ def _bucket_times(
 ) -> BucketTimes:
     moves_by_itself = link_named(collective.link).moves_by_itself
     flights = [[_flight(step, launch, moves_by_itself) for launch in collective.launches] for step in steps]
+    parts_of = Counter(launch.replica for launch in collective.launches)  # a device may send to several others
+    weights = [1 / parts_of[launch.replica] / len(parts_of) for launch in collective.launches]
     together = []
     for parts in flights:
         ready, launched, waited, finished, *durations = zip(*parts, strict=True)
-        means = [sum(values) / program.num_replicas for values in durations]
-        together.append([max(ready), max(launched), max(waited), max(finished), *means])
+        moments = [statistics.fmean(values, weights) for values in (ready, launched, waited, finished)]
+        together.append([*moments, *(sum(values) / program.num_replicas for values in durations)])
     devices = [
         DeviceFlight(device=program.devices[launch.replica].name, **_means(parts[i] for parts in flights))
         for i, launch in enumerate(collective.launches)
     ]
     return BucketTimes(
         index=collective.bucket,
-        num_bytes=program.buckets[collective.bucket].num_bytes,
+        num_bytes=_num_bytes(program, collective),
         kind=collective.kind,
         link=collective.link,
         behind=_behind(program, steps, collective, step_ms),
         devices=tuple(devices),
+        chunk=collective.chunk,
+        round=collective.round,
         **_means(together),
     )
+
+
+def _num_bytes(program: Program, collective: Collective) -> int:
+    """The size of what is moved: of the bucket, or of the part of it that is sent."""
+    sent = next((launch.node for launch in collective.launches if launch.node.target is ops.send), None)
+    if sent is None:
+        return program.buckets[collective.bucket].num_bytes
+    value = sent.all_input_nodes[0].meta["val"]
+    return int(value.numel() * value.dtype.itemsize)
 
 
 def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:

@@ -12,13 +12,14 @@ from mirrorc.printing.wording import counted
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
 
+_PARTS = "; c and r are the chunk of the bucket that is sent, and the round in which it is sent"
 _WIDTH = 110  # of texts; rows of tables may be longer
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BUCKET_COLUMNS = (
-    "ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are moments of the "
-    "last device to come there, from the step's beginning; means over devices are hidden (in flight while the device does "
-    "something else; - where nothing moves before the wait) and exposed (in the wait) = skew + transfer; behind is what it "
-    "waited for longest: a call of a device that launched late, or an earlier wait"
+    "ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are moments from the "
+    "step's beginning, as means over the devices that take part; means over all devices (0 for one that does not wait) are "
+    "hidden (in flight while the device does something else; - where nothing moves before the wait) and exposed (in the wait) = "
+    "skew + transfer; behind is what it waited for longest: a call of a device that launched late, or an earlier wait"
 )
 
 
@@ -128,15 +129,14 @@ def _hidden_lines(found: Explanation) -> list[str]:
 
 def _bucket_rows(found: Explanation) -> list[str]:
     columns = ("ready", "launched", "waited", "finished", "hidden", "exposed", "skew", "transfer")
-    lines = [f"{'bucket':<6}{'size':>10}{_row(columns)}  behind"]
+    width = max([6, *(len(bucket.label) for bucket in found.buckets)])
+    lines = [f"{'bucket':<{width}}{'size':>10}{_row(columns)}  behind"]
     heading = ""
     for bucket in found.buckets:
         now = f"{bucket.kind} over {bucket.link}, ms" if bucket.link else "not communicated, ms"
         lines += [now] if now != heading else []
         heading = now
-        row = (
-            f"b{bucket.index:<5}{size_text(bucket.num_bytes):>10}{_row(_bucket_cells(found, bucket))}  {bucket.behind}"
-        )
+        row = f"{bucket.label:<{width}}{size_text(bucket.num_bytes):>10}{_row(_bucket_cells(found, bucket))}  {bucket.behind}"
         lines.append(row.rstrip())
     return lines
 
@@ -159,7 +159,12 @@ def _device_rows(found: Explanation) -> list[str]:
 
 
 def _definitions(found: Explanation) -> list[str]:
-    texts = [f"bucket: {_BUCKET_COLUMNS}", f"device: each row adds up to the step. {_defined(PARTS)}"]
+    is_parted = any(bucket.chunk is not None or bucket.round is not None for bucket in found.buckets)
+    columns = _BUCKET_COLUMNS + (_PARTS if is_parted else "")
+    texts = [
+        f"bucket: {columns}",
+        f"device: each row adds up to the step. {_defined(PARTS)}",
+    ]
     return [line for text in texts for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
 
 

@@ -52,18 +52,20 @@ class DeviceFlight(FlightTimes):
 class BucketTimes(FlightTimes):
     """A bucket's times over all devices. They are computed for each step, and then averaged over the steps.
 
-    ``ready_ms``, ``launched_ms``, ``waited_ms`` and ``finished_ms`` are those of the last device.
+    ``ready_ms``, ``launched_ms``, ``waited_ms`` and ``finished_ms`` are means over the devices that take part.
     ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; a device that takes no part, or
-    does not wait, counts as 0. If a bucket is not communicated, all moments are ``ready_ms``, and all durations are 0.
+    does not wait, counts as 0. If every device takes part, ``finished_ms - waited_ms`` is ``exposed_ms``. If a bucket is not
+    communicated, all moments are ``ready_ms``, and all durations are 0.
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: its size.
+        num_bytes: the size of what is moved: of the bucket, or of the part of it that is sent.
         kind: its collective: reduce_scatter, all_reduce, broadcast, send (and recv); ``none`` if there is none.
         link: the link that carries it; empty if there is none.
         behind: the cause of the longest waiting: the call of a late device while others waited for it (``cpu:1's bwd_0``), or an
             earlier wait (``wait b2``); empty if neither took 1% of the step.
         devices: the times on each device that takes part.
+        chunk, round: those of a send; None if it names none.
     """
 
     index: int
@@ -72,6 +74,14 @@ class BucketTimes(FlightTimes):
     link: str
     behind: str
     devices: tuple[DeviceFlight, ...]
+    chunk: int | None = None
+    round: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The bucket, with the chunk and the round of a send that names them: ``b1 c0 r2``."""
+        parts = (("b", self.index), ("c", self.chunk), ("r", self.round))
+        return " ".join(f"{letter}{number}" for letter, number in parts if number is not None)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,18 @@ from mirrorc.verifier.verifier import verify
 aten = torch.ops.aten
 
 
+def check_rows(step: mirrorc.Step) -> None:
+    """Each row of an explanation is of one chunk in one round, with the bytes that are sent in it."""
+    found, program = step.explain(), step.program
+    sends = [bucket for bucket in found.buckets if bucket.kind == "send"]
+    labels = [bucket.label for bucket in sends]
+    assert len({*labels}) == len(labels) and all(f"\n{label} " in str(found) for label in labels)
+    assert ("c and r are the chunk" in " ".join(str(found).split())) == bool(sends)
+    for bucket in program.buckets if sends else ():
+        first_round = [sent.num_bytes for sent in sends if sent.index == bucket.index and sent.round == 0]
+        assert len(first_round) == program.num_replicas and sum(first_round) == bucket.num_bytes
+
+
 def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
     """The program of three steps, and all parameters after them, in one tensor."""
     torch.manual_seed(0)
@@ -41,6 +53,7 @@ def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = 
     ) as step:
         for _ in range(3):
             step(torch.randn(7, 4, dtype=torch.float64), target=torch.arange(7) % 3)
+        check_rows(step)
         assert step.memory().total > 0 and f"over {link}, ms" in str(step.explain())
         return step.program, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

@@ -145,7 +145,7 @@ def test_a_late_device_is_named_and_costs_the_others_skew() -> None:
     found = explained(program_of(), EVEN | DONE, late | DONE)
     first, second = found.buckets
     assert second.behind == "cpu:1's bwd_1" and first.behind == "wait b1"
-    assert (second.ready_ms, second.launched_ms, second.waited_ms) == (16.5, 16.75, 16.75)
+    assert (second.ready_ms, second.launched_ms, second.waited_ms, second.finished_ms) == (13.5, 13.75, 13.75, 17.75)
     assert (second.skew_ms, second.transfer_ms, second.exposed_ms) == (3.0, 1.0, 4.0)
     assert [own.skew_ms for own in second.devices] == [6.0, 0.0]
     assert (first.skew_ms, first.transfer_ms) == (0.0, 0.5)
@@ -187,7 +187,7 @@ def test_devices_that_are_late_by_turns() -> None:
     steps = [recorded(program, *((slow, quick) if i % 2 else (quick, slow))) for i in range(6)]
     found = explain_steps(program, steps)
     second = found.buckets[1]
-    assert (second.skew_ms, second.transfer_ms, second.launched_ms) == (3.0, 1.0, 16.0)
+    assert (second.skew_ms, second.transfer_ms, second.launched_ms) == (3.0, 1.0, 13.0)
     assert [device.compute_ms for device in found.devices] == [12.0, 12.0]
     assert found.advice.startswith(
         "nothing to change: of 4.000 ms exposed, 3.000 ms are waiting for the last device, 1.000"
@@ -327,7 +327,7 @@ def test_who_is_sent_to_waits_for_the_sender_alone() -> None:
     assert {own.device: own.skew_ms for own in reduced.devices} == {"cpu:0": 1.0, "cpu:1": 1.0, "cpu:2": 0.0}
     skews = [(own.device, own.skew_ms) for own in sent.devices if own.exposed_ms]
     assert skews == [("cpu:1", 6.0), ("cpu:2", 6.0)] and sent.skew_ms == 4.0
-    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (9.0, 9.0, 9.0)
+    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (5.0, 5.0, 9.0)
     assert found.update_ms == pytest.approx((6.0 + 0.5) / 3)
     assert "  cpu:0's step_optimizer\n" in str(found), "names are not cut"
 
@@ -393,6 +393,7 @@ def test_figures_always_add_up(num_devices: int, seed: int, link: str, num_steps
         assert min(times.hidden_ms, times.skew_ms, times.transfer_ms) >= 0.0
         moments = (times.ready_ms, times.launched_ms, times.waited_ms, times.finished_ms)
         assert moments[0] >= 0.0 and list(moments) == sorted(moments) and moments[-1] <= found.step_ms + 1e-6
+        assert times.exposed_ms == pytest.approx(times.finished_ms - times.waited_ms, abs=1e-6)
         assert link == "nccl" or times.hidden_ms == 0.0
     total = found.compute_ms + found.exposed_ms + found.update_ms + found.other_ms
     assert total == pytest.approx(found.step_ms) and min(found.parts_ms.values()) >= 0.0
@@ -432,17 +433,17 @@ A step takes 21.25 ms; 1 step on cpu:0, cpu:1
 bucket      size    ready launched   waited finished   hidden  exposed     skew transfer  behind
 reduce_scatter over shared-memory, ms
 b0       4.0 KiB     7.00     7.50    19.75    20.25        -     0.50     0.00     0.50  wait b1
-b1     256.0 KiB    16.50    16.75    16.75    17.75        -     4.00     3.00     1.00  cpu:1's bwd_1
+b1     256.0 KiB    13.50    13.75    13.75    17.75        -     4.00     3.00     1.00  cpu:1's bwd_1
 
 device        start  forward backward     pack   launch     skew transfer   update    write    other      end
 cpu:0          1.00     4.00     5.00     0.50     0.25     6.00     1.50     3.00     0.00     0.00     0.00
 cpu:1          1.00     4.00    11.00     0.50     0.25     0.00     1.50     3.00     0.00     0.00     0.00
 
 bucket: ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are
-  moments of the last device to come there, from the step's beginning; means over devices are hidden (in
-  flight while the device does something else; - where nothing moves before the wait) and exposed (in the
-  wait) = skew + transfer; behind is what it waited for longest: a call of a device that launched late, or an
-  earlier wait
+  moments from the step's beginning, as means over the devices that take part; means over all devices (0 for
+  one that does not wait) are hidden (in flight while the device does something else; - where nothing moves
+  before the wait) and exposed (in the wait) = skew + transfer; behind is what it waited for longest: a call
+  of a device that launched late, or an earlier wait
 device: each row adds up to the step. start: until the device's function begins; forward: in regions of
   forward; backward: in regions of backward; pack: filling buckets; launch: launching collectives; skew: in
   waits, until the last device that is needed has launched; transfer: the rest of the waits: moving, adding up
