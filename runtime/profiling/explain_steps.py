@@ -143,7 +143,15 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
     ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
     times = _means([value] * 4 + [0.0] * 3 for value in ready)
     return BucketTimes(
-        index=bucket.index, num_bytes=bucket.num_bytes, kind="none", link="", behind="", devices=(), **times
+        index=bucket.index,
+        num_bytes=bucket.num_bytes,
+        kind="none",
+        link="",
+        behind="",
+        devices=(),
+        chunk=None,
+        round=None,
+        **times,
     )
 
 

@@ -74,8 +74,8 @@ class BucketTimes(FlightTimes):
     link: str
     behind: str
     devices: tuple[DeviceFlight, ...]
-    chunk: int | None = None
-    round: int | None = None
+    chunk: int | None
+    round: int | None
 
     @property
     def label(self) -> str:
