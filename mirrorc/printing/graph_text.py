@@ -131,8 +131,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
-        variable = str(node.kwargs["variable"])
-        arguments = ", ".join(values.factor_name(factor, variable) for factor in node.all_input_nodes)
+        arguments = ", ".join(values.factor_names(node))
     if node.target in ops.COLLECTIVES:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []

@@ -61,8 +61,17 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """The lines above nodes that explain where factored gradients are made, and from where on parameters may be written."""
-    return {**_of_factors(program, graph), **_of_writing(program, graph)}
+    """The lines above nodes that explain slots, factored gradients, and from where on parameters may be written."""
+    return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
+
+
+def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    if graph is not program.graphs()[0]:
+        return {}  # said once
+    calls = (node for node in graph.nodes if is_region_call(node))
+    first = next((call for call in calls if any(node.target is ops.slot for node in call.all_input_nodes)), None)
+    text = "a slot is a gradient's place in its bucket's memory: backward writes there (\"in place\")"
+    return {first: [text]} if first is not None else {}
 
 
 def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
@@ -155,12 +164,16 @@ def _factored(program: Program, node: fx.Node) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """Says how many gradients backward has written into the bucket, how many are copied, and how many are factors."""
+    """Says how many gradients backward has written into the bucket, how many are copied, and how many are factors.
+
+    If all are of one kind, the other kinds are left out.
+    """
     counts = {"in place": 0, "copied": 0, "factored": 0}
     for gradient in node.args:
         if isinstance(gradient, fx.Node):
             counts[_way_of(gradient)] += 1
-    return ", ".join(f"{number} {way}" for way, number in counts.items() if number)
+    kinds = [way for way, number in counts.items() if number]
+    return ", ".join(f"{counts[way]} {way}" for way in (kinds if len(kinds) < 2 else counts))
 
 
 def _way_of(gradient: fx.Node) -> str:

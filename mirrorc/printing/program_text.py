@@ -40,8 +40,9 @@ Unless ``fold=False`` or ``slots=True`` is given, repeated parts are printed onc
   order, where ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.
 
 A comment says: beside a region, the first and the last module that it covers; beside ``pack``, how many gradients backward has
-written in place, how many are copied and how many are left as factors; beside a factored gradient, the types of its factors
-and where it is made; beside ``wait``, which elements of the bucket this device gets; beside ``update``, the rule.
+written in place, how many are copied and how many are left as factors, unless all are of one kind; beside a
+factored gradient, the types of its factors and where it is made; beside ``wait``, which elements of the bucket this device gets;
+beside ``update``, the rule.
 
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -10,7 +11,8 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.identifiers import identifier, of_all_replicas
+from mirrorc.ir.gradient_forms import FORMS
+from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
     is_computed,
@@ -123,10 +125,16 @@ class PrintedValues:
         """The value's own name, which is the same on all replicas, even if values of its kind are counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
-    def factor_name(self, node: fx.Node, variable: str) -> str:
-        """The name of a factor of a variable's gradient, such as ``left``; its own name if it has other uses, too."""
-        name, own = self.own_name(node), f"{identifier(variable)}_"
-        return name.removeprefix(own) if name.startswith(own) else name
+    def factor_names(self, gradient: fx.Node) -> list[str]:
+        """The names of the factors of a gradient, such as ``left`` and ``right``; arguments and variables keep their names."""
+        form = FORMS.get(gradient.target)
+        factors = gradient.all_input_nodes
+        roles = form.factor_names if form is not None else [self.own_name(factor) for factor in factors]
+        has_own_name = ("argument", "variable")
+        return [
+            self.own_name(factor) if role is None or self.kinds[factor][0] in has_own_name else role
+            for factor, role in itertools.zip_longest(factors, roles[: len(factors)])
+        ]
 
     def typed(self, node: fx.Node) -> str:
         """The name and the type of a value where it is defined."""

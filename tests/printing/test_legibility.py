@@ -13,7 +13,9 @@ SAID = (
     "# backward of h.1.mlp.c_fc … h.0.attn.c_attn",
     "# f32[256, 32] @ f32[32, 1024], made by shares at the wait",
     "# f32[256, 16] @ f32[16, 1024], made by shares at the wait",
-    "# 2 in place, 4 factored",
+    "# 2 in place, 0 copied, 4 factored",
+    "# -- a slot is a gradient's place in its bucket's memory",
+    "d(transformer.h.2.mlp.c_proj.weight) = product(bucket=0, left, right)",
     "# as cpu_0, but for these lines; fwd_0.shard1 is fwd_0 for this shape of a shard",
     "bwd_1.shard1(",
 )
