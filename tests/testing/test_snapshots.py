@@ -104,13 +104,14 @@ def test_a_changed_program_fails_in_words_and_in_lines_and_can_be_renewed(
     status, output = folder.run()
     assert status == 1
     lines = [line.removeprefix("E").strip() for line in output.splitlines() if line.startswith("E ")]
-    assert lines[:9] == [
+    assert lines[:10] == [
         f"AssertionError: the program is not as in the snapshot {SNAPSHOT}; if it should be, renew that with pytest "
         "--snapshot-update.",
         "",
         "1 gradient has another shape or dtype: fc1.weight is f32[8, 20] instead of f32[4, 20]",
         "bucket 1 grew from 0.3 KiB to 0.6 KiB",
         "link copy instead of shared-memory for reduce_scatter of buckets 0 and 1, on every device",
+        "remark new: no gradient stays factors: over the link copy, no device reads the others' factors in their memory",
         "remark new: link copy: asked for; nothing moves before the wait, which does all the work",
         "remark gone: link shared-memory: the best for these devices; nothing moves before the wait, which does all the work",
         "",
