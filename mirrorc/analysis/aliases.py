@@ -45,5 +45,6 @@ def viewed_variable(program: Program, value: fx.Node) -> str | None:
     inside = viewed(results[value.args[1]])
     if inside.op != "placeholder":
         return None
-    given = call.args[[node for node in body.nodes if node.op == "placeholder"].index(inside)]
+    placeholders = (node for node in body.nodes if node.op == "placeholder")
+    given = call.args[next(place for place, node in enumerate(placeholders) if node is inside)]
     return viewed_variable(program, given) if isinstance(given, fx.Node) else None

@@ -169,24 +169,31 @@ def _packed(program: Program, node: fx.Node) -> str:
     If all are of one kind, the other kinds are left out.
     """
     counts = {"in place": 0, "copied": 0, "factored": 0}
+    in_place: dict[fx.Node, set[int]] = {}
     for gradient in node.args:
         if isinstance(gradient, fx.Node):
-            counts[_way_of(gradient)] += 1
+            counts[_way_of(gradient, in_place)] += 1
     kinds = [way for way, number in counts.items() if number]
     return ", ".join(f"{counts[way]} {way}" for way in (kinds if len(kinds) < 2 else counts))
 
 
-def _way_of(gradient: fx.Node) -> str:
+def _way_of(gradient: fx.Node, in_place: dict[fx.Node, set[int]]) -> str:
+    """How a gradient comes into its bucket; ``in_place`` keeps what was found out about a region's call."""
     if stays_factored(gradient):
         return "factored"
     call = origin_of(gradient).args[0] if gradient.args else None
     if is_compute(gradient) or not isinstance(call, fx.Node) or not is_region_call(call):
         return "copied"
+    if call not in in_place:
+        in_place[call] = _places_in_slots(call)
+    return "in place" if gradient.args[1:] and gradient.args[1] in in_place[call] else "copied"
+
+
+def _places_in_slots(call: fx.Node) -> set[int]:
+    """The places of a region's results that it writes into slots."""
     gradients: Any = call.kwargs.get("gradients") or {}
-    place = gradient.args[1] if len(gradient.args) > 1 else None
-    names = {name for name, at in gradients.items() if at == place}
     slots = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.slot}
-    return "in place" if names & slots else "copied"
+    return {place for name, place in gradients.items() if name in slots}
 
 
 def _updated(program: Program, node: fx.Node) -> str:
