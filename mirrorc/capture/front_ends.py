@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from mirrorc.capture.captured_graph import CapturedGraph, restructure
+from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.torch_internals import JointGraph
@@ -107,7 +108,7 @@ def capture(
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
     """
-    with contextlib.ExitStack() as stack:
+    with kept_as_it_is(call), contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         joint = front_end.trace(stack, call, leaves, decompositions)
