@@ -23,6 +23,9 @@ ELEMENTWISE = (
 )
 """Optimizers that update each element independently of all others, so that they may run on whole buckets."""
 
+_FUSED_ON_CPUS = (torch.float32, torch.float64)
+_FUSED_ON_GPUS = (*_FUSED_ON_CPUS, torch.float16, torch.bfloat16)
+
 SCALAR_STATE = ("step", "mu_product")
 """Entries of these optimizers' state that are a single number per parameter."""
 
@@ -34,15 +37,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def is_fused(group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether torch's fused kernels update a group's parameters of a dtype.
+def is_fused(group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
+    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    They do if the group asks for them. If the group leaves the choice open, they do except for 16-bit parameters, which
-    torch's fused SGD does not update on the CPU (seen in 2.13).
+    They do if the group asks for them. If the group leaves the choice open, they do for parameters that every fused kernel
+    updates: on CPUs those of 32 and 64 bits (torch's fused SGD does not update 16-bit ones there, seen in 2.13), on GPUs
+    16-bit ones, too.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
-        return dtype in (torch.float32, torch.float64)
+        return dtype in (_FUSED_ON_GPUS if device_type == "cuda" else _FUSED_ON_CPUS)
     return bool(fused)
 
 
@@ -68,7 +72,7 @@ def check_capturable(optimizer: torch.optim.Optimizer, variables: Mapping[str, V
                 f"ones, or with hooks, capturable or differentiable): {remedy}"
             )
         group = optimizer.param_groups[rule.group]
-        if not is_fused(group, variable.dtype):
+        if not is_fused(group, variable.dtype, "cuda"):
             raise ValueError(
                 f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
                 f"which is not fused: {remedy}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, state_signature, update_rules
+from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, is_fused, state_signature, update_rules
 
 
 def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
@@ -55,6 +55,21 @@ def test_an_elementwise_optimizer_leaves_gradients_as_they_are(
             parameter.grad = gradient.clone()
             optimizer.step()
             assert torch.equal(parameter.grad, gradient)
+
+
+def test_torchs_fused_kernels_are_chosen_by_dtype_and_device() -> None:
+    """A CPU's fused SGD leaves 16-bit parameters as they are; GPUs' kernels know them."""
+    open_, chosen, foreach = {"fused": None}, {"fused": True}, {"fused": None, "foreach": True}
+    for dtype, on_cpu, on_gpu in (
+        (torch.float32, True, True),
+        (torch.float64, True, True),
+        (torch.bfloat16, False, True),
+        (torch.float16, False, True),
+        (torch.complex64, False, False),
+    ):
+        assert (is_fused(open_, dtype, "cpu"), is_fused(open_, dtype, "cuda")) == (on_cpu, on_gpu), dtype
+        assert is_fused(chosen, dtype, "cpu") and is_fused(chosen, dtype, "cuda")
+        assert not any(is_fused(group, dtype, "cuda") for group in (foreach, {}, {"fused": False}))
 
 
 class MySGD(torch.optim.SGD):

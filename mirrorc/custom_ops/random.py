@@ -14,7 +14,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 _MASK_64 = (1 << 64) - 1
 
 
-_global_generator_lock = threading.Lock()
+_generator_locks: dict[torch.device, threading.Lock] = {}
 
 
 def mix(seed: int, stream: int) -> int:
@@ -74,13 +74,18 @@ def unseeded(op: Any) -> Any:
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator that draws from its device's global generator, and leaves that generator as it was."""
     generator = _global_generator(args, kwargs)
-    with _global_generator_lock:
+    with lock_of(generator.device):
         state = generator.get_state()
         generator.manual_seed(seed)
         try:
             return op(*args, **kwargs)
         finally:
             generator.set_state(state)
+
+
+def lock_of(device: torch.device) -> threading.Lock:
+    """The lock of a device's global generator; operators on other devices need not wait for it."""
+    return _generator_locks.setdefault(device, threading.Lock())
 
 
 def _global_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
+from mirrorc.runtime.devices.current import made_current
 from mirrorc.torch_internals import (
     compile_with_inductor,
     has_cpp_compiler,
@@ -43,5 +44,7 @@ class InductorBackend(Backend):
         return kernels_compiled_together()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
-        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        return compile_with_inductor(graph_module, [node.meta["val"] for node in placeholders], num_threads)
+        examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+        devices = {value.device for value in examples if value.device.type == "cuda"}
+        with made_current(next(iter(devices), None)):  # Inductor tunes and loads kernels on the current GPU
+            return compile_with_inductor(graph_module, examples, num_threads)

@@ -16,6 +16,10 @@ from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
 
+_launching = threading.Lock()
+"""Held while collectives are launched, by all steps of the process: torch keeps NCCL's communicators in one map that it does not
+guard, and NCCL forbids parallel launches on communicators of one GPU."""
+
 
 @register_communicator
 class NcclCommunicator(Communicator):
@@ -30,7 +34,6 @@ class NcclCommunicator(Communicator):
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
         super().__init__(devices, timeout_seconds)
         self._streams = [torch.cuda.Stream(device.torch_device) for device in devices]
-        self._lock = threading.Lock()
         self._offers: dict[int, int] = {}
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
@@ -43,7 +46,7 @@ class NcclCommunicator(Communicator):
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         rendezvous.tensors[replica] = tensor
         rendezvous.events[replica] = record_event(tensor.device)
-        with self._lock:
+        with _launching:
             self._offers[bucket] += 1
             is_last = self._offers[bucket] == len(self.devices)
             if is_last:

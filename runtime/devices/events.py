@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -17,11 +18,25 @@ def record_event(device: torch.device) -> Any:
     return event
 
 
-def wait_device(device: torch.device) -> None:
-    """Returns when a GPU has done all its queued work; returns at once for a CPU, or for a GPU that has failed."""
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the next use of the GPU raises it again
-            torch.cuda.synchronize(device)
+def wait_device(device: torch.device, timeout_seconds: float) -> bool:
+    """Waits until a GPU has done all its queued work; at once for a CPU, or for a GPU that has failed.
+
+    A kernel may wait for another GPU for ever, and torch's wait for a GPU has no bound: a thread waits in the caller's place.
+
+    Returns:
+        Whether the work was done in time.
+    """
+    if device.type != "cuda":
+        return True
+    waiting = threading.Thread(target=_synchronize, args=(device,), name=f"mirrorc waits for {device}", daemon=True)
+    waiting.start()
+    waiting.join(timeout_seconds)
+    return not waiting.is_alive()
+
+
+def _synchronize(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # the next use of the GPU raises it again
+        torch.cuda.synchronize(device)
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:

@@ -18,6 +18,7 @@ from mirrorc.runtime.devices.process_memory import keep_what_is_freed
 
 Job = Callable[[], Any]
 Order = tuple[Job, int, list[Any]] | None  # a job, and where its result goes: index and list; None ends the thread
+Message = tuple[int, Exception] | None  # which device's thread could not begin, and why; None for anything else
 _STOP = None
 
 
@@ -28,6 +29,9 @@ class DevicePool:
         devices: one thread for each.
         num_threads: the number of threads that torch's operators use within each CPU device.
         timeout_seconds: the longest time that a job may take.
+
+    Raises:
+        ExecutionError: a thread cannot use its device; says why.
     """
 
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
@@ -36,19 +40,39 @@ class DevicePool:
         self.num_threads = num_threads
         self.timeout_seconds = timeout_seconds
         self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
-        self._outbox: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         before = torch.get_num_threads()
         self._threads = []
         self.is_stuck = False  # whether a device never answered
         for replica, device in enumerate(devices):
-            arguments = (device.torch_device, num_threads, self._inboxes[replica], self._outbox)
+            arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
             thread = threading.Thread(target=_serve, args=arguments, name=f"mirrorc {device.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        for _ in devices:
-            self._outbox.get(timeout=timeout_seconds)  # every thread is ready
-        torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
+        try:
+            for _ in devices:
+                self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
+
+    def _await_ready(self) -> None:
+        """Returns when one more thread is ready for jobs."""
+        try:
+            message = self._outbox.get(timeout=self.timeout_seconds)
+        except queue.Empty:
+            raise ExecutionError(
+                f"the devices' threads were not ready within {self.timeout_seconds:g} s: a GPU hangs, or the machine is that "
+                "busy; raise timeout_seconds, or compile anew"
+            ) from None
+        if message is not None:
+            replica, error = message
+            raise ExecutionError(
+                f"the thread of {self.devices[replica]} cannot use its device: {type(error).__name__}: {error}"
+            ) from error
 
     def run(self, jobs: Sequence[Job], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
         """Runs one job on each device.
@@ -143,21 +167,31 @@ def _stop(inboxes: Sequence[queue.SimpleQueue[Order]], threads: Sequence[threadi
             thread.join(timeout=5.0)
 
 
+def _set_up(stack: contextlib.ExitStack, device: torch.device, num_threads: int) -> None:
+    """Gives a device's thread its settings."""
+    if device.type == "cuda":
+        stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+    else:
+        torch.get_num_threads()  # makes torch initialize this thread now; later, that would undo the next line
+        torch.set_num_threads(num_threads)
+    stack.enter_context(torch.no_grad())
+
+
 def _serve(
+    replica: int,
     device: torch.device,
     num_threads: int,
     inbox: queue.SimpleQueue[Order],
-    outbox: queue.SimpleQueue[None],
+    outbox: queue.SimpleQueue[Message],
 ) -> None:
     """The main function of a device's thread: runs jobs until it is stopped."""
     with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        else:
-            torch.get_num_threads()  # makes torch initialize this thread now; later, that would undo the next line
-            torch.set_num_threads(num_threads)
-        stack.enter_context(torch.no_grad())
+        try:
+            _set_up(stack, device, num_threads)
+        except Exception as error:  # noqa: BLE001 - the pool's maker raises it
+            outbox.put((replica, error))
+            return
         outbox.put(None)
         while True:
             order = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit

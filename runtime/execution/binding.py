@@ -69,7 +69,7 @@ class Binder:
     def _bind_read(self, replica: int, node: fx.Node) -> Constant:
         name = str(node.kwargs["variable"])
         if name in self._constants:
-            return Constant(self._constants[name].to(self.program.devices[replica].torch_device))
+            return Constant(_at_home(self._constants[name], self.program.devices[replica].torch_device))
         return Constant(self._state.store.values(name)[replica])
 
     @binds(ops.slot)
@@ -197,6 +197,11 @@ class Binder:
             own.copy_(value)
 
         return write
+
+
+def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A constant on its replica's device. One of another kind stays: regions were compiled for a number on the host, say."""
+    return constant.to(device) if constant.device.type == device.type else constant
 
 
 def _factors(*factors: torch.Tensor, **_: Any) -> Factors:

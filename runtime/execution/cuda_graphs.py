@@ -63,6 +63,7 @@ class CudaCapturer:
 
     Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables and the
     optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph keeps this one.
+    After a failed capture the next one gets a new pool.
 
     Args:
         device: the GPU.
@@ -78,7 +79,13 @@ class CudaCapturer:
         """As in `Capturer`; must be called in the device's thread, on whose stream the warm-up steps have run."""
         if self._anchor is None:
             self._anchor = self._capture(lambda: torch.zeros((), device=self._device))
-        return self._capture(function, pool=self._anchor.pool())
+        try:
+            return self._capture(function, pool=self._anchor.pool())
+        except BaseException:
+            # allocations of a failed capture go on to be counted as the pool's, and torch refuses to begin another one in it
+            self._failed.append(self._anchor)
+            self._anchor = None
+            raise
 
     def _capture(self, function: Callable[[], Any], **options: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -63,6 +63,7 @@ class Executor:
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
+        self._timeout_seconds = timeout_seconds
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
@@ -128,11 +129,11 @@ class Executor:
                 results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
         except BaseException:
             if not pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
-                self._begin_afresh()
+                self._begin_afresh(pool)
             raise
         failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
         if failures:
-            self._begin_afresh()
+            self._begin_afresh(pool)
             raise explain_failure(self.program.devices, failures, self._state.has_updated)
         if self.is_interleaved == self.trial.interleaves:
             self.trial.record(time.perf_counter() - began)
@@ -221,8 +222,6 @@ class Executor:
                 torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
                 for weight, device in zip(weights, self.program.devices, strict=True)
             ]
-            if self.program.devices[0].torch_device.type == "cuda":
-                torch.cuda.synchronize()  # other streams will read the weights
         return self._weights[weights]
 
     def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
@@ -245,10 +244,11 @@ class Executor:
         if self.recorder is not None:
             self.recorder.forget()
 
-    def _begin_afresh(self) -> None:
+    def _begin_afresh(self, pool: DevicePool) -> None:
         """Cleans up after a failed step: waits for the GPUs' queued work, because the memory of the step will be used again."""
         for device in dict.fromkeys(device.torch_device for device in self.program.devices):
-            wait_device(device)
+            if not wait_device(device, self._timeout_seconds):
+                pool.is_stuck = True  # no further step may use its memory
         self._forget_step()
         self._state.abandon()
         for communicator in self._communicators.values():

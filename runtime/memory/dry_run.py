@@ -15,6 +15,7 @@ from mirrorc.ir.program import Region
 from mirrorc.printing.values import type_of
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
+from mirrorc.runtime.devices.current import made_current
 from mirrorc.runtime.memory.workspaces import workspace_bytes
 from mirrorc.torch_internals import inductor_wrapper, storage_key, watched_operators
 
@@ -80,6 +81,11 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
         function: the compiled region, see `RegionCompiler.compile`.
         device: the device for which it was compiled.
     """
+    with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
+        return _dry_run(region, function, device)
+
+
+def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
     module = retarget(region.graph_module, device)
     arguments = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     own = getattr(function, "graph_function", None)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from mirrorc.ir.devices import Device
+from mirrorc.runtime.devices.current import made_current
 
 NUM_KEPT_STEPS = 32  # the last ones, failed ones among them
+_SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds between events to a microsecond
 
 
 class Clock:
@@ -30,15 +32,15 @@ class Clock:
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[Any, ...]] = deque(maxlen=NUM_KEPT_STEPS)
+        self._noted: deque[Sequence[Any]] = deque(maxlen=NUM_KEPT_STEPS)
         self.note = self._noted.append
 
     def clear(self) -> None:
         """Forgets the marks of all steps."""
         self._noted.clear()
 
-    def noted(self) -> list[tuple[Any, ...]]:
-        """The marks of the last steps, a tuple for each."""
+    def noted(self) -> list[Sequence[Any]]:
+        """The marks of the last steps, a sequence for each."""
         return list(self._noted.copy())  # an atomic copy: the device's thread cannot append meanwhile
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
@@ -58,20 +60,33 @@ def nanoseconds(seconds: float) -> int:
 class EventClock(Clock):
     """Marks the ends of calls of a GPU, which return when work is queued: a mark is an event on the thread's current stream.
 
-    Times are computed from events only when they are read, by the time that has passed since the step's first event. The first
-    event is assumed to occur when it is recorded. If the GPU lags behind its thread at that moment, all times of the step are
-    too early by this lag. This has not run on a GPU yet; it is tested with a substitute for `torch.cuda.Event`.
+    Events are read only when times are asked for. How the GPU's clock stands to the host's is found by one more event, the
+    anchor: it is waited for, so that the host knows when it happened. So times of several GPUs agree, however far each of them
+    lags behind its thread. An anchor serves for the steps that began within a few seconds of it, because the time between two
+    events is a 32-bit number. Events of steps that are no longer kept are used again. This has not run on a GPU yet; it is tested
+    with a substitute for `torch.cuda.Event`.
 
     Args:
+        device: the GPU.
         make_event: returns a new event that measures time; by default a CUDA event.
         now: the host's clock, in seconds.
     """
 
     def __init__(
-        self, make_event: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device | None = None,
+        make_event: Callable[[], Any] | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
+        self._device = device
         self._make_event, self._now = make_event or functools.partial(torch.cuda.Event, enable_timing=True), now
+        self._free: deque[Any] = deque()
+        self._anchor: tuple[float, Any] | None = None  # when it happened, on the host's clock, and the event
+        self.note = self._note
+
+    def _note(self, marks: Sequence[Any]) -> None:
+        self._noted.append(_EventMarks(marks, self._free))
 
     def begin(self) -> Any:
         """As in `Clock`; with the host's time beside the event."""
@@ -79,7 +94,7 @@ class EventClock(Clock):
 
     def mark(self) -> Any:
         """As in `Clock`."""
-        event = self._make_event()
+        event = self._free.popleft() if self._free else self._make_event()  # only this thread takes events out
         event.record()
         return event
 
@@ -91,10 +106,35 @@ class EventClock(Clock):
         """As in `Clock`; waits until the GPU has reached the last mark."""
         (begun_seconds, first), *rest = marks
         (rest[-1] if rest else first).synchronize()
-        milliseconds = [0.0, *(first.elapsed_time(event) for event in rest)]
-        return [nanoseconds(begun_seconds) + round(ms * 1e6) for ms in milliseconds]
+        first_ns = self._happened_ns(begun_seconds, first)
+        return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
+
+    def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
+        """When an event happened, on the host's clock; not before it was recorded."""
+        if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
+            with made_current(self._device):
+                anchor = self._make_event()
+                anchor.record()
+            anchor.synchronize()
+            self._anchor = self._now(), anchor
+        seconds, anchor = self._anchor
+        is_later = recorded_seconds > seconds
+        distance_ms = anchor.elapsed_time(event) if is_later else -event.elapsed_time(anchor)
+        return max(nanoseconds(recorded_seconds), nanoseconds(seconds) + round(distance_ms * 1e6))
+
+
+class _EventMarks(list[Any]):
+    """The marks of a step. When nobody keeps them any more, neither the clock nor a reader, their events are free again."""
+
+    def __init__(self, marks: Sequence[Any], free: deque[Any]) -> None:
+        super().__init__(marks)
+        self._free = free
+
+    def __del__(self) -> None:
+        (_, first), *rest = self
+        self._free.extend((first, *rest))
 
 
 def clock_for(device: Device) -> Clock:
     """The clock that tells when a device's work is done."""
-    return EventClock() if device.is_asynchronous else Clock()
+    return EventClock(device.torch_device) if device.is_asynchronous else Clock()

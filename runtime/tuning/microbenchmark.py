@@ -71,10 +71,10 @@ def measured_seconds(configuration: Configuration, layouts: Sequence[Layout], sc
         scale: the number of the step's elements divided by that of the layouts. The last bucket's transfer is not scaled,
             because it does not depend on the number of all elements.
     """
-    deadline = time.perf_counter() + _SECONDS
     pool = DevicePool(configuration.devices, configuration.num_threads, configuration.timeout_seconds)
     try:
         benchmark = _Microbenchmark(configuration, layouts, pool)
+        deadline = time.perf_counter() + _SECONDS  # only now: a link may need longer than that to begin
         seconds: list[list[float]] = [[] for _ in layouts]
         for turn in range(_MOST_ROUNDS):
             if turn >= _FEWEST_ROUNDS and time.perf_counter() > deadline:

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.capture.seed_random_ops import is_random, seed_random_ops
-from mirrorc.custom_ops.random import mix, seeded
+from mirrorc.custom_ops.random import lock_of, mix, seeded
 
 aten = torch.ops.aten
 
@@ -113,6 +113,19 @@ def test_the_global_generator_is_left_as_it_was_after_a_failure() -> None:
     with pytest.raises(RuntimeError):
         seeded(aten.bernoulli.p)(torch.tensor(1), 0, torch.ones(4), 7.0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_operators_of_one_device_need_not_wait_for_those_of_another() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def draw() -> None:
+        drawn.append(seeded(torch.ops.aten.rand_like.default)(torch.tensor(1), 0, torch.ones(3)))
+
+    with lock_of(torch.device("cuda", 1)):
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+    assert len(drawn) == 1 and lock_of(torch.device("cpu")) is lock_of(torch.default_generator.device)
 
 
 def test_threads_draw_the_same_numbers_as_one() -> None:

@@ -372,7 +372,13 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
 def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs may still read and write the memory that the next step begins with."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(executor, "wait_device", waited.append)
+    is_done = [True]
+
+    def wait_device(device: torch.device, timeout_seconds: float) -> bool:
+        waited.append(device)
+        return is_done[0]
+
+    monkeypatch.setattr(executor, "wait_device", wait_device)
     model = Embedder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
@@ -382,6 +388,12 @@ def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest
         with pytest.raises(ExecutionError):
             step(torch.tensor([0, 1, 2, 100]), target=y)
         assert waited == [torch.device("cpu")], "each once, though two replicas share it"
+        step(torch.tensor([0, 1, 2, 3]), target=y)
+        is_done[0] = False
+        with pytest.raises(ExecutionError, match="IndexError"):
+            step(torch.tensor([0, 1, 2, 100]), target=y)
+        with pytest.raises(ExecutionError, match="still busy with an earlier step"):
+            step(torch.tensor([0, 1, 2, 3]), target=y)
 
 
 def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import itertools
 import threading
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from mirrorc.errors import CommunicationError
-from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication import (
     Aborted,
@@ -16,6 +17,7 @@ from mirrorc.runtime.communication import (
     CopyCommunicator,
     SharedMemoryCommunicator,
     communicator_for,
+    nccl,
 )
 from mirrorc.runtime.devices.events import wait_device
 
@@ -267,6 +269,44 @@ def test_only_gpus_are_waited_for_and_a_broken_one_is_passed_over(monkeypatch: p
         raise torch.AcceleratorError("device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        wait_device(device)
+    assert all(wait_device(device, PATIENT) for device in (torch.device("cpu"), torch.device("cuda", 1)))
     assert asked == [torch.device("cuda", 1)]
+
+
+def test_a_gpu_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    comes = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: comes.wait(PATIENT))
+    assert not wait_device(torch.device("cuda", 0), IMPATIENT)
+    comes.set()
+    assert wait_device(torch.device("cuda", 0), PATIENT)
+
+
+class RecordedStream:
+    """`torch.cuda.Stream`, which needs a GPU."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_event(self, event: Any) -> None:
+        """Queues nothing."""
+
+    def record_event(self) -> None:
+        """Queues nothing."""
+
+
+def test_two_steps_never_launch_nccl_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps NCCL's communicators in one map for the process, without a guard."""
+    both, overlaps = threading.Barrier(2), []
+
+    def all_reduce(tensors: Any, **_: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # nobody else is here
+            both.wait(IMPATIENT)
+            overlaps.append(tensors)
+
+    monkeypatch.setattr(torch.cuda, "Stream", RecordedStream)
+    monkeypatch.setattr(nccl.nccl, "all_reduce", all_reduce)
+    made = [nccl.NcclCommunicator([Device("cuda:0", torch.device("cuda", 0))], PATIENT) for _ in range(2)]
+    for own in made:
+        own.prepare([("all_reduce", 0)])
+    assert on_threads(2, lambda i: made[i].launch_all_reduce(0, 0, torch.ones(2))) == [True, True]
+    assert overlaps == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mirrorc.errors import ExecutionError
-from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.runtime.devices.thread_pool import DevicePool
 
 PATIENT = 60.0
@@ -37,6 +37,15 @@ def test_every_device_runs_its_job_in_a_thread_of_its_own() -> None:
     assert found == [(True, (r, f"mirrorc cpu:{r}")) for r in range(3)]
     assert threads_of(pool) == threads_of(pool)
     pool.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU can be used")
+def test_a_thread_that_cannot_use_its_device_says_so_at_once() -> None:
+    num_threads = threading.active_count(), torch.get_num_threads()
+    with pytest.raises(ExecutionError, match=r"the thread of cuda:0 cannot use its device: .*CUDA") as raised:
+        DevicePool([Device("cuda:0", torch.device("cuda", 0))], 1, PATIENT)
+    assert raised.value.__cause__ is not None, "with the traceback of the thread"
+    assert (threading.active_count(), torch.get_num_threads()) == num_threads, "nothing is left of it"
 
 
 def test_exceptions_come_back_and_the_others_are_woken_once() -> None:

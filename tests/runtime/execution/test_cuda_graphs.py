@@ -25,10 +25,18 @@ class StandInGraph:
 def test_captures_share_the_pool_of_one_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, dict[str, Any]]] = []
 
+    spoiled: list[Any] = []
+
     @contextlib.contextmanager
     def graph(own: Any, **options: Any) -> Iterator[None]:
         asked.append((own, options))
-        yield
+        pool = options.get("pool")
+        assert pool not in spoiled, "torch refuses a pool whose last capture has failed"
+        try:
+            yield
+        except BaseException:
+            spoiled.append(pool)
+            raise
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -40,10 +48,13 @@ def test_captures_share_the_pool_of_one_that_stays(monkeypatch: pytest.MonkeyPat
     assert [options.pop("pool", None) for _, options in asked] == [None, anchor.pool(), anchor.pool()]
     with pytest.raises(ZeroDivisionError):
         capturer.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    failed = asked.pop()[0]
-    assert any(own is failed for own in capturer._failed), "torch points to it"
+    failed = asked[-1][0]
+    assert all(any(own is kept for kept in capturer._failed) for own in (failed, anchor)), "torch points to them"
+    capturer.capture(lambda: calls.append(2))
+    assert calls == [0, 1, 2] and asked[-1][1].pop("pool") not in spoiled
+    assert asked.pop(3)[1].pop("pool") == anchor.pool()
     shared = {"stream": "the thread's stream on cpu", "capture_error_mode": "thread_local"}
-    assert [options for _, options in asked] == [shared] * 3
+    assert [options for _, options in asked] == [shared] * 5
 
 
 def halved(box: list[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.ir.program import Region
+from mirrorc.runtime.codegen import inductor
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.memory.dry_run import Allocation, DryRun, dry_run
@@ -44,6 +46,55 @@ def lives(found: DryRun) -> dict[str, tuple[int, str, str]]:
     taken = {own: step.call for step in found.steps for own in step.taken}
     dropped = {own: step.call for step in found.steps for own in step.dropped if isinstance(own, Allocation)}
     return {own.name: (own.num_bytes, call, dropped.get(own, "")) for own, call in taken.items()}
+
+
+def test_the_users_current_gpu_stays_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code for a GPU makes it current, and not all of that code takes it back."""
+    current, asked = [0], []
+
+    @contextlib.contextmanager
+    def device(own: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], own.index
+        yield
+        current[0] = before
+
+    def set_device(index: int) -> None:
+        asked.append((index, current[0]))
+        current[0] = index
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+
+    def function(box: list[Any]) -> Any:
+        """Inductor's result, as far as a dry run looks."""
+
+    function.source_code = (  # type: ignore[attr-defined]
+        "import torch\ndef call(self, args):\n    arg0, = args\n    args.clear()\n    torch.cuda.set_device(1)\n"
+        "    buf0 = torch.exp(arg0)\n    return (buf0,)\n"
+    )
+    found = dry_run(region_of(chain, 10), function, torch.device("cuda", 1))
+    assert not found.remark and asked == [(1, 1)] and current == [0]
+
+
+def test_regions_are_compiled_while_their_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(own: torch.device) -> Iterator[None]:
+        current.append(own)
+        yield
+        current.pop()
+
+    seen: list[list[torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda *_: seen.append(list(current)))
+    region = region_of(chain, 10)
+    for own in (CPU, torch.device("cuda", 1)):
+        with FakeTensorMode():
+            placeholder = next(iter(region.graph_module.graph.nodes))
+            placeholder.meta["val"] = torch.empty(10, 100, device=own)
+        inductor.InductorBackend().compile(region.graph_module, "fwd_0", 1)
+    assert seen == [[], [torch.device("cuda", 1)]] and current == []
 
 
 def chain(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import fuzzed
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx, nn
 
 import mirrorc
@@ -244,41 +247,94 @@ def test_no_record_says_why() -> None:
 # Clocks
 
 
+class FakeGpu:
+    """Queues events, which happen ``lag_ms`` after they are recorded, on a clock that has nothing to do with the host's.
+
+    The host's clock goes on by 1.5 ms with every event that is recorded.
+    """
+
+    def __init__(self, lag_ms: float = 0.0, offset_ms: float = 7000.0) -> None:
+        self.lag_ms, self.offset_ms = lag_ms, offset_ms
+        self.host_ms = 1000.0
+        self.log: list[str] = []
+        self.events: list[FakeEvent] = []
+
+    def clock(self) -> EventClock:
+        return EventClock(None, self.make_event, lambda: self.host_ms / 1e3)
+
+    def make_event(self) -> FakeEvent:
+        self.events.append(FakeEvent(self))
+        return self.events[-1]
+
+
 class FakeEvent:
-    """Happens ``lag_ms`` after it was recorded, on a GPU whose clock has nothing to do with the host's."""
+    """An event of a `FakeGpu`; the host waits for it if asked to."""
 
-    now_ms = 7000.0
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self.happens_ms = gpu, -1.0
+        self._is_waited_for = False
 
     def record(self) -> None:
-        FakeEvent.now_ms += 1.5
-        self.happened_ms = FakeEvent.now_ms
-        self._log.append("record")
+        self._gpu.host_ms += 1.5
+        self.happens_ms = self._gpu.host_ms + self._gpu.lag_ms
+        self._gpu.log.append("record")
 
     def synchronize(self) -> None:
-        self._log.append("synchronize")
+        self._gpu.host_ms = max(self._gpu.host_ms, self.happens_ms)
+        self._gpu.log.append("synchronize")
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert "synchronize" in self._log, "an event has no time before it has happened"
-        return end.happened_ms - self.happened_ms
+        assert end._gpu is self._gpu, "times of two GPUs cannot be compared"
+        assert max(self.happens_ms, end.happens_ms) <= self._gpu.host_ms, "an event has no time before it has happened"
+        assert abs(self.happens_ms - end.happens_ms) < 2**14, "a 32-bit number does not tell microseconds there"
+        return (end.happens_ms + self._gpu.offset_ms) - (self.happens_ms + self._gpu.offset_ms)
 
 
 def test_events_become_times_of_the_host_only_when_asked_for() -> None:
-    log: list[str] = []
-    clock = EventClock(lambda: FakeEvent(log), now=lambda: 1.0)
+    gpu = FakeGpu()
+    clock = gpu.clock()
     marks = (clock.begin(), clock.mark(), clock.mark())
-    assert log == ["record"] * 3
-    assert clock.begun_seconds(marks) == 1.0 and log == ["record"] * 3
-    assert clock.times_ns(marks) == [10**9, 10**9 + 1_500_000, 10**9 + 3_000_000]
-    assert log == ["record"] * 3 + ["synchronize"], "one wait, for the last event"
+    assert gpu.log == ["record"] * 3
+    assert clock.begun_seconds(marks) == 1.0 and gpu.log == ["record"] * 3
+    for _ in range(2):
+        assert clock.times_ns(marks) == [1_001_500_000, 1_003_000_000, 1_004_500_000]
+    waits = ["synchronize", "record", "synchronize", "synchronize"]
+    assert gpu.log == ["record"] * 3 + waits, "one wait for the last event each time, and one for the anchor"
 
 
-def test_a_step_of_events_alone() -> None:
-    log: list[str] = []
-    clock = EventClock(lambda: FakeEvent(log), now=lambda: 5e-9)
-    assert clock.times_ns((clock.begin(),)) == [5]
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=3), st.floats(0.0, 60_000.0))
+@fuzzed(10)
+def test_times_of_gpus_agree_however_far_each_lags_behind(lags: list[float], idle_ms: float) -> None:
+    """An hour without a question must not make the times coarse, either."""
+    for i, lag_ms in enumerate(lags):
+        gpu = FakeGpu(lag_ms, offset_ms=1e5 * i)
+        clock = gpu.clock()
+        for _ in range(3):
+            marks = (clock.begin(), clock.mark(), clock.mark())
+            happened = [mark.happens_ms for mark in (marks[0][1], *marks[1:])]
+            assert clock.times_ns(marks) == pytest.approx([ms * 1e6 for ms in happened], abs=2)
+            gpu.host_ms += idle_ms
+
+
+def test_a_step_of_events_alone_and_before_the_anchor() -> None:
+    gpu = FakeGpu()
+    clock = gpu.clock()
+    early, late = (clock.begin(),), (clock.begin(),)
+    assert clock.times_ns(late) == [1_003_000_000]
+    assert clock.times_ns(early) == [1_001_500_000], "by the same anchor"
+
+
+def test_events_of_steps_that_nobody_keeps_are_used_again() -> None:
+    gpu = FakeGpu()
+    clock = gpu.clock()
+    clock.note((clock.begin(), clock.mark()))
+    read = clock.noted()[0]
+    for _ in range(3 * NUM_KEPT_STEPS):
+        clock.note((clock.begin(), clock.mark()))
+    assert len(gpu.events) == 2 * (NUM_KEPT_STEPS + 2), (
+        "those of the kept steps, of the next one, and of the one that is read"
+    )
+    assert clock.times_ns(read)[0] == 1_001_500_000, "whoever reads a step finds its events as they were"
 
 
 def test_devices_have_the_clocks_of_their_kind() -> None:

@@ -145,6 +145,24 @@ def test_rounds_end_in_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> No
     assert 100.0 < clock.perf_counter() <= 100.0 + a_round
 
 
+def test_a_link_that_is_slow_to_begin_is_measured_no_less(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, moving: str
+) -> None:
+    """NCCL takes seconds before its first transfer."""
+    launches: list[int] = []
+    launch = CopyCommunicator.launch_all_reduce
+
+    def slow_at_first(self: Any, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
+        clock.spend(0.0 if launches else 100.0)
+        launches.append(bucket)
+        return launch(self, bucket, replica, tensor)
+
+    monkeypatch.setattr(CopyCommunicator, "launch_all_reduce", slow_at_first)
+    measured_seconds(configuration(link=moving), LAYOUTS, 1.0)
+    num_devices, rounds = 2, 3  # the most that this test allows
+    assert len(launches) == num_devices * (len(LAYOUTS[0]) + rounds * sum(map(len, LAYOUTS)))
+
+
 def test_a_slow_machine_measures_twice_all_the_same(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     costly(monkeypatch, clock, wait=0.0, update=50.0)
     found = measured_seconds(configuration(link="copy"), LAYOUTS, 1.0)
