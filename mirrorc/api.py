@@ -116,6 +116,7 @@ def compile(
         remarks += [remark] if remark else []
     check_pass_names("print_after", print_after, pipeline)
     model_state = ModelState(model, loss_fn)
+    model_state.check_memory()
     trainer = check_optimizer(optimizer, model_state.parameters)
     chosen = StepOptions(
         model=model,

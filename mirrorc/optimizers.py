@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.variables import UpdateRule, Variable
-from mirrorc.torch_internals import has_step_hooks
+from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -31,8 +31,8 @@ SCALAR_STATE = ("step", "mu_product")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer may run on whole buckets: a known class, not a subclass, with nothing hooked into its step."""
-    if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer):
+    """Whether the optimizer may run on whole buckets: a known class, not a subclass, whose step nobody hooked or replaced."""
+    if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 

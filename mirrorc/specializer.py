@@ -12,12 +12,13 @@ from torch import fx, nn
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.specialize import capture_program, shard_types
+from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.links import best_link, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Synchronization
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
@@ -30,6 +31,7 @@ from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
+from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.torch_internals import is_dense, torch_modes
 
 _MANY_SPECIALIZATIONS = 8  # when one step has this many, a warning says so, once
@@ -93,6 +95,7 @@ class Specializer:
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
+        self._model.check_memory()
         moved = self._move_to_home()
         try:
             return self._compile_at_home(call, shards)
@@ -128,6 +131,7 @@ class Specializer:
             loss_reduction=options.loss_reduction,
             front_end=options.front_end,
         )
+        self._check_memory(captured)
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
         program = captured.program.with_remarks(*options.remarks)
@@ -150,6 +154,13 @@ class Specializer:
         return Executor(
             program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
         )
+
+    def _check_memory(self, captured: CapturedProgram) -> None:
+        """Refuses tensors that share memory with variables of a program that get memory of their own."""
+        variables = captured.program.variables.values()
+        moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
+        constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
+        refuse_shared_memory({**self._model.tensors, **constants}, moving)
 
     def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
         """Replaces "auto" in the pipeline by measured numbers, so that it can be replayed, and adds a remark to the program."""

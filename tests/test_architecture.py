@@ -41,6 +41,7 @@ ORDER = (
     "mirrorc/pipeline",
     "mirrorc/serialization",
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
+    "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
     "mirrorc/ir",
     "mirrorc/custom_ops",
     "mirrorc/torch_internals",

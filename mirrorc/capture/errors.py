@@ -28,6 +28,8 @@ def explain(error: Exception, what: str) -> CaptureError:
         )
     elif "fake tensor call" in text:
         remedy = "this line fails on the batch's shapes and dtypes: call model(...) on one shard of the batch to see it"
+    elif "share storage" in text:
+        remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
     elif "requires_grad_" in text:
         remedy = "set requires_grad before the step, not inside forward"
     else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.torch_internals import has_gradient_hooks, hook_tables
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -38,7 +39,8 @@ class ModelState:
                         first[id(tensor)] = variable
                         self.tensors[variable] = tensor
                     self.names[f"{prefix}.{name}"] = first[id(tensor)]
-        self._modules = [module for root in roots.values() for module in root.modules()]
+        self._named = [named for root in roots.values() for named in root.named_modules()]
+        self._modules = [module for _, module in self._named]
         self._plain = [_plain_attributes(module) for module in self._modules]
         self._members = [
             (kind, members, key, member)
@@ -52,6 +54,19 @@ class ModelState:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters among the variables."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def check_memory(self) -> None:
+        """Refuses a trainable parameter that shares memory with another parameter or buffer.
+
+        Raises:
+            ValueError: names both, and the remedy.
+        """
+        refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
+
+    def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
+        """The path of the attribute of the model that is this tensor, neither parameter nor buffer; else what is given."""
+        found = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
+        return next(found, otherwise).removeprefix(".")
 
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.

@@ -13,8 +13,10 @@ from mirrorc.torch_internals.graphs import (
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.state import (
+    UncountedHook,
     has_gradient_hooks,
     has_step_hooks,
+    has_torchs_step,
     hook_tables,
     is_dense,
     is_plain_thread,
@@ -33,12 +35,14 @@ from mirrorc.torch_internals.tracing import (
 
 __all__ = [
     "JointGraph",
+    "UncountedHook",
     "add_node",
     "compile_with_inductor",
     "export_joint_graph",
     "has_cpp_compiler",
     "has_gradient_hooks",
     "has_step_hooks",
+    "has_torchs_step",
     "hook_tables",
     "inductor_decompositions",
     "inductor_wrapper",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,12 +32,55 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+class UncountedHook:
+    """A hook on an optimizer's step that does not change what the step does, and that `has_step_hooks` does not count.
+
+    Args:
+        function: what is called; it is given the optimizer.
+    """
+
+    def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._function = function
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._function(optimizer)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are hooks on ``step`` of this optimizer, or on that of all optimizers."""
+    """Whether there are hooks on ``step`` of this optimizer, or on that of all optimizers; mirrorc's own do not count."""
     from torch.optim import optimizer as of_all
 
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks)
+    if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
+        return True
+    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    return any(type(hook) is not UncountedHook for hook in own)
+
+
+def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step`` is what torch declares in its class: patched neither on the object nor on the class.
+
+    LR schedulers patch it on the object, to see whether it is called, and ``torch.compile`` does not change what it does.
+    """
+    of_class = type(optimizer).step
+    step = vars(optimizer).get("step", of_class)
+    if step is not of_class:
+        step = getattr(step, "_torchdynamo_orig_callable", step)
+        if getattr(step, "_wrapped_by_lr_sched", False):
+            step = getattr(step, "__wrapped__", step)
+        if isinstance(step, MethodType) and step.__self__ is optimizer:
+            step = step.__func__
+    return step is of_class and _is_torchs_own(of_class)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_torchs_own(function: Any) -> bool:
+    """Whether a function and all that it wraps are written in torch's files."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(torch.__path__[0]):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:

@@ -13,6 +13,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.shared_memory import refuse_shared_memory
 
 
 @dataclass
@@ -106,6 +107,7 @@ class VariableStore:
         """Allocates memory for a program's variables and moves them there; returns which ones have moved."""
         moved = self.plan != program.buckets
         if moved:
+            refuse_shared_memory(self.tensors, {slot.variable for b in program.buckets for slot in b.slots})
             self.buckets = []
             return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
             gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
@@ -187,8 +189,13 @@ class VariableStore:
 
         Returns:
             Whether a variable got other memory.
+
+        Raises:
+            ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
         """
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
+        if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
+            refuse_shared_memory(self.tensors, self._own)
         for name in changed:
             self._mirror(name)
         return not self._own.issuperset(changed)

@@ -1,12 +1,16 @@
 """What torch keeps by itself: hooks, modes, an optimizer's steps, the structured trace."""
 
+import functools
 import logging
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -113,3 +117,45 @@ def test_artifacts_reach_torchs_structured_trace() -> None:
     (record,) = records
     assert record.metadata["artifact"] == {"name": "name of it", "encoding": "string"}  # type: ignore[attr-defined]
     assert record.payload == "line one\nline two"  # type: ignore[attr-defined]
+
+
+def test_hooks_of_mirrorcs_own_are_called_and_not_counted() -> None:
+    optimizer, calls = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), []
+    optimizer.register_step_pre_hook(internals.UncountedHook(calls.append))
+    optimizer.register_step_post_hook(internals.UncountedHook(calls.append))
+    assert not internals.has_step_hooks(optimizer)
+    optimizer.step()
+    assert calls == [optimizer, optimizer]
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert internals.has_step_hooks(optimizer)
+
+
+def test_has_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+    optimizer = make()
+    original = optimizer.step
+    assert internals.has_torchs_step(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    assert "step" in vars(optimizer) and internals.has_torchs_step(optimizer)
+    for plain in (original, torch.compile(original)):
+        optimizer.step = plain
+        assert internals.has_torchs_step(optimizer)
+    patches: list[Any] = [
+        lambda: None,
+        functools.wraps(original)(lambda: original()),
+        functools.partial(original),
+        MethodType(lambda self: None, optimizer),
+        make().step,
+    ]
+    for patch in patches:
+        optimizer.step = patch
+        assert not internals.has_torchs_step(optimizer), patch
+    optimizer.step = MethodType(lambda self: None, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    assert not internals.has_torchs_step(optimizer)
+    of_class = torch.optim.SGD.step
+    for patch in (lambda self: None, functools.wraps(of_class)(lambda self: of_class(self))):
+        monkeypatch.setattr(torch.optim.SGD, "step", patch)
+        assert not internals.has_torchs_step(make())

@@ -1,0 +1,75 @@
+"""Refuses variables that share memory, because a step would give each of them memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from mirrorc.torch_internals import is_dense
+
+
+def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses two tensors with common elements, one of which gets other memory, or copies of its own on each replica.
+
+    What is written into one of the two is then no longer seen in the other one, as it is in PyTorch.
+
+    Args:
+        tensors: by name; those that are one object are one variable and are listed once.
+        moving: names of those that are moved.
+
+    Raises:
+        ValueError: names the two tensors and the remedy.
+    """
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta)
+    reaching: list[tuple[str, int, int, str]] = []
+    for span in spans:
+        device, start, _, name = span
+        reaching = [other for other in reaching if other[0] == device and other[2] > start]
+        for *_, other in reaching:
+            if (name in moving or other in moving) and _have_common_elements(tensors[name], tensors[other]):
+                raise ValueError(_objection(tensors, *sorted((other, name), key=list(tensors).index)))
+        reaching.append(span)
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device of a tensor, the address of its first element, and the address after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap have elements in common; columns of one matrix, say, have not."""
+    if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
+        return True
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    addresses = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = addresses.unsqueeze(-1) + torch.arange(size) * (stride * tensor.element_size())
+    return addresses.flatten()
+
+
+def _objection(tensors: Mapping[str, torch.Tensor], first: str, second: str) -> str:
+    both = f"{_kind(tensors[first])} {first!r} and {_kind(tensors[second])} {second!r}"
+    if all(isinstance(tensors[name], torch.nn.Parameter) for name in (first, second)):
+        remedy = (
+            f"tie them, so that they are one parameter (model.{second} = model.{first}, before the optimizer is made), or give "
+            f"one memory of its own (model.{second}.data = model.{second}.detach().clone())"
+        )
+    else:
+        remedy = (
+            f"use {first!r} in the place of {second!r}, or give {second!r} memory of its own, with .clone(), and write it where "
+            "it should follow"
+        )
+    return (
+        f"{both} share memory, so that writing one changes the other, but are two variables, to each of which a step gives "
+        f"memory of its own: {remedy}"
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
