@@ -24,14 +24,16 @@ def kept_as_it_is(root: nn.Module) -> Iterator[None]:
     Args:
         root: the module; nothing but what its modules hold is put back.
     """
-    modules = [_Kept(module) for module in root.modules()]
+    modules = [_KeptModule(module) for module in root.modules()]
     tensors = [_KeptTensor(t) for t in {id(t): t for t in (*root.parameters(), *root.buffers())}.values()]
     values = [(buffer, buffer.detach().clone()) for buffer in root.buffers() if not buffer.is_meta]
     try:
         yield
     finally:
-        for kept in (*modules, *tensors):
-            kept.put_back()
+        for module in modules:
+            module.put_back()
+        for tensor in tensors:
+            tensor.put_back()
         for buffer, value in values:
             if not torch.equal(_bytes_of(buffer), _bytes_of(value)):
                 buffer.detach().copy_(value)
@@ -42,7 +44,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-class _Kept:
+class _KeptModule:
     """What a module holds: its attributes, and what is in those that are containers."""
 
     def __init__(self, module: nn.Module) -> None:
