@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides
+from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.type_inference import find_type_anew
 from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # oneDNN's
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,6 @@ class _Layout:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        values = (node.meta.get("val") for node in graph.nodes)
-        self.mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         self.num_convolutions = sum(map(_is_convolution, graph.nodes))
         self.num_copies = 0
         self.laid: dict[fx.Node, fx.Node] = {}  # for values, their copies in channels-last format
@@ -149,23 +147,12 @@ class _Layout:
     def _find_type(self, node: fx.Node) -> None:
         if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
             return
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda given: given.meta["val"])
-        with self.mode, torch.no_grad():
-            try:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
-            except (RuntimeError, ValueError) as error:
-                if node.target not in _VIEWS:
-                    raise _DependsOnStrides(node.name) from error
-                node.target = aten.reshape.default  # elements that no longer lie as the view needs them are copied
-                value = node.target(*args)
-        if "val" not in node.meta or _strides(value) != _strides(node.meta["val"]):
+        was = node.meta.get("val")
+        try:
+            find_type_anew(node)
+        except TypeError as error:
+            raise _DependsOnStrides(node.name) from error
+        if was is None or strides_of(node.meta["val"]) != strides_of(was):
             self.changed.add(node)
-            if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_contiguous():
+            if isinstance(was, torch.Tensor) and was.is_contiguous():
                 self.was_contiguous.add(node)
-        node.meta["val"] = value
-
-
-def _strides(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.stride()
-    return [_strides(part) for part in value] if isinstance(value, list | tuple) else None

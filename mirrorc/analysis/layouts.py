@@ -29,15 +29,24 @@ SAME_ORDER: Mapping[Any, str] = {
 }
 """Operators that change only the shape of their first argument, whose elements keep the order of its indices; and how."""
 
-_READ_STRIDES = (
+BY_POSITION = (
     aten.as_strided.default,
     aten.as_strided_copy.default,
     aten.as_strided_scatter.default,
     aten._reshape_alias.default,
     aten._reshape_alias_copy.default,
-    aten.view.dtype,
 )
+"""Operators that address elements of their first argument by given strides."""
+
+_READ_STRIDES = (*BY_POSITION, aten.view.dtype)
 _OF_TORCH = ("aten", "prims")
+
+
+def strides_of(value: Any) -> Any:
+    """The strides of a tensor, or of each tensor in a nested list or tuple."""
+    if isinstance(value, torch.Tensor):
+        return value.stride()
+    return [strides_of(part) for part in value] if isinstance(value, list | tuple) else None
 
 
 def is_layout_only(node: fx.Node) -> bool:

@@ -56,10 +56,16 @@ class Leaf:
 
 
 class Constant:
-    """An argument that is no tensor; programs are specialized on its value, or on its identity if it cannot be hashed."""
+    """An argument that is no tensor; programs are specialized on its value, or on its identity if it cannot be hashed.
 
-    def __init__(self, value: Any) -> None:
+    Attributes:
+        value: the argument.
+        path: its name, which has no part in comparisons.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
+        self.path = path
         try:
             self._key: Any = (type(value), hash(value))
         except TypeError:
@@ -105,7 +111,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str) -> Structure:
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
     container = _children(value, path)
     if container is None:
-        return ("constant", Constant(value))
+        return ("constant", Constant(value, path))
     kind, detail, children = container
     return (kind, detail, tuple(_flatten(child, child_path, leaves, mode) for child_path, child in children))
 
@@ -152,6 +158,21 @@ def _children(value: Any, path: str) -> tuple[str, Any, Iterator[tuple[str, Any]
         names = tuple(f.name for f in dataclasses.fields(value) if f.init)
         return "dataclass", (type(value), names), ((f"{path}.{name}", getattr(value, name)) for name in names)
     return None
+
+
+def constants_of(structure: Structure) -> Iterator[Constant]:
+    """The arguments of a call that are no tensors, in order."""
+    positional, keyword = structure
+    for child in (*positional, *(child for _, child in keyword)):
+        yield from _constants_in(child)
+
+
+def _constants_in(structure: Structure) -> Iterator[Constant]:
+    if structure[0] == "constant":
+        yield structure[1]
+    elif structure[0] != "leaf":
+        for child in structure[2]:
+            yield from _constants_in(child)
 
 
 def rebuild_call(structure: Structure, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.seed_random_ops import seed_random_ops
+from mirrorc.capture.strided_reads import own_strided_reads
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -83,6 +84,7 @@ def restructure(
         graph.erase_node(seed)
         arguments.pop()
     _remove_dead_code(graph)
+    own_strided_reads(graph)
     _own_gradients(graph)
     return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
+from mirrorc.errors import CaptureError
+from mirrorc.ir.source_lines import source_line
+from mirrorc.ir.type_inference import find_type_anew
+
+aten = torch.ops.aten
 
 
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
@@ -25,7 +31,7 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
         if not is_random(node):
             continue
         with graph.inserting_before(node):
-            if node.target is torch.ops.aten.native_dropout.default:
+            if node.target is aten.native_dropout.default:
                 _replace_dropout(graph, node, seed, stream)
             else:
                 _replace_by_seeded(graph, node, seed, stream)
@@ -39,7 +45,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     if node.target.namespace == "mirrorc" or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    if node.target is torch.ops.aten.native_dropout.default:
+    if node.target is aten.native_dropout.default:
         return True
     values = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     dropout = next((a for a in node.target._schema.arguments if a.name == "dropout_p"), None)
@@ -50,34 +56,70 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
     source, p = node.args[0], node.args[1]
     train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", True)
     assert isinstance(source, fx.Node) and isinstance(p, int | float)
-    value = source.meta["val"]
     keep = 1.0 - p if train is not False else 1.0
-    mask = _insert(
-        graph, node, torch.ops.mirrorc.seeded_mask.default, (seed, stream, list(value.shape), keep, value.device)
-    )
-    mask.meta["val"] = node.meta["val"][1]
+    mask = _draw(graph, node, seed, stream, keep)
     scale = 1.0 / keep if keep > 0.0 else 0.0
-    masked = _insert(graph, node, torch.ops.aten.mul.Tensor, (source, mask))
-    masked.meta["val"] = node.meta["val"][0]
-    scaled = _insert(graph, node, torch.ops.aten.mul.Tensor, (masked, scale))
-    scaled.meta["val"] = node.meta["val"][0]
+    masked = _insert(graph, node, aten.mul.Tensor, (source, mask))
+    scaled = _insert(graph, node, aten.mul.Tensor, (masked, scale))
+    results, noted = (scaled, mask), node.meta["val"]
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with((scaled, mask)[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)
+    _follow(
+        graph, {new for new, was in zip(results, noted, strict=True) if strides_of(new.meta["val"]) != was.stride()}
+    )
+
+
+def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
+    """Draws a mask whose elements lie in memory as those of the dropout's argument do, so that types stay as they are."""
+    noted = node.meta["val"][1]
+    order = list(range(noted.dim()))  # of dimensions, from the outermost one in memory
+    if not noted.is_contiguous():
+        order.sort(key=lambda dim: -noted.stride(dim))
+    size = [noted.shape[dim] for dim in order]
+    mask = _insert(graph, node, torch.ops.mirrorc.seeded_mask.default, (seed, stream, size, keep, noted.device))
+    if order == sorted(order):
+        return mask
+    return _insert(graph, node, aten.permute.default, (mask, [order.index(dim) for dim in range(noted.dim())]))
+
+
+def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Finds the types of all values anew that depend on the layout of these.
+
+    Raises:
+        CaptureError: an operator addresses elements by their position in memory.
+    """
+    if not changed:
+        return
+    for node in graph.nodes:
+        if node in changed or node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
+            continue
+        was = strides_of(node.meta["val"])
+        try:
+            if reads_strides(node.target) or may_read_memory_in_order(node.target):
+                raise TypeError("it may address elements by their position in memory")
+            find_type_anew(node)
+        except TypeError as error:
+            raise CaptureError(
+                f"{node.target} at {source_line(node) or node.name} takes what dropout gives in a layout that cannot be kept "
+                f"({error}): call .contiguous() on what dropout gets"
+            ) from error
+        if strides_of(node.meta["val"]) != was:
+            changed.add(node)
 
 
 def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> None:
     kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
     new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
-    new.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
+    find_type_anew(node)
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             node.meta[key] = like.meta[key]

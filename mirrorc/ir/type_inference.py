@@ -34,6 +34,27 @@ def set_type(program: Program, node: fx.Node) -> None:
         node.meta["val"] = _materialized(infer_type(program, node), any_value(node.graph).fake_mode)
 
 
+def find_type_anew(node: fx.Node) -> None:
+    """Infers the type of an operator again, after arguments of its have got another layout in memory.
+
+    A view that the new layout does not permit becomes a reshape, which copies the elements.
+
+    Raises:
+        TypeError: the operator cannot take these arguments.
+    """
+    try:
+        node.meta["val"] = _run_fake(node)
+    except TypeError:
+        if node.target not in VIEWS:
+            raise
+        node.target = torch.ops.aten.reshape.default
+        node.meta["val"] = _run_fake(node)
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Operators that give an argument another shape, and fail where its elements do not lie as that shape needs them."""
+
+
 def _materialized(kind: ValueType, fake_mode: Any) -> Any:
     if kind is None:
         return None

@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import fx
 
+from mirrorc.analysis.layouts import BY_POSITION, may_read_memory_in_order, reads_strides
+from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.type_inference import VIEWS
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.graph_function import generate
+from mirrorc.torch_internals import is_dense
 
 
 class EagerBackend(Backend):
-    """Calls one operator after the other. Compiling takes no time, and an error names the operator that has failed."""
+    """Calls one operator after the other. Compiling takes no time, and an error names the operator that has failed.
+
+    Types are inferred with fake tensors, and some operators of torch give their results in another memory layout than their
+    fake versions do. Nothing here depends on the layouts that were inferred: a view that an actual layout does not permit copies
+    its elements; operators that may read memory in order get their arguments in the inferred layout; ``as_strided``, which means
+    something else in another layout, raises an error.
+    """
 
     name = "eager"
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
-        return generate(name, graph_module.graph, lambda node: node.target).call
+        return generate(name, graph_module.graph, _function_of).call
+
+
+_NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where real and imaginary parts are apart
+
+
+def _function_of(node: fx.Node) -> Callable[..., Any]:
+    """The function that runs a node, whatever the layouts of its arguments are."""
+    target: Any = node.target
+    if target in VIEWS:
+        return torch.ops.aten.reshape.default
+    if target in BY_POSITION:
+        return _by_position(node)
+    if not is_compute(node) or not _needs_layouts(target):
+        return target
+    schema = target._schema.arguments
+    written = {argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write}
+    positional = [None if a.name in written else _layout(given) for a, given in zip(schema, node.args, strict=False)]
+    named = {name: None if name in written else _layout(given) for name, given in node.kwargs.items()}
+    if not any(positional) and not any(named.values()):
+        return target
+
+    def on_inferred_layouts(*args: Any, **kwargs: Any) -> Any:
+        return target(
+            *[_laid(value, layout) for value, layout in zip(args, positional, strict=True)],
+            **{name: _laid(value, named[name]) for name, value in kwargs.items()},
+        )
+
+    return on_inferred_layouts
+
+
+def _by_position(node: fx.Node) -> Callable[..., Any]:
+    """The function of an operator that is given strides; offsets are counted from the first element of its argument."""
+    target: Any = node.target
+    arguments = [argument.name for argument in target._schema.arguments]
+    place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
+    inferred = _layout(node.args[0])
+
+    def by_position(value: torch.Tensor, *args: Any) -> Any:
+        if inferred is not None and value.stride() != inferred:
+            raise RuntimeError(
+                f"{target} addresses elements by their position in memory, and what it is given has the strides "
+                f"{value.stride()} where tracing found {inferred}: give it tensor.clone(memory_format=torch.contiguous_format)"
+            )
+        given = [value, *args]
+        if len(given) > place and given[place] is not None:
+            given[place] += value.storage_offset()
+        return target(*given)
+
+    return by_position
+
+
+def _needs_layouts(target: Any) -> bool:
+    return reads_strides(target) or may_read_memory_in_order(target) or target in _NEED_THEIR_LAYOUT
+
+
+def _layout(argument: Any) -> Any:
+    """The inferred strides of an argument; a list for several tensors; None if there is no tensor."""
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        return value.stride() if isinstance(value, torch.Tensor) and value.dim() > 0 else None
+    if isinstance(argument, list | tuple):
+        found = [_layout(item) for item in argument]
+        return found if any(found) else None
+    return None
+
+
+def _laid(value: Any, layout: Any) -> Any:
+    """A tensor, or several, with the inferred strides; copied only if it has others."""
+    if layout is None:
+        return value
+    if isinstance(layout, list):
+        return [_laid(item, strides) for item, strides in zip(value, layout, strict=True)]
+    if value.stride() == layout:
+        return value
+    copy = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)
+    return copy.copy_(value) if is_dense(copy) else value.contiguous()

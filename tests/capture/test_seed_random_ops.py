@@ -81,6 +81,7 @@ def test_two_operations_of_one_graph_draw_from_streams_of_their_own() -> None:
     with fake_mode:
         for node in (x, *nodes):
             node.meta["val"] = torch.empty(8)
+        seed.meta["val"] = torch.empty((), dtype=torch.int64)
     graph.output(nodes)
     assert seed_random_ops(graph, seed) == 2
     one, other = run(graph, 1, torch.ones(8))
