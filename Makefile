@@ -5,9 +5,10 @@ VENV_TF := .venv-tf
 BIN := $(VENV)/bin
 
 # tests/support/distribution.py says which tests one worker runs, and in which order they start.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadscope --no-loadscope-reorder
+DISTRIBUTED := -n auto --maxprocesses=4 --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(DISTRIBUTED)
 
-.PHONY: train test test-slow test-all lint bench bench-tf clean
+.PHONY: train test test-slow test-all test-torch lint bench bench-tf clean
 
 # constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -31,6 +32,20 @@ test-slow: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	MIRRORC_FUZZING=10 $(PYTEST)
 	$(BIN)/python tests/support/mutants.py
+
+# The tests of `make test` with another version of torch, in an environment of its own (some 6 GB): make test-torch TORCH=2.15.0
+test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed,name-a-version)
+	.venv-torch-$(TORCH)/bin/python -m pytest $(DISTRIBUTED) -m "not slow and not exhaustive"
+
+.venv-torch-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/python -m pip install --quiet --upgrade "setuptools>=77"
+	.venv-torch-$*/bin/python -m pip install --quiet "torch==$*" -e ".[examples,test]"
+	touch $@
+
+.PHONY: name-a-version
+name-a-version:
+	@echo "Name a version of torch: make test-torch TORCH=2.15.0" >&2; exit 2
 
 # The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.
 lint: $(VENV)/.installed
@@ -56,4 +71,4 @@ bench-tf: $(VENV)/.installed $(VENV_TF)/.installed
 	$(BIN)/python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python $(VENV_TF)/bin/python
 
 clean:
-	rm -rf $(VENV) $(VENV_TF) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_TF) .venv-torch-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache
