@@ -6,6 +6,7 @@ from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
 from mirrorc.ir.program import Program
+from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
 from mirrorc.step import Step
 
@@ -13,6 +14,7 @@ __all__ = [
     "CaptureError",
     "CommunicationError",
     "ExecutionError",
+    "LossCheck",
     "MirrorcError",
     "PassError",
     "PerReplica",
@@ -23,6 +25,7 @@ __all__ = [
     "__version__",
     "after",
     "before",
+    "check_loss",
     "compile",
     "replicated",
 ]

@@ -23,6 +23,7 @@ ORDER = (
     "mirrorc/specializer",
     "mirrorc/instruments",
     "mirrorc/options",
+    "mirrorc/loss_check",
     "mirrorc/capture",
     "passes",
     "mirrorc/verifier",

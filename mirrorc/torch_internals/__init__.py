@@ -12,6 +12,7 @@ from mirrorc.torch_internals.graphs import (
 )
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
+from mirrorc.torch_internals.operators import replaced_operators
 from mirrorc.torch_internals.state import (
     UncountedHook,
     has_gradient_hooks,
@@ -56,6 +57,7 @@ __all__ = [
     "peak_allocation",
     "prepare_cpp_compiler",
     "quiet_fake_tensors",
+    "replaced_operators",
     "storage_key",
     "torch_modes",
     "trace_artifact",

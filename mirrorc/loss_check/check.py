@@ -1,0 +1,194 @@
+"""`check_loss`: compares the loss and the gradients of a whole batch with those that its shards give."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.capture.arguments import Call, flatten_call, split_call
+from mirrorc.capture.model_state import check_model
+from mirrorc.errors import MirrorcError
+from mirrorc.loss_check.evaluation import Evaluated, Evaluation
+from mirrorc.loss_check.reasons import reasons_for
+
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+_COARSE = 5e-2  # for 16-bit parameters, and under autocast
+_SHOWN = 5  # gradients in the printed form
+_SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing
+
+
+@dataclass(frozen=True, repr=False)
+class LossCheck:
+    """What `check_loss` has found; printed, it says what differs, and why if that is plain.
+
+    Attributes:
+        same: whether loss and gradients agree, so that a step on so many replicas means what one device's means.
+        loss: the loss of the whole batch.
+        sharded_loss: what a step would return: the weighted sum of the losses of the shards.
+        num_examples: how many examples each shard has.
+        differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry; the
+            largest first.
+        tolerance: the largest relative difference that counts as rounding.
+        reasons: sentences that say what couples the examples of a batch; empty if they are not coupled.
+    """
+
+    same: bool
+    loss: float
+    sharded_loss: float
+    num_examples: tuple[int, ...]
+    differences: Mapping[str, float]
+    tolerance: float
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        num_replicas, shards = len(self.num_examples), " + ".join(map(str, self.num_examples))
+        if self.same:
+            return (
+                f"the same on {num_replicas} replicas: loss {self.loss:.6g}, and all gradients agree to "
+                f"{max(self.differences.values(), default=0.0):.1e} of their largest entry ({sum(self.num_examples)} examples as "
+                f"{shards})"
+            )
+        lines = [
+            f"not the same on {num_replicas} replicas: the loss of {sum(self.num_examples)} examples is {self.loss:.6g}, that "
+            f"of the shards of {shards} is {self.sharded_loss:.6g}",
+            "largest differences of gradients, in parts of their largest entry:",
+            *(f"  {name}: {difference:.2g}" for name, difference in list(self.differences.items())[:_SHOWN]),
+        ]
+        left_out = len(self.differences) - _SHOWN
+        lines += [f"  ({left_out} more)"] if left_out > 0 else []
+        return "\n".join([*lines, *(f"why: {reason}" for reason in self.reasons)])
+
+    __repr__ = __str__
+
+
+def check_loss(
+    model: nn.Module,
+    /,
+    *args: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_reduction: str = "mean",
+    num_replicas: int = 2,
+    tolerance: float | None = None,
+    raises: bool = False,
+    **kwargs: Any,
+) -> LossCheck:
+    """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
+
+    It computes loss and gradients of the whole batch, and of shards of it as a step would split it, one after the other on the
+    model's own device. Model, gradients and random streams are left as they are. Random numbers are the same for each example, so
+    dropout makes no difference.
+
+    Example:
+        >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=4)  # doctest: +SKIP
+        the same on 4 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 8 + 8 + 8 + 8)
+
+    Args:
+        model: the model that is to be compiled, or was.
+        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+        loss_fn: as for `mirrorc.compile`.
+        loss_reduction: as for `mirrorc.compile`.
+        num_replicas: how many shards.
+        tolerance: the largest relative difference that counts as rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
+            bits and 0.05 with 16 bits or autocast.
+        raises: raise an error if they are not the same.
+        **kwargs: as for the step; with a loss_fn, ``target`` is the second argument of the loss_fn.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, or a model that gives no loss.
+        MirrorcError: they are not the same, if ``raises``; the text is that of the result.
+    """
+    check_model(model)
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
+        )
+    if not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas!r}: give the number of shards, such as 2")
+    if loss_fn is not None and "target" not in kwargs:
+        raise TypeError("target is missing: with a loss_fn, call check_loss(model, x, target=y, loss_fn=...)")
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    call = flatten_call(names, args, kwargs)
+    shards = split_call(call, num_replicas)
+    evaluation = Evaluation(model, loss_fn, call.structure)
+    whole = evaluation.run(_joined(call))
+    parts = [evaluation.run(leaves) for leaves in shards.tensors]
+    weights = {
+        "mean": [n / sum(shards.num_examples) for n in shards.num_examples],
+        "sum": [1.0 for _ in shards.num_examples],
+    }
+    allowed = _tolerance(model) if tolerance is None else tolerance
+    by_shards = _summed(parts, weights[loss_reduction])
+    differences = _differences(whole, by_shards)
+    is_same = _agree(whole, by_shards, allowed)
+    reasons: tuple[str, ...] = ()
+    if not is_same:
+        other = "sum" if loss_reduction == "mean" else "mean"
+        fits_other = _agree(whole, _summed(parts, weights[other]), allowed)
+        normalized = [evaluation.run(own, by_running_statistics=True) for own in (_joined(call), *shards.tensors)]
+        is_normalization = _agree(normalized[0], _summed(normalized[1:], weights[loss_reduction]), allowed)
+        reasons = reasons_for(whole, parts, other if fits_other else None, is_normalization)
+    result = LossCheck(is_same, whole.loss, by_shards.loss, shards.num_examples, differences, allowed, reasons)
+    if raises and not is_same:
+        raise MirrorcError(str(result))
+    return result
+
+
+def _joined(call: Call) -> list[torch.Tensor]:
+    """The tensors of the whole batch; those that are given by replica are put together."""
+    joined = []
+    for leaf in call.leaves:
+        if leaf.tensor is not None:
+            joined.append(leaf.tensor.detach())
+            continue
+        try:
+            joined.append(torch.cat(leaf.per_replica).detach())
+        except RuntimeError as error:
+            raise ValueError(
+                f"argument {leaf.path!r}: the values of its PerReplica make no whole batch: {error}; check batches whose shards "
+                "differ in dim 0 alone"
+            ) from None
+    return joined
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        return _COARSE
+    return max((_TOLERANCES.get(kind, _COARSE) for kind in kinds), default=_COARSE)
+
+
+def _summed(parts: Sequence[Evaluated], weights: Sequence[float]) -> Evaluated:
+    """The weighted sum of the shards' losses and gradients."""
+    loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
+    gradients = {}
+    for name in parts[0].gradients:
+        terms = [part.gradients[name] * weight for part, weight in zip(parts, weights, strict=True)]
+        gradients[name] = torch.stack(terms).sum(0)
+    return Evaluated(loss, gradients, max(abs(part.loss) for part in parts))
+
+
+def _differences(whole: Evaluated, by_shards: Evaluated) -> dict[str, float]:
+    largest = {name: _largest(gradient) for name, gradient in whole.gradients.items()}
+    floor = _SMALLEST_SCALE * max(largest.values(), default=0.0)
+    found = {}
+    for name, gradient in whole.gradients.items():
+        difference, scale = _largest(gradient - by_shards.gradients[name]), max(largest[name], floor)
+        found[name] = difference / scale if scale > 0.0 else difference
+    return dict(sorted(found.items(), key=lambda item: (math.isnan(item[1]), item[1]), reverse=True))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _agree(whole: Evaluated, by_shards: Evaluated, tolerance: float) -> bool:
+    scale = max(abs(whole.loss), by_shards.scale)
+    is_same_loss = abs(whole.loss - by_shards.loss) <= tolerance * scale
+    return is_same_loss and all(d <= tolerance for d in _differences(whole, by_shards).values())

@@ -1,0 +1,99 @@
+"""Gives each example of a batch the same random numbers, so that a batch and its shards can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mirrorc.torch_internals import replaced_operators
+
+_DRAWS = (
+    *(
+        "bernoulli",
+        "exponential",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+    ),
+    *(
+        "randn_like",
+        "uniform",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+    ),
+    "uniform_",
+)
+"""Operators of ATen whose result is nothing but random numbers."""
+
+
+class EqualDraws:
+    """Replaces what random operators draw by the first example's numbers of the first run, for every example of all runs.
+
+    A draw belongs to that of the first run which came at the same place. The values are no longer independent, which makes no
+    difference to whether a loss is a mean over examples.
+
+    Attributes:
+        unequal: operators whose draws could not be replaced.
+    """
+
+    def __init__(self) -> None:
+        self.unequal: set[str] = set()
+        self._first: list[torch.Tensor] = []
+        self._place = 0
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """A context for one run."""
+        self._place = 0
+        with replaced_operators(self._replace):
+            yield
+
+    def _replace(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = operator.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded not in operator.tags or not _draws_now(operator, args, kwargs):
+            return NotImplemented
+        if operator is torch.ops.aten.native_dropout.default:
+            return self._dropout(*args, **kwargs)
+        drawn = operator(*args, **kwargs)
+        if name not in _DRAWS or not isinstance(drawn, torch.Tensor):
+            self.unequal.add(name)
+            return drawn
+        return self._made_equal(drawn, name)
+
+    def _dropout(self, x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:
+        keep = 1.0 - p if train is not False else 1.0
+        mask = self._made_equal(torch.empty_like(x, dtype=torch.bool).bernoulli_(keep), "native_dropout")
+        return x * mask * (1.0 / keep if keep > 0.0 else 0.0), mask
+
+    def _made_equal(self, drawn: torch.Tensor, name: str) -> torch.Tensor:
+        own = drawn[0] if drawn.dim() and len(drawn) else drawn
+        if self._place == len(self._first):
+            self._first.append(own.clone())
+        first = self._first[self._place]
+        self._place += 1
+        if first.shape == own.shape and first.dtype == own.dtype:
+            drawn.copy_(first.expand_as(drawn))
+        else:
+            self.unequal.add(name)
+        return drawn
+
+
+def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a random operator draws: attention does not without dropout."""
+    arguments = operator._schema.arguments
+    values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)
+    return dropout is None or values.get("dropout_p", dropout.default_value) != 0.0

@@ -1,0 +1,110 @@
+"""Computes loss and gradients of a batch on the model's own device, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirrorc.capture.arguments import Structure
+from mirrorc.capture.kept_model import kept_as_it_is
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.loss_check.equal_draws import EqualDraws
+from mirrorc.loss_check.observed_calls import ObservedCalls
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Loss and gradients of a batch.
+
+    Attributes:
+        loss: the loss.
+        gradients: of every trainable variable, in 64 bits; zeros for one that the loss does not depend on.
+        scale: the size of the numbers that the loss was added up from.
+        observed: what is known of how it was computed.
+    """
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    scale: float
+    observed: ObservedCalls = field(default_factory=ObservedCalls)
+
+
+class Evaluation:
+    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example.
+
+    Args:
+        model: the user's model.
+        loss_fn: the user's loss; None if the model returns it.
+        structure: how a call's tensors are put together to arguments.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
+        self._call = TrainingCall(model, loss_fn, structure)
+        parameters = ModelState(model, loss_fn).parameters
+        self._trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._device = next(iter(self._trainable.values())).device
+        self._draws = EqualDraws()
+
+    def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
+        """Loss and gradients of a batch.
+
+        Args:
+            leaves: its tensors, on any device.
+            by_running_statistics: let BatchNorm normalize by its running statistics, as in eval mode.
+
+        Raises:
+            ValueError: there is no loss.
+        """
+        own = [leaf.to(self._device) for leaf in leaves]
+        observed = ObservedCalls(by_running_statistics)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_as_it_is(self._call))
+            stack.enter_context(_kept_random_streams(self._device))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            _replace_buffers(self._call)
+            with observed.watching(), self._draws.replacing():
+                loss = self._call(*own)
+            if loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    f"there is no loss: the model, or loss_fn, gives a tensor {list(loss.shape)} that "
+                    f"{'depends on' if loss.requires_grad else 'does not depend on'} the parameters, where a step needs a scalar "
+                    "that does"
+                )
+            found = torch.autograd.grad(loss.reshape(()), list(self._trainable.values()), allow_unused=True)
+        observed.unequal_draws = self._draws.unequal
+        value = loss.item()
+        gradients = {
+            name: (torch.zeros_like(parameter) if gradient is None else gradient).detach().double()
+            for (name, parameter), gradient in zip(self._trainable.items(), found, strict=True)
+        }
+        return Evaluated(value, gradients, abs(value), observed)
+
+
+def _replace_buffers(call: nn.Module) -> None:
+    """Puts copies in the place of buffers, so that the user's are not even written; `kept_as_it_is` takes them out again."""
+    copies: dict[int, torch.Tensor] = {}
+    for module in call.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+
+
+@contextlib.contextmanager
+def _kept_random_streams(device: torch.device) -> Iterator[None]:
+    """Puts the generators of torch, Python and numpy back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,72 @@
+"""Notes the functions of torch that couple the examples of a batch, while a loss is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from mirrorc.capture.weighted_means import WeightedMean, weighted_mean
+
+
+class ObservedCalls:
+    """What one evaluation of a loss has called.
+
+    Args:
+        by_running_statistics: let BatchNorm normalize by its running statistics, as in eval mode.
+
+    Attributes:
+        num_batch_norms: how many calls have normalized by the statistics of their batch.
+        weighted: the means over something else than examples, each with how many of its targets were left out, and how many
+            there were.
+        unequal_draws: operators whose random numbers differ from run to run.
+    """
+
+    def __init__(self, by_running_statistics: bool = False) -> None:
+        self.num_batch_norms = 0
+        self.weighted: list[tuple[WeightedMean, int, int]] = []
+        self.unequal_draws: set[str] = set()
+        self._by_running_statistics = by_running_statistics
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which calls are noted."""
+        observed = self
+
+        class Watch(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return observed._call(func, args, kwargs or {})
+
+        with Watch():
+            yield
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mean = weighted_mean(function, args, kwargs)
+        if mean is not None and isinstance(mean.target, torch.Tensor) and not mean.target.is_floating_point():
+            left_out = int((mean.target == mean.ignore_index).sum())
+            self.weighted.append((mean, left_out, mean.target.numel()))
+        if function in _BATCH_NORMS:
+            bound = _BATCH_NORMS[function].bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["training"]:
+                self.num_batch_norms += 1
+                if self._by_running_statistics:
+                    _use_running_statistics(bound.arguments)
+                    return function(*bound.args, **bound.kwargs)
+        return function(*args, **kwargs)
+
+
+_BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
+
+
+def _use_running_statistics(arguments: dict[str, Any]) -> None:
+    """Changes the arguments of a BatchNorm; one that keeps no statistics gets some that do not depend on the batch."""
+    x = arguments["input"]
+    arguments["training"] = False
+    if arguments["running_mean"] is None:
+        arguments["running_mean"], arguments["running_var"] = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])

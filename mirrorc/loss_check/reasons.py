@@ -1,0 +1,65 @@
+"""Says what couples the examples of a batch, where that is plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mirrorc.capture.weighted_means import REMEDY
+from mirrorc.loss_check.evaluation import Evaluated
+
+
+def reasons_for(
+    whole: Evaluated, parts: Sequence[Evaluated], fitting_reduction: str | None, is_normalization: bool
+) -> tuple[str, ...]:
+    """Sentences that say why a batch and its shards differ.
+
+    Args:
+        whole: the batch.
+        parts: its shards.
+        fitting_reduction: the other value of ``loss_reduction``, if it makes them the same.
+        is_normalization: whether they are the same with BatchNorm's running statistics.
+    """
+    if fitting_reduction is not None:
+        return (
+            f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",
+        )
+    found = [*_normalizations(whole, is_normalization), *_weighted_means(whole, parts)]
+    if whole.observed.unequal_draws:
+        names = ", ".join(sorted(whole.observed.unequal_draws))
+        found.append(
+            f"random numbers of {names} differ from run to run: compare with them switched off to see what else differs"
+        )
+    if not found:
+        found.append(
+            "something compares or normalizes examples across the batch (a contrastive term, a statistic over dim 0), or a term "
+            "that does not depend on the examples is added once for each replica (with loss_reduction='sum')"
+        )
+    return tuple(found)
+
+
+def _normalizations(whole: Evaluated, is_normalization: bool) -> list[str]:
+    num = whole.observed.num_batch_norms
+    if not num:
+        return []
+    calls = "one BatchNorm normalizes" if num == 1 else f"{num} calls of BatchNorm normalize"
+    alone = "this is all: with running statistics they are the same" if is_normalization else "this is not all"
+    return [
+        f"{calls} by the statistics of each replica's shard, not of the whole batch, as in DistributedDataParallel ({alone}); "
+        "GroupNorm and LayerNorm do not look at other examples"
+    ]
+
+
+def _weighted_means(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
+    found: list[str] = []
+    for i, (mean, left_out, num_targets) in enumerate(whole.observed.weighted):
+        if mean.is_weighted:
+            found.append(
+                f"{mean.function} is a mean weighted by class: a replica divides by the weights of its own targets"
+            )
+        own = [part.observed.weighted[i][1:] for part in parts if i < len(part.observed.weighted)]
+        if left_out and len({few / many for few, many in own}) > 1:
+            found.append(
+                f"{mean.function} leaves out the {left_out} of {num_targets} targets that are {mean.ignore_index}, and a replica "
+                f"divides by the number that its shard keeps: {', '.join(str(many - few) for few, many in own)}"
+            )
+    return [f"{text}; {REMEDY}" for text in dict.fromkeys(found)]

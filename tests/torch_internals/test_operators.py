@@ -1,0 +1,23 @@
+from typing import Any
+
+import torch
+
+from mirrorc.torch_internals import replaced_operators
+
+aten = torch.ops.aten
+
+
+def test_operators_below_autograd_are_replaced() -> None:
+    seen: list[Any] = []
+
+    def replace(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(operator)
+        return torch.sin(args[0]) if operator is aten.cos.default else NotImplemented
+
+    x = torch.ones(3, requires_grad=True)
+    with replaced_operators(replace):
+        y = (torch.cos(x) * 2).sum()
+    assert seen == [aten.cos.default, aten.mul.Tensor, aten.sum.default], "what it runs itself is not replaced"
+    assert torch.equal(y, 2 * torch.sin(x).sum())
+    y.backward()
+    assert x.grad is not None and torch.allclose(x.grad, -2 * torch.sin(x)), "autograd knows nothing of it"
