@@ -14,6 +14,7 @@ from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.weighted_means import REMEDY
 from mirrorc.errors import PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.links import best_link, why_memory_is_not_shared
@@ -57,6 +58,7 @@ class Specializer:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
         self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._has_warned_of_differences = False
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
     def executor_for(self, call: Call, shards: Shards) -> Executor:
@@ -92,6 +94,17 @@ class Specializer:
             "compiled anew: pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes",
             stacklevel=4,  # the user's call of the step
         )
+
+    def _warn_of_differences(self, differences: Sequence[str]) -> None:
+        """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
+        if differences and not self._has_warned_of_differences:
+            self._has_warned_of_differences = True
+            warnings.warn(
+                f"a step on {len(self._options.devices)} devices is not exactly that of one device on the whole batch: "
+                f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
+                "mirrorc.check_loss tells how much it makes",
+                stacklevel=6,  # the user's call of the step
+            )
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
@@ -134,6 +147,7 @@ class Specializer:
         self._check_memory(captured)
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
+        self._warn_of_differences(captured.differences)
         program = captured.program.with_remarks(*options.remarks)
         program, pipeline = self._with_measured_sizes(program)
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)

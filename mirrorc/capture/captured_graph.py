@@ -14,6 +14,7 @@ from torch import fx
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.capture.strided_reads import own_strided_reads
+from mirrorc.capture.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -31,11 +32,13 @@ class CapturedGraph:
             output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
+        weighted_means: the losses that average over something else than examples.
     """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
+    weighted_means: tuple[WeightedMean, ...] = ()
 
 
 def restructure(
@@ -86,7 +89,9 @@ def restructure(
     _remove_dead_code(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
-    return CapturedGraph(graph, tuple(arguments), {n: c for n, c in constants.items() if n in _read_names(graph)})
+    read = _read_names(graph)
+    kept = {name: constant for name, constant in constants.items() if name in read}
+    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means)
 
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from mirrorc.capture.errors import check_loss, check_writes, explain
 from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.weighted_means import weighted_means_of
 from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph
 
 
@@ -34,6 +35,8 @@ class DynamoFrontEnd(FrontEnd):
         check_writes(traced, what)
         check_loss(traced, what)
         try:
-            return export_joint_graph(stack, traced, leaves, decompositions)
+            joint = export_joint_graph(stack, traced, leaves, decompositions)
         except Exception as error:
             raise explain(error, what) from error
+        joint.weighted_means = weighted_means_of(traced)
+        return joint

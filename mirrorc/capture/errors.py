@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_line
@@ -98,3 +98,15 @@ def refuse_written_inputs(
             f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
             "first, as in x = x.clone()"
         )
+
+
+def refuse_synchronized_statistics(call: nn.Module) -> None:
+    """Refuses SyncBatchNorm where it would take statistics over all processes; a captured step takes those of each shard."""
+    for name, module in call.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
+            raise CaptureError(
+                f"{name.removeprefix('model.')!r} is a SyncBatchNorm, which takes its statistics over the batches of all "
+                "processes; a captured step has no such exchange, and each replica would use the statistics of its own shard: use "
+                "nn.BatchNorm2d (or 1d, 3d) if that is what you want, nn.GroupNorm or nn.LayerNorm, which look at one example at "
+                "a time, or put it into eval mode"
+            )

@@ -10,9 +10,11 @@ import torch
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.weighted_means import differences_in, remarks_on
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
@@ -28,10 +30,15 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and the tensors in it that are neither parameters nor buffers."""
+    """A CAPTURED program, and the tensors in it that are neither parameters nor buffers.
+
+    Attributes:
+        differences: sentences on what makes a step on this batch differ from that of one device.
+    """
 
     program: Program
     constants: Mapping[str, torch.Tensor]
+    differences: tuple[str, ...] = ()
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
@@ -70,6 +77,7 @@ def capture_program(
     Raises:
         CaptureError: the model cannot be captured.
     """
+    refuse_synchronized_statistics(training_call)
     types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
     distinct = list(dict.fromkeys(types_of))
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -98,7 +106,9 @@ def capture_program(
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizer),
     )
-    return CapturedProgram(program, constants)
+    means = captured[0].weighted_means
+    program = program.with_remarks(*remarks_on(means, len(devices)))
+    return CapturedProgram(program, constants, differences_in(means, shards))
 
 
 def _unique(names: list[str]) -> list[str]:

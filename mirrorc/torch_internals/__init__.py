@@ -29,6 +29,7 @@ from mirrorc.torch_internals.state import (
 from mirrorc.torch_internals.tracing import (
     export_joint_graph,
     is_users_file,
+    leaf_of_placeholder,
     trace_full_graph,
     user_frames,
     written_modules,
@@ -53,6 +54,7 @@ __all__ = [
     "is_users_file",
     "kernels_compiled_together",
     "lazy_graph_module",
+    "leaf_of_placeholder",
     "mark_optimizer_stepped",
     "peak_allocation",
     "prepare_cpp_compiler",

@@ -23,6 +23,7 @@ class JointGraph:
         buffer_writes: buffer name to the node of its new value.
         written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
         fake_mode: the mode of the graph's fake tensors.
+        weighted_means: the losses that average over something else than examples, as the front end has found them.
     """
 
     graph_module: fx.GraphModule
@@ -34,6 +35,7 @@ class JointGraph:
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
     written_inputs: list[tuple[str, str]] = field(default_factory=list)
+    weighted_means: tuple[Any, ...] = ()
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""

@@ -64,6 +64,15 @@ def written_modules(traced: fx.GraphModule) -> list[str]:
     return list(traced.meta["mirrorc_written_modules"])
 
 
+def leaf_of_placeholder(node: fx.Node) -> int | None:
+    """The index of the tensor argument that a placeholder of `trace_full_graph`'s result stands for; None for a variable.
+
+    The module's forward must take its tensors as ``*leaves``.
+    """
+    found = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
+    return int(found[1]) if found else None
+
+
 def _logging_methods() -> set[Callable[..., Any]]:
     names = ("debug", "info", "warning", "warning_once", "error", "exception", "critical", "log", "isEnabledFor")
     methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}

@@ -23,6 +23,17 @@ def test_trace_full_graph_gives_one_graph_with_the_results_example() -> None:
     assert loss.meta["example_value"].shape == ()
 
 
+def test_leaf_of_placeholder_tells_arguments_from_variables() -> None:
+    class Call(Small):
+        def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+            return super().forward(*leaves) * leaves[1]
+
+    traced = internals.trace_full_graph(Call(), (torch.ones(2, 3), torch.ones(1)))
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    leaves = {internals.leaf_of_placeholder(node): node.meta["example_value"].shape for node in placeholders}
+    assert leaves.pop(0) == (2, 3) and leaves.pop(1) == (1,) and set(leaves) == {None}
+
+
 def test_trace_full_graph_fixes_shapes() -> None:
     module = Small()
     for rows in (2, 5):

@@ -1,0 +1,107 @@
+"""Which losses are no means over examples, as far as a graph and a batch tell, and what is said of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import mirrorc
+from mirrorc.capture.weighted_means import weighted_mean
+
+
+class Tagger(nn.Module):
+    """Classes for words, whose loss leaves out the first word and those that are no words."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 4)
+        self.criterion = nn.CrossEntropyLoss(**options)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shifted = F.pad(labels, (0, 1), value=self.criterion.ignore_index)[:, 1:].contiguous()
+        return self.criterion(self.last(x).flatten(0, 1), shifted.view(-1))
+
+
+def batch(left_out: int = -100, per_example: tuple[int, ...] = (0, 0, 0, 0)) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(1, 4, (len(per_example), 5))
+    for row, number in zip(labels, per_example, strict=True):
+        row[:number] = left_out
+    return {"x": torch.randn(len(per_example), 5, 3), "labels": labels}
+
+
+def warned(model: nn.Module, *batches: dict[str, Any], num_devices: int = 2, **options: Any) -> tuple[list[str], str]:
+    """The warnings of a few steps, and the program's remarks on the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mirrorc.compile(model, num_devices, optimizer=optimizer, backend="eager", **options) as step:
+            for own in batches:
+                step(**own)
+            remarks = "\n".join(r.text for r in step.program.remarks if "a replica divides" in r.text)
+    found = [w for w in caught if "one device" in str(w.message)]
+    assert all(w.filename == __file__ for w in found), "it points at the user's call"
+    return [str(w.message) for w in found], remarks
+
+
+def test_class_weights_are_warned_of_once() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    messages, remarks = warned(Tagger(weight=weight), batch(), batch(per_example=(1, 1, 1, 1, 1, 1)))
+    assert len(messages) == 1 and "a step on 2 devices is not exactly that of one device" in messages[0]
+    assert "test_weighted_means.py:" in messages[0] and "is a mean weighted by class" in messages[0]
+    assert "reduction='none'" in messages[0] and "mirrorc.check_loss" in messages[0]
+    assert "is a mean weighted by class" in remarks
+    assert warned(Tagger(weight=weight), batch(), num_devices=1) == ([], ""), "one device is right"
+
+
+def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
+    messages, remarks = warned(Tagger(), batch(per_example=(1, 2, 0, 0)))
+    assert len(messages) == 1 and "3 of 10, 0 of 10 in the shards of this batch" in messages[0]
+    assert "leaves out" not in remarks, "a program does not depend on the batch's values"
+    for even in ((0, 0, 0, 0), (2, 1, 1, 2)):
+        assert warned(Tagger(), batch(per_example=even))[0] == []
+    messages, remarks = warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 2)))
+    assert messages == [] and "leaves out targets that are 0" in remarks, "another batch may differ"
+    assert len(warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 1)))[0]) == 1
+
+
+def test_other_means_and_other_reductions_are_right() -> None:
+    for loss_fn, target in (
+        (F.cross_entropy, torch.tensor([0, 1, 2, 0])),
+        (
+            nn.CrossEntropyLoss(weight=torch.ones(3)),
+            torch.softmax(torch.randn(4, 3), 1),
+        ),  # a mean over examples: of probabilities
+        (F.mse_loss, torch.randn(4, 3)),
+        (lambda o, t: F.cross_entropy(o, t, weight=torch.ones(3), reduction="none").mean(), torch.tensor([0, 1, 2, 0])),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)), torch.rand(4, 3)),
+    ):
+        given = {"input": torch.randn(4, 6), "target": target}
+        assert warned(nn.Linear(6, 3), given, loss_fn=loss_fn) == ([], "")
+        assert mirrorc.check_loss(nn.Linear(6, 3), **given, loss_fn=loss_fn).same
+    assert weighted_mean([], (), {}) is None, "a target of a graph need not be hashable"
+
+
+def test_a_language_model_that_pads_its_labels() -> None:
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    tokens = torch.randint(61, (4, 12))
+    padded = tokens.clone()
+    padded[0, 6:] = -100
+    for labels, number in ((tokens, 0), (padded, 1)):
+        assert len(warned(GPT2LMHeadModel(config), {"input_ids": tokens, "labels": labels})[0]) == number
+
+
+def test_synchronized_batch_norm_is_refused_where_it_would_synchronize() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    given = {"input": torch.randn(4, 6), "target": torch.randn(4, 4)}
+    with pytest.raises(
+        mirrorc.CaptureError, match=r"'1' is a SyncBatchNorm.*its own shard: use nn.BatchNorm2d.*eval mode"
+    ):
+        warned(model, given, loss_fn=F.mse_loss)
+    assert warned(model.eval(), given, loss_fn=F.mse_loss) == ([], "")
