@@ -106,7 +106,7 @@ def refuse_synchronized_statistics(call: nn.Module) -> None:
         if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
             raise CaptureError(
                 f"{name.removeprefix('model.')!r} is a SyncBatchNorm, which takes its statistics over the batches of all "
-                "processes; a captured step has no such exchange, and each replica would use the statistics of its own shard: use "
+                "processes; a captured step has no such exchange, and each replica would use those of its own shard: use "
                 "nn.BatchNorm2d (or 1d, 3d) if that is what you want, nn.GroupNorm or nn.LayerNorm, which look at one example at "
                 "a time, or put it into eval mode"
             )
