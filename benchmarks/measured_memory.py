@@ -64,7 +64,7 @@ def measure(make_step: Callable[[], mirrorc.Step], *args: Any, **kwargs: Any) ->
     variables = step.variables.values()
     parameters = [v for variable in variables if variable.role is Role.PARAMETER for v in variable.values]
     buffers = [v for variable in variables if variable.role is Role.BUFFER for v in (*variable.values, variable.value)]
-    flat = step._state.optimizers._flat.values()
+    flat = step._state.optimizers._state.optimizers.values()
     user = step._state.optimizers.user_optimizer.state
     states = [*(own.state for own in flat), *(user[parameter] for parameter in user)]
     state = [v for entries in states for v in entries.values() if isinstance(v, torch.Tensor)]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizers import SCALAR_STATE, state_signature
+from mirrorc.optimizers import state_signature
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
+from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
 from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
 from mirrorc.torch_internals import storage_key
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it."""
+
+    state: FlatState
+    shown: Shown
 
 
 class BucketOptimizers:
@@ -32,14 +42,13 @@ class BucketOptimizers:
     def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore, *, is_captured: bool = False) -> None:
         self.user_optimizer = optimizer
         self._store = store
-        self._flat: dict[tuple[int, int], FlatOptimizer] = {}
+        self._state = FlatState((), self._flat_optimizer, self._user_state)
         self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # the state that was put into the user's optimizer
         self._entries: list[int] = []
         self._versions: list[int] = []
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
-        self._whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
         self._has_run_by_itself = False
 
     @property
@@ -47,67 +56,32 @@ class BucketOptimizers:
         """Whether updates leave gradients unchanged; torch's foreach implementations may use their memory."""
         return not any(group.get("foreach") for group in self.user_optimizer.param_groups)
 
-    def lay_out(self) -> None:
-        """Makes flat optimizers for the store's buckets, with the state that the user's optimizer has."""
-        self._flat.clear()
-        self._whole.clear()
+    def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
+        """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
         self._write_rates()
-        for flat in self._elementwise():
-            for replica, parameters in enumerate(flat.parameters):
-                start, stop = flat.bucket.share(replica, len(flat.parameters))
-                if start < stop:
-                    group = flat.bucket.rule.group
-                    own = FlatOptimizer(self.user_optimizer, group, parameters[start:stop], self._rates.get(group))
-                    self._flat[(flat.bucket.index, replica)] = own
-            self._take_over(flat.bucket)
-        self._publish()
-        return_freed_memory()  # parameters and state have moved into buckets
+        elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
+        state = FlatState(elementwise, self._flat_optimizer, self._user_state)
+        return Laid(state, state.shown())
 
-    def _elementwise(self) -> list[FlatBucket]:
-        return [flat for flat in self._store.buckets if flat.bucket.rule.elementwise]
+    def adopt(self, laid: Laid) -> None:
+        """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
+        self._state = laid.state
+        self._show(laid.shown)
 
-    def _user_states(self, bucket: Bucket) -> list[Mapping[str, Any]]:
-        return [self.user_optimizer.state.get(self._parameter(slot.variable), {}) for slot in bucket.slots]
+    def _flat_optimizer(self, bucket: Bucket, parameters: torch.Tensor) -> FlatOptimizer:
+        group = bucket.rule.group
+        return FlatOptimizer(self.user_optimizer, group, parameters, self._rates.get(group))
+
+    def _user_state(self, name: str) -> UserState:
+        return self.user_optimizer.state.get(self._parameter(name), {})
+
+    def _user_states(self, bucket: Bucket) -> list[UserState]:
+        return [self._user_state(slot.variable) for slot in bucket.slots]
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
         parameter = self._store.tensors[name]
         assert isinstance(parameter, torch.nn.Parameter)
         return parameter
-
-    def _replicas(self, bucket: Bucket) -> dict[int, FlatOptimizer]:
-        """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
-        keys = [(bucket.index, replica) for replica in range(len(self._store.devices))]
-        return {replica: self._flat[(index, replica)] for index, replica in keys if (index, replica) in self._flat}
-
-    def _first(self, bucket: Bucket) -> FlatOptimizer:
-        return next(iter(self._replicas(bucket).values()))
-
-    def _take_over(self, bucket: Bucket) -> None:
-        """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
-        states = self._user_states(bucket)
-        for key, first in states[0].items():
-            if first is None:
-                continue
-            if key in SCALAR_STATE:
-                value = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(float(first))
-                for own in self._replicas(bucket).values():
-                    is_fused = own.optimizer.param_groups[0].get("fused")
-                    own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
-                continue
-            whole = torch.zeros(
-                bucket.num_elements, dtype=first.dtype, device=self._store.buckets[bucket.index].parameters[0].device
-            )
-            for view, state in zip(slot_views(whole, bucket), states, strict=True):
-                view.copy_(state[key])
-            self._hold(bucket, key, whole)
-
-    def _hold(self, bucket: Bucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its part of a state tensor that is as long as the bucket: a share, or a copy."""
-        for replica, own in self._replicas(bucket).items():
-            start, stop = bucket.share(replica, len(self._store.devices))
-            is_view = bucket.owner_of_parameters(replica) == 0
-            own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
-        self._whole.setdefault(bucket.index, {})[key] = whole
 
     def is_stale(self) -> bool:
         """Whether the user has changed the state in the optimizer, by loading other state or by writing in place."""
@@ -119,7 +93,7 @@ class BucketOptimizers:
 
     def _present_versions(self) -> list[int]:
         """The version counters of the tensors in the user's optimizer, which count in-place writes."""
-        whole = [tensor._version for entries in self._whole.values() for tensor in entries.values()]
+        whole = [tensor._version for entries in self._state.whole.values() for tensor in entries.values()]
         return whole + [shown._version for shown, _ in self._scalars]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
@@ -133,7 +107,7 @@ class BucketOptimizers:
     def sync_hyperparameters(self) -> None:
         """Takes over hyperparameters that changed since the last step."""
         self._write_rates()
-        for own in self._flat.values():
+        for own in self._state.optimizers.values():
             own.sync()
 
     def _write_rates(self) -> None:
@@ -161,7 +135,7 @@ class BucketOptimizers:
 
         The mark is removed afterwards, because torch warns of it outside of captures.
         """
-        groups = [own.optimizer.param_groups[0] for own in self._flat.values()]
+        groups = [own.optimizer.param_groups[0] for own in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:
             group["capturable"] = True
@@ -173,60 +147,28 @@ class BucketOptimizers:
 
     def updater(self, bucket: int, replica: int) -> Callable[[torch.Tensor], None]:
         """The function that applies a reduced bucket of gradients on a replica."""
-        return self._flat[(bucket, replica)].update
+        return self._state.optimizers[(bucket, replica)].update
 
     def finish_step(self) -> None:
-        """Shows the new state in the user's optimizer."""
-        if self._entries != self._present_entries():  # an optimizer makes its state in its first step
-            self._publish()
+        """Shows the new state in the user's optimizer; may be repeated from any point."""
+        if self._entries != self._state.entries():  # an optimizer makes its state in its first step
+            self._state.hold_what_is_new()
+            self._show(self._state.shown())
             return_freed_memory()  # the parts of the state have been copied together
         for shown, value in self._scalars:
             shown.copy_(value)
         self._versions = self._present_versions()
 
-    def _present_entries(self) -> list[int]:
-        return [id(value) for flat in self._elementwise() for value in self._first(flat.bucket).state.values()]
-
-    def _publish(self) -> None:
-        self._scalars.clear()
-        self._shown.clear()
-        for flat in self._elementwise():
-            self._publish_bucket(flat.bucket)
-        self._entries = self._present_entries()
+    def _show(self, shown: Shown) -> None:
+        state, put = self.user_optimizer.state, []
+        for name, entries in shown.states.items():
+            parameter = self._parameter(name)
+            if entries is not None or parameter in state:
+                state[parameter] = entries if entries is not None else {}
+            put.append((parameter, state.get(parameter)))
+        self._scalars, self._shown = shown.scalars, put
         self._versions = self._present_versions()
-
-    def _publish_bucket(self, bucket: Bucket) -> None:
-        """Puts views of replica 0's flat state into the user's optimizer."""
-        self._hold_what_is_new(bucket)
-        own = self._first(bucket).state
-        entries: dict[str, Sequence[Any]] = {}
-        for key, value in own.items():
-            if value is None:
-                entries[key] = [None] * len(bucket.slots)
-            elif key in SCALAR_STATE:
-                shown = value.detach().expand(len(bucket.slots)).clone()
-                self._scalars.append((shown, value))
-                entries[key] = list(shown.unbind())
-            else:
-                entries[key] = slot_views(self._whole[bucket.index][key], bucket)
-        state = self.user_optimizer.state
-        for i, slot in enumerate(bucket.slots):
-            parameter = self._parameter(slot.variable)
-            if own or parameter in state:
-                state[parameter] = {key: values[i] for key, values in entries.items()}
-            self._shown.append((parameter, state.get(parameter)))
-
-    def _hold_what_is_new(self, bucket: Bucket) -> None:
-        """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""
-        held, replicas = self._whole.setdefault(bucket.index, {}), self._replicas(bucket)
-        for key, value in list(self._first(bucket).state.items()):
-            is_held = key in held and value.data_ptr() == held[key].data_ptr()
-            if value is None or key in SCALAR_STATE or is_held:
-                continue
-            if bucket.reduces_by_shares:
-                self._hold(bucket, key, torch.cat([own.state[key] for own in replicas.values()]))
-            else:
-                held[key] = value
+        self._entries = self._state.entries()
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
         """The memory that the update of an element-wise bucket needs; the bucket need not be laid out yet."""

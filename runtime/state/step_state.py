@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.variables import Moved, VariableStore
+from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
+from mirrorc.runtime.state.completion import completed
+from mirrorc.runtime.state.variables import Layout, Moved, VariableStore
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -38,16 +40,24 @@ class StepState:
         was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self.store.mirror_all()
-        moved = self.store.lay_out(program)
-        if moved is Moved.BUCKETS or not was_whole or self.optimizers.is_stale():
-            self.optimizers.lay_out()
-            moved = Moved.BUCKETS
-        if moved is not Moved.NOTHING:
-            self.layout += 1
+        layout = self.store.lay_out(program)
+        if layout.moved is Moved.BUCKETS or not was_whole or self.optimizers.is_stale():
+            laid = self.optimizers.lay_out(layout.buckets)
+            completed(lambda: self._put_in_place(layout, laid))
+            return_freed_memory()  # parameters and state have moved into buckets
+        elif layout.homes:
+            completed(lambda: self._put_in_place(layout, None))
         if self.store.mirror_changes():
             self.layout += 1
         self.optimizers.sync_hyperparameters()
         self._is_whole = True
+
+    def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
+        """Puts a layout in place that was made aside; allocates nothing, and may be repeated from any point."""
+        self.store.adopt(layout)
+        if laid is not None:
+            self.optimizers.adopt(laid)
+        self.layout += 1
 
     def needs_other_buckets(self, program: Program) -> bool:
         """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew."""

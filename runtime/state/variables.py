@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -73,6 +73,32 @@ class Moved(enum.Enum):
     BUCKETS = enum.auto()  # parameters and gradients, and maybe buffers
 
 
+@dataclass
+class Layout:
+    """Where all variables are. It is made aside: until `VariableStore.adopt` puts it in place, nothing of the user has changed.
+
+    Attributes:
+        moved: which variables get other memory than in the layout before.
+        buckets: the memory of the buckets.
+        values: for each variable, its tensor on every replica.
+        aggregates: per-replica variables as they are shown: how, where, and the memory of all replicas.
+        own: the variables with a tensor for every replica.
+        homes: for each variable that was laid out, the memory that the user's tensor becomes a view of; None if it stays its own.
+    """
+
+    moved: Moved = Moved.NOTHING
+    buckets: list[FlatBucket] = field(default_factory=list)
+    values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)
+    homes: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> tuple[Bucket, ...]:
+        """The bucket plan that the memory is laid out for."""
+        return tuple(flat.bucket for flat in self.buckets)
+
+
 class VariableStore:
     """Holds every variable on every replica.
 
@@ -88,43 +114,57 @@ class VariableStore:
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
         self.tensors = dict(tensors)
         self.devices = devices
-        self.buckets: list[FlatBucket] = []
-        self._values: dict[str, list[torch.Tensor]] = {}
+        self._layout = Layout()
         self._watched: dict[str, _Watched] = {}
-        self._aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = []
-        self._own: set[str] = set()  # variables with a tensor for every replica
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """The memory of the buckets."""
+        return self._layout.buckets
 
     @property
     def plan(self) -> tuple[Bucket, ...]:
         """The bucket plan that the memory is laid out for."""
-        return tuple(flat.bucket for flat in self.buckets)
+        return self._layout.plan
 
     def values(self, name: str) -> list[torch.Tensor]:
         """A variable on every replica, in order. A shared tensor is listed once for each replica."""
-        return self._values[name]
+        return self._layout.values[name]
 
-    def lay_out(self, program: Program) -> Moved:
-        """Allocates memory for a program's variables and moves them there; returns which ones have moved."""
-        moved = self.plan != program.buckets
+    def lay_out(self, program: Program) -> Layout:
+        """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are."""
+        old = self._layout
+        moved = old.plan != program.buckets
+        new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
         if moved:
             refuse_shared_memory(self.tensors, {slot.variable for b in program.buckets for slot in b.slots})
-            self.buckets = []
             return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
             gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
-            self.buckets = [self._make_bucket(*pair) for pair in zip(program.buckets, gradients, strict=True)]
-            self._own = {name for name in self._own if not isinstance(self.tensors[name], torch.nn.Parameter)}
-            self._own |= {slot.variable for flat in self.buckets for slot in flat.bucket.slots}
+            new.buckets = [self._make_bucket(new, *pair) for pair in zip(program.buckets, gradients, strict=True)]
+            new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
+            new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
-        new = [variable for variable in written if variable.name not in self._own]
-        if new:
-            self._make_per_replica(new)
+        first_written = [variable for variable in written if variable.name not in new.own]
+        if first_written:
+            self._make_per_replica(new, first_written)
         for name in program.variables:
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
-            if not is_constant and name not in self._own and (name not in self._values or moved):
-                self._share(name)
-        return Moved.BUCKETS if moved else Moved.BUFFERS if new else Moved.NOTHING
+            if not is_constant and name not in new.own and (name not in new.values or moved):
+                new.values[name] = self._shared(name)
+                new.homes[name] = None
+        new.moved = Moved.BUCKETS if moved else Moved.BUFFERS if first_written else Moved.NOTHING
+        return new
 
-    def _make_bucket(self, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
+    def adopt(self, layout: Layout) -> None:
+        """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
+        for name, home in layout.homes.items():
+            if home is not None:
+                self.tensors[name].data = home
+            self._watch(name, home)
+        self._layout = layout
+        layout.homes = {}
+
+    def _make_bucket(self, layout: Layout, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
         owners = [bucket.owner_of_parameters(replica) for replica in range(len(self.devices))]
         copies = {
             owner: torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=self.devices[owner].torch_device)
@@ -133,15 +173,13 @@ class VariableStore:
         parameters = [copies[owner] for owner in owners]
         views = [slot_views(flat, bucket) for flat in parameters]
         for i, slot in enumerate(bucket.slots):
-            own = self.tensors[slot.variable]
-            views[0][i].copy_(own.detach())
-            own.data = views[0][i]
-            self._values[slot.variable] = [view[i] for view in views]
-            self._watch(slot.variable, views[0][i])
+            views[0][i].copy_(self.tensors[slot.variable].detach())
+            layout.values[slot.variable] = [view[i] for view in views]
+            layout.homes[slot.variable] = views[0][i]
         _mirror_first(parameters)
         return FlatBucket(bucket, parameters, gradients, [slot_views(flat, bucket) for flat in gradients])
 
-    def _make_per_replica(self, variables: Sequence[Variable]) -> None:
+    def _make_per_replica(self, layout: Layout, variables: Sequence[Variable]) -> None:
         """Puts buffers of one dtype side by side, so that one addition aggregates them all."""
         kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
         for variable in variables:
@@ -152,28 +190,25 @@ class VariableStore:
             seen = flats[0] if len(flats) == 1 else torch.empty_like(flats[0])
             offset = 0
             for variable, size in zip(members, sizes, strict=True):
-                own = self.tensors[variable.name]
+                own = self.tensors[variable.name].detach()
                 views = [flat[offset : offset + size].view(variable.shape) for flat in flats]
-                for view in views:
-                    view.copy_(own)
                 shown = seen[offset : offset + size].view(variable.shape)
-                shown.copy_(own)
-                own.data = shown
-                self._values[variable.name] = views
-                self._own.add(variable.name)
-                self._watch(variable.name, shown)
+                for view in (*views, shown):
+                    view.copy_(own)
+                layout.values[variable.name], layout.homes[variable.name] = views, shown
+                layout.own.add(variable.name)
                 offset += size
             if len(flats) > 1:
-                self._aggregates.append((aggregation, seen, flats))
+                layout.aggregates.append((aggregation, seen, flats))
 
-    def _share(self, name: str) -> None:
+    def _shared(self, name: str) -> list[torch.Tensor]:
+        """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
         own, copies = self.tensors[name].detach(), {}
         copies[own.device] = own
         for device in self.devices:
             if device.torch_device not in copies:
                 copies[device.torch_device] = own.to(device.torch_device)
-        self._values[name] = [copies[device.torch_device] for device in self.devices]
-        self._watch(name, None)
+        return [copies[device.torch_device] for device in self.devices]
 
     def _watch(self, name: str, home: torch.Tensor | None) -> None:
         tensor = self.tensors[name]
@@ -182,7 +217,7 @@ class VariableStore:
     def holds(self, program: Program) -> bool:
         """Whether memory is laid out for a program."""
         names = [name for name in program.variables if name in self.tensors]
-        return self.plan == program.buckets and all(name in self._values for name in names)
+        return self.plan == program.buckets and all(name in self._layout.values for name in names)
 
     def mirror_changes(self) -> bool:
         """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
@@ -195,10 +230,10 @@ class VariableStore:
         """
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
-            refuse_shared_memory(self.tensors, self._own)
+            refuse_shared_memory(self.tensors, self._layout.own)
         for name in changed:
             self._mirror(name)
-        return not self._own.issuperset(changed)
+        return not self._layout.own.issuperset(changed)
 
     def mirror_all(self) -> None:
         """Copies replica 0's parameters to all replicas, after a step that did not finish."""
@@ -206,14 +241,15 @@ class VariableStore:
             _mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> None:
-        tensor, values = self.tensors[name], self._values[name]
+        tensor, values = self.tensors[name], self._layout.values[name]
         if tensor.shape != values[0].shape or tensor.dtype != values[0].dtype:
             raise ValueError(
                 f"variable {name!r} was {values[0].dtype}{list(values[0].shape)} and has become "
                 f"{tensor.dtype}{list(tensor.shape)} since the step was compiled: compile the changed model anew"
             )
-        if name not in self._own:
-            self._share(name)
+        if name not in self._layout.own:
+            self._layout.values[name] = self._shared(name)
+            self._watch(name, None)
             return
         new, watched = tensor.detach().clone(), self._watched[name]
         assert watched.home is not None
@@ -224,7 +260,7 @@ class VariableStore:
 
     def aggregate(self) -> None:
         """Shows per-replica variables, aggregated, in the user's model."""
-        for aggregation, shown, flats in self._aggregates:
+        for aggregation, shown, flats in self._layout.aggregates:
             shown.copy_(flats[0])
             if aggregation is Aggregation.MEAN:
                 for flat in flats[1:]:

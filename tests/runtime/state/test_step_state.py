@@ -1,10 +1,13 @@
 """A step's state is whole again after anything that goes wrong on the way to a step, or between its beginning and its end."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interrupts import Interrupter, fail, interrupt, python_handles_interrupts
+from lockstep import Lockstep
 from torch import nn
 from torch.nn import functional as F
 
@@ -106,3 +109,64 @@ def test_hyperparameters_are_told_without_asking_them_for_a_text() -> None:
         step(torch.randn(8, 4), target=torch.randn(8, 4))
         text = str(step.program)
     assert "lr=0.5" in text and "note=NoText, table=a tensor [100], pair=(1, [2.0]), one=(3,)" in text
+
+
+class Normalized(nn.Module):
+    """Two layers, one of which tests freeze, so that buckets are planned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("how", [interrupt, fail], ids=["interrupt", "failure"])
+@pytest.mark.parametrize(
+    "stride",
+    [pytest.param(7), pytest.param(1, marks=pytest.mark.exhaustive)],
+    ids=["some places", "all places"],
+)
+def test_memory_is_laid_out_anew_completely_or_not_at_all(
+    how: Any, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it stops, the model and the optimizer are as they were, and later steps train what they should."""
+
+    def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
+        model = Normalized()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager")
+        return step, model, optimizer
+
+    torch.manual_seed(1)
+    both = Lockstep(make, {"x": torch.randn(4, 4), "target": torch.tensor([0, 1, 2, 0])})
+    trainings = (both.undisturbed, both.disturbed)
+
+    def thaw(is_thawed: bool) -> None:
+        for training in trainings:
+            training.model.first.weight.requires_grad_(is_thawed)
+
+    state, interrupter = both.disturbed.step._state, Interrupter(lambda filename: "runtime/state" in filename)
+    take_over = state.take_over
+    with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        for is_thawed in (True, False, True):
+            thaw(is_thawed)
+            both.go_on()
+        place = num_stopped = 0
+        while interrupter.where or place == 0:
+            thaw(is_thawed := not is_thawed)
+            with monkeypatch.context() as patch:
+                there = functools.partial(
+                    lambda at, *given: interrupter.interrupted(lambda: take_over(*given), at, how), place
+                )
+                patch.setattr(state, "take_over", there)
+                raised, has_trained = both.disturb()
+            assert (raised is not None) == bool(interrupter.where) != has_trained
+            num_stopped += not has_trained
+            for training in trainings:  # what the user writes must be seen
+                for tensor in (*training.model.parameters(), training.model.norm.running_mean):
+                    tensor.data = tensor.data * 0.875
+            both.go_on()
+            place += stride
+        assert num_stopped > 10

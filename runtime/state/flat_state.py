@@ -1,0 +1,128 @@
+"""Element-wise optimizers in flat memory: one for each bucket and replica, and the state entries that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.optimizers import SCALAR_STATE
+from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.variables import FlatBucket, slot_views
+
+UserState = Mapping[str, Any]
+"""What the user's optimizer has for a parameter; empty if nothing."""
+
+
+@dataclass
+class Shown:
+    """What the user's optimizer shows of flat state: made aside, so that it can be put in place at once.
+
+    Attributes:
+        states: for each parameter, by its name, the entries that it gets; None to leave what it has.
+        scalars: numbers that are shown for every parameter of a bucket, each beside the bucket's own.
+    """
+
+    states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    scalars: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class FlatState:
+    """Flat optimizers over a layout of the buckets, with the state that the user's optimizer has.
+
+    Args:
+        buckets: the memory of the buckets that are updated element by element.
+        make: makes a flat optimizer for a bucket's parameters on a replica, or a share of them.
+        state_of: gives the state that the user's optimizer has for a parameter, by the name of its variable.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        make: Callable[[Bucket, torch.Tensor], FlatOptimizer],
+        state_of: Callable[[str], UserState],
+    ) -> None:
+        self.buckets = buckets
+        self.optimizers: dict[tuple[int, int], FlatOptimizer] = {}
+        self.whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
+        for flat in buckets:
+            for replica, parameters in enumerate(flat.parameters):
+                start, stop = flat.bucket.share(replica, len(flat.parameters))
+                if start < stop:
+                    self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
+            self._take_over(flat, [state_of(slot.variable) for slot in flat.bucket.slots])
+
+    def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
+        """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
+        keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
+        return {
+            replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
+        }
+
+    def _first(self, flat: FlatBucket) -> FlatOptimizer:
+        return next(iter(self._replicas(flat).values()))
+
+    def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
+        """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
+        bucket = flat.bucket
+        for key, first in states[0].items():
+            if first is None:
+                continue
+            if key in SCALAR_STATE:
+                value = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(float(first))
+                for own in self._replicas(flat).values():
+                    is_fused = own.optimizer.param_groups[0].get("fused")
+                    own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
+                continue
+            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=flat.parameters[0].device)
+            for view, state in zip(slot_views(whole, bucket), states, strict=True):
+                view.copy_(state[key])
+            self._hold(flat, key, whole)
+
+    def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
+        """Gives each flat optimizer of a bucket its part of a state tensor that is as long as the bucket: a share, or a copy."""
+        for replica, own in self._replicas(flat).items():
+            start, stop = flat.bucket.share(replica, len(flat.parameters))
+            is_view = flat.bucket.owner_of_parameters(replica) == 0
+            own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
+        self.whole.setdefault(flat.bucket.index, {})[key] = whole
+
+    def hold_what_is_new(self) -> None:
+        """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""
+        for flat in self.buckets:
+            held, replicas = self.whole.setdefault(flat.bucket.index, {}), self._replicas(flat)
+            for key, value in list(self._first(flat).state.items()):
+                is_held = key in held and value.data_ptr() == held[key].data_ptr()
+                if value is None or key in SCALAR_STATE or is_held:
+                    continue
+                if flat.bucket.reduces_by_shares:
+                    self._hold(flat, key, torch.cat([own.state[key] for own in replicas.values()]))
+                else:
+                    held[key] = value
+
+    def entries(self) -> list[int]:
+        """What changes when an optimizer makes its state, in its first step."""
+        return [id(value) for flat in self.buckets for value in self._first(flat).state.values()]
+
+    def shown(self) -> Shown:
+        """Views of replica 0's state, for the user's optimizer."""
+        found = Shown()
+        for flat in self.buckets:
+            own, bucket = self._first(flat).state, flat.bucket
+            entries: dict[str, Sequence[Any]] = {}
+            for key, value in own.items():
+                if value is None:
+                    entries[key] = [None] * len(bucket.slots)
+                elif key in SCALAR_STATE:
+                    number = value.detach().expand(len(bucket.slots)).clone()
+                    found.scalars.append((number, value))
+                    entries[key] = list(number.unbind())
+                else:
+                    entries[key] = slot_views(self.whole[bucket.index][key], bucket)
+            for i, slot in enumerate(bucket.slots):
+                state = {key: values[i] for key, values in entries.items()}
+                found.states[slot.variable] = state if own else None
+        return found

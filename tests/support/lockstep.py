@@ -1,0 +1,99 @@
+"""Two equal trainings side by side. One is disturbed: whatever happens, its state must be one that the other passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrorc
+
+Maker = Callable[[], tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]]
+State = dict[str, torch.Tensor]
+
+
+class Training:
+    """A step with its model and optimizer, and a random stream of its own."""
+
+    def __init__(self, make: Maker) -> None:
+        torch.manual_seed(0)
+        self.step, self.model, self.optimizer = make()
+        self._random = torch.get_rng_state()
+
+    def run(self, batch: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any] = lambda run: run()) -> Any:
+        """Runs a step on its own random stream; ``call`` may disturb it."""
+        torch.set_rng_state(self._random)
+        try:
+            return call(lambda: self.step(**batch))
+        finally:
+            self._random = torch.get_rng_state()
+
+    def state(self) -> State:
+        """A copy of all that a step may change, by name: parameters, buffers, the optimizer's state, the random stream."""
+        found = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        for i, parameter in enumerate(self.model.parameters()):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    found[f"{key} of {i}"] = torch.as_tensor(value).detach().clone()
+        found["random stream"] = self._random.clone()
+        return found
+
+    def replicas(self) -> State:
+        """A copy of what each replica has of each variable."""
+        return {
+            f"{name} on {replica}": value.detach().clone()
+            for name, variable in self.step.variables.items()
+            for replica, value in enumerate(variable.values)
+        }
+
+
+class Lockstep:
+    """An undisturbed training and a disturbed one, which is checked after each step."""
+
+    def __init__(self, make: Maker, batch: Mapping[str, Any]) -> None:
+        self._batch = batch
+        self.undisturbed, self.disturbed = Training(make), Training(make)
+        self._before = self.undisturbed.state()
+
+    def go_on(self) -> None:
+        """One step of both, without disturbance; all replicas must agree, too."""
+        self.undisturbed.run(self._batch)
+        self.disturbed.run(self._batch)
+        self._before = self.undisturbed.state()
+        differing = differences(self.disturbed.state(), self._before)
+        differing += differences(self.disturbed.replicas(), self.undisturbed.replicas())
+        assert not differing, f"the disturbed training goes on to another state: {differing}"
+
+    def disturb(
+        self, call: Callable[[Callable[[], Any]], Any] = lambda run: run()
+    ) -> tuple[BaseException | None, bool]:
+        """Runs one disturbed step; both trainings are at the same step afterwards.
+
+        Returns:
+            What it raised, and whether it has trained.
+
+        Raises:
+            AssertionError: the state is neither that before the step nor that after it.
+        """
+        raised: BaseException | None = None
+        try:
+            self.disturbed.run(self._batch, call)
+        except BaseException as error:  # noqa: BLE001 - told to the caller
+            raised = error.with_traceback(None)
+        found = self.disturbed.state()
+        from_before = differences(found, self._before)
+        if not from_before:
+            return raised, False
+        self.undisturbed.run(self._batch)
+        self._before = self.undisturbed.state()
+        from_after = differences(found, self._before)
+        assert not from_after, f"after {raised!r}: {from_before} differ from before, {from_after} from after the step"
+        return raised, True
+
+
+def differences(found: State, expected: State) -> list[str]:
+    """The names of what differs by a bit, or is missing in one."""
+    names = dict.fromkeys([*expected, *found])
+    return [n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n])]
