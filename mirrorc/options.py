@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,14 @@ from mirrorc.ir.devices import Device
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
 
+LossReduction = Literal["mean", "sum"]
+Auto = Literal["auto"]
+
+# What can be declared outside of the package, too, is any text; these are the names that are there from the beginning.
+BackendName = Literal["inductor", "eager"] | str
+LinkName = Literal["shared-memory", "nccl", "copy"] | str
+FrontEndName = Literal["auto", "dynamo"] | str
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -24,7 +32,7 @@ class StepOptions:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    loss_reduction: str
+    loss_reduction: LossReduction
     backend: Backend
     front_end: FrontEnd
     devices: tuple[Device, ...]
@@ -61,7 +69,7 @@ def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
 
 def check_choices(
     loss_fn: Any,
-    loss_reduction: str,
+    loss_reduction: Any,
     timeout_seconds: float,
     record: bool,
     exact_order: bool,
@@ -73,7 +81,7 @@ def check_choices(
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
-    if loss_reduction not in ("mean", "sum"):
+    if loss_reduction not in get_args(LossReduction):
         raise ValueError(
             f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
         )

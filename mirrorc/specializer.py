@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from mirrorc.capture.arguments import Call, Shards
+from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
@@ -19,12 +23,14 @@ from mirrorc.errors import PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.links import best_link, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Synchronization
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions
 from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.printing.wording import counted
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
@@ -33,10 +39,10 @@ from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.shared_memory import refuse_shared_memory
+from mirrorc.specializations import Specializations
 from mirrorc.torch_internals import is_dense, torch_modes
 
-_MANY_SPECIALIZATIONS = 8  # when one step has this many, a warning says so, once
-_KEY_PARTS = ("plain arguments", "shapes", "the model's attributes", "the optimizer's groups", "torch's modes")
+logger = logging.getLogger(__name__)
 
 
 class Specializer:
@@ -54,46 +60,45 @@ class Specializer:
         self._model = model
         self._state = state
         self._num_threads = num_threads
+        names = ", ".join(device.name for device in options.devices)
+        self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
-        self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._specializations = Specializations()
         self._has_warned_of_differences = False
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
     def executor_for(self, call: Call, shards: Shards) -> Executor:
         """The executor for a call; compiles it if the call is the first of its kind."""
         key = self._key(call, shards)
-        executor = self._executors.get(key)
+        executor = self._specializations.get(key)
         if executor is None or self._state.needs_other_buckets(executor.program):
-            executor = self._executors[key] = self._compile(call, shards)
-            self._warn_of_many()
+            executor = self._compile(call, shards)
+            for dropped in self._specializations.add(key, call, executor):
+                dropped.release()
+            self._regions.keep_only(
+                region for kept in self._specializations for region in kept.program.regions.values()
+            )
         return executor
+
+    @property
+    def num_programs(self) -> int:
+        """How many compiled programs there are."""
+        return len(self._specializations)
 
     def release(self) -> None:
         """Frees the memory that specializations keep on a GPU for later steps."""
-        for executor in self._executors.values():
+        for executor in self._specializations:
             executor.release()
 
     def _key(self, call: Call, shards: Shards) -> tuple[Any, ...]:
-        """Everything that a graph depends on, in the order of `_KEY_PARTS`."""
+        """Everything that a graph depends on, in the order that `mirrorc.specializations.Key` says."""
         optimizer, devices = self._options.optimizer, self._options.devices
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
         fingerprint = self._model.fingerprint()
         return call.structure, tuple(types), fingerprint, (groups, is_elementwise(optimizer)), torch_modes()
-
-    def _warn_of_many(self) -> None:
-        """When there are many specializations, warns once and says what keeps changing."""
-        if len(self._executors) != _MANY_SPECIALIZATIONS:
-            return
-        keys = list(self._executors)
-        changing = [part for i, part in enumerate(_KEY_PARTS) if len({k[i] for k in keys}) > 1]
-        warnings.warn(
-            f"the step was compiled {len(keys)} times, because {' and '.join(changing)} keep changing; each new value is "
-            "compiled anew: pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes",
-            stacklevel=4,  # the user's call of the step
-        )
 
     def _warn_of_differences(self, differences: Sequence[str]) -> None:
         """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
@@ -103,7 +108,7 @@ class Specializer:
                 f"a step on {len(self._options.devices)} devices is not exactly that of one device on the whole batch: "
                 f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
                 "mirrorc.check_loss tells how much it makes",
-                stacklevel=6,  # the user's call of the step
+                stacklevel=users_stack_level(),
             )
 
     def _compile(self, call: Call, shards: Shards) -> Executor:
@@ -130,7 +135,9 @@ class Specializer:
         return moved
 
     def _compile_at_home(self, call: Call, shards: Shards) -> Executor:
-        options = self._options
+        options, times = self._options, [time.perf_counter()]
+        types = shard_types(shards.tensors[0], self._home)
+        logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
         check_optimizer(options.optimizer, self._model.parameters)
         self._regions.prepare(self._home)
         captured = capture_program(
@@ -145,6 +152,7 @@ class Specializer:
             front_end=options.front_end,
         )
         self._check_memory(captured)
+        times.append(time.perf_counter())
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
         self._warn_of_differences(captured.differences)
@@ -157,11 +165,14 @@ class Specializer:
                 f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
                 "'lower-devices' gives it"
             )
+        times.append(time.perf_counter())
         with self._regions.together():
             regions = [
                 {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
                 for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
             ]
+        times.append(time.perf_counter())
+        _log_times(self._what, program, times)
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None else None
         is_recording = options.record and step_graph is None
         recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
@@ -203,3 +214,10 @@ class Specializer:
 
 def _called(module: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))
+
+
+def _log_times(what: str, program: Program, times: Sequence[float]) -> None:
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
+    named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
+    logger.info(f"compiled %s in %.2f s: {named}; %s", what, sum(seconds), *seconds, counts)

@@ -19,6 +19,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.options import StepOptions
+from mirrorc.printing.wording import counted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
@@ -85,6 +86,12 @@ class Step:
             executor = self._specializer.executor_for(call, shards)
             self._state.take_over(executor.program)
             return self._run(executor, shards)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(device.name for device in self._options.devices)
+        kept = self._specializer.num_programs
+        state = "closed" if self._is_closed else f"{counted(kept, 'compiled program')}" if kept else "not compiled yet"
+        return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it."""

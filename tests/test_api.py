@@ -1,12 +1,19 @@
 """Pipelines and models at the edges of what `mirrorc.compile` takes."""
 
 import importlib.metadata
+import logging
+import re
+import typing
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
 import mirrorc
+from mirrorc.capture import front_ends
+from mirrorc.ir.links import link_names
+from mirrorc.runtime.codegen import backends
 
 
 def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
@@ -109,3 +116,47 @@ def test_a_parameter_that_is_the_loss_trains_as_on_one_device() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert mirrorc.__version__ == importlib.metadata.version("mirrorc")
+
+
+def test_types_name_the_texts_that_options_take() -> None:
+    hints = typing.get_type_hints(mirrorc.compile)
+
+    def named(option: str) -> set[str]:
+        of_option = (
+            typing.get_args(hints[option]) if typing.get_origin(hints[option]) is not Literal else (hints[option],)
+        )
+        return {text for kind in of_option if typing.get_origin(kind) is Literal for text in typing.get_args(kind)}
+
+    for option, choices in {
+        "loss_reduction": {"mean", "sum"},
+        "bucket_cap_mb": {"auto"},
+        "backend": set(backends._backends),
+        "link": set(link_names()),
+        "capture": {"auto", *front_ends._front_ends},
+    }.items():
+        assert named(option) == choices, option
+
+
+def test_a_step_says_what_it_is() -> None:
+    with compiled(nn.Linear(3, 2)) as step:
+        assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: not compiled yet>"
+        step(torch.ones(4, 3), target=torch.zeros(4, 2))
+        assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: 1 compiled program>"
+    assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: closed>"
+
+
+def test_a_log_tells_what_is_compiled_and_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mirrorc"), compiled(nn.Linear(3, 2)) as step:
+        for _ in range(2):
+            step(torch.ones(4, 3), target=torch.zeros(4, 2))
+    first, second = [record.getMessage() for record in caplog.records if record.name == "mirrorc.specializer"]
+    assert first == "compiling Linear for cpu:0, cpu:1, for a shard of input float32[2, 3], target float32[2, 2]"
+    seconds = r"\d+\.\d\d s"
+    pattern = (
+        rf"compiled Linear for cpu:0, cpu:1 in ({seconds}): ({seconds}) for the capture, ({seconds}) for the passes, ({seconds}) "
+        r"for the regions; \d+ regions?, 1 bucket"
+    )
+    found = re.fullmatch(pattern, second)
+    assert found is not None
+    total, *parts = (float(text.removesuffix(" s")) for text in found.groups())
+    assert abs(total - sum(parts)) < 0.03  # each is rounded

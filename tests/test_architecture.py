@@ -21,6 +21,7 @@ ORDER = (
     "mirrorc/api",
     "mirrorc/step",
     "mirrorc/specializer",
+    "mirrorc/specializations",
     "mirrorc/instruments",
     "mirrorc/options",
     "mirrorc/loss_check",

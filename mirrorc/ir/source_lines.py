@@ -1,9 +1,10 @@
-"""Finds the line of the user's source that a node of a graph comes from."""
+"""Finds the line of the user's source that a node of a graph comes from, or that is running."""
 
 from __future__ import annotations
 
 import operator
 import re
+import sys
 
 from torch import fx
 
@@ -47,3 +48,11 @@ def last_users_line(stack_trace: str) -> str:
                 code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
                 return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
     return ""
+
+
+def users_stack_level() -> int:
+    """The ``stacklevel`` with which the caller's `warnings.warn` names the innermost running line of the user's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class RegionCompiler:
         except BaseException:
             self._compiled = before  # the others have no kernels
             raise
+
+    def keep_only(self, regions: Iterable[Region]) -> None:
+        """Forgets all compiled regions except these."""
+        kept = {id(region) for region in regions}
+        self._compiled = {key: value for key, value in self._compiled.items() if key[0] in kept}
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
         """The region as a function that takes a list of arguments, which it empties, and returns a sequence of outputs."""

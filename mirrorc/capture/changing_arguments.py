@@ -1,0 +1,75 @@
+"""Says in words in which arguments the calls of a step differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mirrorc.capture.arguments import Call, constants_of
+from mirrorc.capture.specialize import ShardTypes
+
+_MOST_SHOWN = 3  # values of one argument
+_MOST_CHARACTERS = 40  # of one value
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What a compiled program depends on in the arguments of a call, by the names of arguments.
+
+    Attributes:
+        tensors: shape, strides and dtype on the first replica.
+        constants: the values of arguments that are no tensors, as text.
+    """
+
+    tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    constants: dict[str, str]
+
+    @classmethod
+    def of(cls, call: Call, types: ShardTypes) -> CallKind:
+        """The kind of a call whose tensors have these types on the first replica."""
+        constants = {constant.path: _shortened(repr(constant.value)) for constant in constants_of(call.structure)}
+        return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants)
+
+    def __str__(self) -> str:
+        """The arguments in order, as ``x float32[2, 6], head='a'``."""
+        tensors = [f"{name} {_dtype(dtype)}{list(shape)}" for name, (shape, _, dtype) in self.tensors.items()]
+        return ", ".join([*tensors, *(f"{name}={value}" for name, value in self.constants.items())])
+
+
+def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
+    """The arguments in which calls differ, with some of their values: ``the shape of 'x' ([4, 7], [4, 9])``."""
+    names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
+    told = [text for name in names if (text := _change_of(name, kinds))]
+    return told if len(told) <= _MOST_SHOWN else [*told[:_MOST_SHOWN], f"{len(told) - _MOST_SHOWN} more arguments"]
+
+
+def _change_of(name: str, kinds: Sequence[CallKind]) -> str:
+    """How an argument differs between calls; empty if it does not."""
+    types = [kind.tensors[name] for kind in kinds if name in kind.tensors]
+    values = [kind.constants[name] for kind in kinds if name in kind.constants]
+    if len(types) + len(values) < len(kinds):
+        return f"whether there is {name!r}"
+    if types and values:
+        return f"whether {name!r} is a tensor"
+    parts = {
+        "the shape of ": [str(list(shape)) for shape, _, _ in types],
+        "the dtype of ": [_dtype(dtype) for _, _, dtype in types],
+        "the strides of ": [str(list(strides)) for _, strides, _ in types],
+        "": values,
+    }
+    for what, texts in parts.items():
+        distinct = list(dict.fromkeys(texts))
+        if len(distinct) > 1:
+            shown = ", ".join([*distinct[:_MOST_SHOWN], *(["..."] if len(distinct) > _MOST_SHOWN else [])])
+            return f"{what}{name!r} ({shown})"
+    return ""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
