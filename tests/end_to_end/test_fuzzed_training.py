@@ -1,0 +1,67 @@
+"""Whatever happens between and during steps, a model trains as in plain PyTorch, or the step is refused and changes nothing.
+
+Runs are drawn by Hypothesis: a model, an optimizer, devices, and events with steps between them; `fuzzed_training` has them.
+When a run fails, Hypothesis makes it shorter and prints it as a ``Scenario(...)``. To repeat this run alone, in
+``tests/support``: ``from fuzzed_training.scenarios import *`` and ``Scenario(...).play()``. To repeat all runs of a test,
+set MIRRORC_FUZZING_SEED to the seed that is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+from fuzzed_training.scenarios import NOT_REPEATABLE, Scenario, scenarios
+from hypothesis import HealthCheck, given, seed, settings
+
+RUNS_OF_A_CASE = 100
+MINUTES = 60.0
+
+
+def play_runs(number: int, runs: int, **kinds: Any) -> None:
+    """Plays so many runs, which follow from a number."""
+    chosen = int(os.environ.get("MIRRORC_FUZZING_SEED", number))
+
+    @seed(chosen)
+    @settings(max_examples=runs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(scenarios(**kinds))
+    def play(scenario: Scenario) -> None:
+        scenario.play()
+
+    try:
+        play()
+    except BaseException as error:
+        error.add_note(f"To repeat these runs: MIRRORC_FUZZING_SEED={chosen}")
+        raise
+
+
+def test_events_between_steps() -> None:
+    play_runs(0, 30, max_events=4)
+
+
+def test_steps_with_dropout_can_be_repeated_bit_for_bit() -> None:
+    play_runs(0, 5, max_events=4, is_repeated=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(20 * MINUTES)
+@pytest.mark.parametrize("case", range(2))
+def test_more_events_between_steps(case: int) -> None:
+    play_runs(1 + case, RUNS_OF_A_CASE, max_events=8, is_uneven=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(20 * MINUTES)
+def test_more_steps_with_dropout_can_be_repeated_bit_for_bit() -> None:
+    play_runs(0, 40, max_events=8, is_uneven=True, is_repeated=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(20 * MINUTES)
+@pytest.mark.parametrize("case", range(20))
+def test_many_events_between_steps(case: int) -> None:
+    """Other runs each time, with interrupts at moments that no seed repeats."""
+    left_out = NOT_REPEATABLE if case % 2 else ()
+    play_runs(random.SystemRandom().randrange(2**32), RUNS_OF_A_CASE, max_events=12, is_uneven=True, left_out=left_out)

@@ -1,0 +1,325 @@
+"""Events that change the optimizer: its state, its hyperparameters, its groups, and steps that the user makes with it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from random import Random
+from typing import Any
+
+import torch
+
+from fuzzed_training.comparison import Side
+from fuzzed_training.events import draw_batch, draw_held, draw_name, draw_seed, event, normal, state_of
+from fuzzed_training.pair import Pair
+
+
+@event
+def keep_states(pair: Pair, draw: Random) -> None:
+    """Saves both sides' model and optimizer, to be loaded later."""
+    pair.kept = [copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict())) for side in pair.sides]
+
+
+@event
+def load_kept_states(pair: Pair, draw: Random) -> None:
+    """Goes back to what was saved; every second time to the optimizer's alone, and through a file."""
+    if pair.kept is None or not pair.has_the_groups_of(pair.kept[0][1]):
+        return
+    is_whole, is_saved = draw.random() < 0.5, draw.random() < 0.5
+    for side, (model, optimizer) in zip(pair.sides, pair.kept, strict=True):
+        side.optimizer.load_state_dict(_through_a_file(optimizer) if is_saved else copy.deepcopy(optimizer))
+        if is_whole:
+            side.model.load_state_dict(model)
+
+
+@event
+def exchange_states(pair: Pair, draw: Random) -> None:
+    """Each side loads the other's state."""
+    mine, plain = (copy.deepcopy(side.optimizer.state_dict()) for side in pair.sides)
+    pair.mine.optimizer.load_state_dict(plain)
+    pair.twin.optimizer.load_state_dict(mine)
+
+
+def _through_a_file(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _tensors(side: Side, name: str) -> list[str]:
+    state = state_of(side, name)
+    return sorted(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+@event
+def replace_state(pair: Pair, draw: Random) -> None:
+    """Replaces an entry of a parameter's state by another tensor."""
+    name, seed = draw_held(pair, draw), draw_seed(draw)
+    if name is None or not _tensors(pair.twin, name):
+        return
+    key = draw.choice(_tensors(pair.twin, name))
+    for side in pair.sides:
+        state = state_of(side, name)
+        state[key] = normal(seed, state[key]).abs()  # type: ignore[arg-type]
+
+
+@event
+def replace_all_state(pair: Pair, draw: Random) -> None:
+    """Replaces the dict of a parameter's state by an equal one."""
+    name = draw_held(pair, draw)
+    if name is not None:
+        for side in pair.sides:
+            side.optimizer.state[side.parameters()[name]] = copy.deepcopy(dict(state_of(side, name)))
+
+
+@event
+def write_state(pair: Pair, draw: Random) -> None:
+    """Writes into an entry of a parameter's state."""
+    _write_state(pair, draw, is_counted=True)
+
+
+@event
+def write_state_through_data(pair: Pair, draw: Random) -> None:
+    """The same through ``data``, which counts no version."""
+    _write_state(pair, draw, is_counted=False)
+
+
+def _write_state(pair: Pair, draw: Random, *, is_counted: bool) -> None:
+    name, seed = draw_held(pair, draw), draw_seed(draw)
+    if name is None or not _tensors(pair.twin, name):
+        return
+    key = draw.choice(_tensors(pair.twin, name))
+    for side in pair.sides:
+        value = state_of(side, name)[key]
+        assert isinstance(value, torch.Tensor)
+        (value if is_counted else value.data).copy_(normal(seed, value).abs())
+
+
+@event
+def replace_count(pair: Pair, draw: Random) -> None:
+    """Replaces or writes the step counts of one parameter, or of all."""
+    name, count, how = draw_held(pair, draw), float(draw.randrange(1, 50)), draw.randrange(3)
+    if name is None:
+        return
+    for side in pair.sides:
+        names = (
+            [name] if draw_is_one(count) else [n for n, p in side.parameters().items() if side.optimizer.state.get(p)]
+        )
+        for each in names:
+            state = state_of(side, each)
+            if "step" not in state:
+                continue
+            if how == 0 and isinstance(state["step"], torch.Tensor):
+                state["step"].fill_(count)
+            elif how == 1 and isinstance(state["step"], torch.Tensor):
+                state["step"] = torch.full_like(state["step"], count)
+            else:
+                state["step"] = torch.tensor(count)
+
+
+def draw_is_one(count: float) -> bool:
+    return int(count) % 2 == 0
+
+
+@event
+def clear_state(pair: Pair, draw: Random) -> None:
+    """Forgets the state of one parameter, in one of several ways, or of all."""
+    name, how = draw_held(pair, draw), draw.randrange(4)
+    if name is None:
+        return
+    for side in pair.sides:
+        if how == 0:
+            side.optimizer.state.clear()
+        elif how == 1:
+            state_of(side, name).clear()
+        elif how == 2:
+            side.optimizer.state.pop(side.parameters()[name])
+        else:
+            side.optimizer.state[side.parameters()[name]] = {}
+
+
+@event
+def pop_momentum(pair: Pair, draw: Random) -> None:
+    """Takes one entry out of a parameter's state, where the optimizer can do without."""
+    name = draw_held(pair, draw)
+    if name is not None:
+        for side in pair.sides:
+            if isinstance(side.optimizer, torch.optim.SGD):
+                state_of(side, name).pop("momentum_buffer", None)
+
+
+HYPERPARAMETERS: dict[str, tuple[Any, ...]] = {
+    "lr": (0.005, 0.02, 0.0),
+    "weight_decay": (0.0, 0.1),
+    "betas": ((0.8, 0.99), (0.9, 0.999)),
+    "momentum": (0.5, 0.9),
+    "nesterov": (True, False),
+    "maximize": (True, False),
+    "eps": (1e-8, 1e-3),
+    "rho": (0.5,),
+    "beta": (0.5,),
+    "alpha": (0.9,),
+    "lr_decay": (0.1,),
+    "foreach": (True, None),
+    "fused": (True, None),
+}
+
+
+@event
+def change_hyperparameter(pair: Pair, draw: Random) -> None:
+    index = draw.randrange(len(pair.twin.optimizer.param_groups))
+    own = pair.twin.optimizer.param_groups[index]
+    known = [key for key in HYPERPARAMETERS if key in own]
+    key = draw.choice(known)
+    value = draw.choice(HYPERPARAMETERS[key])
+    is_momentum = own.get("momentum", 0) > 0 and own.get("dampening", 0) == 0
+    if (key == "nesterov" and not is_momentum) or (key == "foreach" and own.get("fused")):
+        return
+    if key == "fused" and (own.get("foreach") or type(pair.twin.optimizer) not in _FUSED):
+        return
+    for side in pair.sides:
+        side.optimizer.param_groups[index][key] = value
+
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+@event
+def turn_on_amsgrad(pair: Pair, draw: Random) -> None:
+    """PyTorch fails if there is state already; a step must refuse it then."""
+    indices = [i for i, group in enumerate(pair.twin.optimizer.param_groups) if group.get("amsgrad") is False]
+
+    def set_to(value: bool) -> None:
+        for side in pair.sides:
+            for index in indices:
+                side.optimizer.param_groups[index]["amsgrad"] = value
+
+    set_to(True)
+    if indices and any(pair.twin.optimizer.state.values()):
+        pair.doubt("amsgrad|max_exp_avg_sq", lambda: set_to(False))
+
+
+@event
+def add_the_rest(pair: Pair, draw: Random) -> None:
+    """Gives the optimizer the parameters that it does not hold yet, in a group of their own."""
+    for side in pair.sides:
+        held = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
+        rest = [p for p in side.model.parameters() if id(p) not in held]
+        if rest:
+            side.optimizer.add_param_group({"params": rest, "lr": 0.02})
+
+
+@event
+def move_between_groups(pair: Pair, draw: Random) -> None:
+    """Moves a parameter to a group with another learning rate; there is a second group from then on."""
+    name = draw_name(pair, draw)
+    for side in pair.sides:
+        parameter, groups = side.parameters()[name], side.optimizer.param_groups
+        own = next((group for group in groups if any(p is parameter for p in group["params"])), None)
+        if own is None or len(own["params"]) == 1:
+            return
+        own["params"] = [p for p in own["params"] if p is not parameter]
+        if len(groups) == 1:
+            groups.append({**own, "params": [parameter], "lr": 0.015})
+        else:
+            other = next(group for group in groups if group is not own)
+            other["params"] = [*other["params"], parameter]
+
+
+@event
+def schedule(pair: Pair, draw: Random) -> None:
+    """Adds a scheduler, or lets those that there are go on by a step."""
+    how = draw.randrange(6)
+    for side in pair.sides:
+        if how < 3 and not side.schedulers:
+            side.schedulers.append(_scheduler(side.optimizer, how))
+        for scheduler in side.schedulers:
+            side.optimizer._opt_called = True  # type: ignore[attr-defined]  # or it warns if no step was made before
+            scheduler.step()
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, how: int) -> Any:
+    if how == 0:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    if how == 1:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+
+
+@event
+def train_by_hand(pair: Pair, draw: Random) -> None:
+    """The user makes a step of their own, with the same optimizer; every second time fused."""
+    batch, is_fused = draw_batch(pair, draw), draw.random() < 0.5
+    for side in pair.sides:
+        groups = side.optimizer.param_groups
+        is_fused = is_fused and type(side.optimizer) in _FUSED and not any(group.get("foreach") for group in groups)
+        before = [group.get("fused") for group in groups]
+        _backward(pair, side, batch)
+        for group in groups if is_fused else ():
+            group["fused"] = True
+        side.optimizer.step()
+        for group, value in zip(groups, before, strict=True) if is_fused else ():
+            group["fused"] = value
+        side.model.zero_grad()
+
+
+@event
+def train_with_another_optimizer(pair: Pair, draw: Random) -> None:
+    """The user makes a step with another optimizer, whose fused kernel counts no version."""
+    batch, is_fused = draw_batch(pair, draw), draw.random() < 0.7
+    for side in pair.sides:
+        _backward(pair, side, batch)
+        torch.optim.SGD(side.model.parameters(), lr=0.05, fused=is_fused).step()
+        if draw_is_one(len(batch["x"])):  # type: ignore[arg-type]
+            side.model.zero_grad()
+
+
+def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
+    side.model.zero_grad()
+    arguments = dict(batch)
+    target = arguments.pop("target")
+    pair.loss_fn(side.model(**arguments), target).backward()
+
+
+@event
+def patch_step(pair: Pair, draw: Random) -> None:
+    """Wraps ``optimizer.step`` on the instance, or takes the wrapper away again."""
+    for side in pair.sides:
+        optimizer = side.optimizer
+        if getattr(optimizer.step, "clamps", False):
+            optimizer.step = optimizer.step.inner  # type: ignore[method-assign,attr-defined]
+        else:
+            optimizer.step = _clamping(optimizer)  # type: ignore[method-assign]
+
+
+def _clamping(optimizer: torch.optim.Optimizer) -> Any:
+    inner = optimizer.step
+
+    def step(closure: None = None) -> None:
+        inner()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.3, 0.3)
+
+    step.inner, step.clamps = inner, True  # type: ignore[attr-defined]
+    return step
+
+
+@event
+def hook_the_step(pair: Pair, draw: Random) -> None:
+    """A hook after each step that changes parameters; or all hooks are removed."""
+    is_added = draw.random() < 0.6
+    for side in pair.sides:
+        if is_added:
+            side.optimizer.register_step_post_hook(_shrink)
+        else:
+            side.optimizer._optimizer_step_post_hooks.clear()
+
+
+@torch.no_grad()
+def _shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.mul_(0.99)

@@ -1,0 +1,188 @@
+"""A model that mirrorc trains and its twin that plain PyTorch trains, through the same events."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrorc
+from fuzzed_training import models
+from fuzzed_training.comparison import TOLERANCE, Side, Snapshot, differences, is_close
+from fuzzed_training.plain_training import PlainTraining
+from fuzzed_training.repetition import Repetition
+from fuzzed_training.settings import OPTIMIZERS, Distribution, Setting
+from mirrorc import MirrorcError
+
+REFUSALS = (MirrorcError, ValueError, TypeError)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that the next step may refuse.
+
+    Attributes:
+        pattern: of the message.
+        undo: takes it back, on both sides.
+    """
+
+    pattern: str
+    undo: Callable[[], None]
+
+    def matches(self, error: BaseException) -> bool:
+        """Whether this is the refusal that was expected."""
+        return re.search(self.pattern, f"{type(error).__name__}: {error}") is not None
+
+
+class Pair:
+    """Both sides of a run.
+
+    Attributes:
+        mine, twin: the two sides.
+        sides: both, for events that do the same to each.
+        num_steps: steps that mirrorc has made.
+        num_calls: calls of the present step.
+        log: what happened, for the message of a failure.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        models.SCALE, models.BETA = 1.0, 0.0
+        self.setting = setting
+        self._is_sum = setting.loss == "sum"
+        self._tolerance = 0.0 if setting.is_repeated else TOLERANCE
+        self._trainer: PlainTraining | Repetition
+        self.loss_fn = models.LOSSES[setting.loss]()
+        first = models.make_model(frozenset(setting.features), setting.seed)
+        self.mine, self.twin = self._side(first), self._side(copy.deepcopy(first))
+        self.log: list[str] = []
+        self.num_steps = 0
+        self.doubts: list[Doubt] = []
+        self._generator = torch.random.get_rng_state()  # before the last call
+        self.kept: list[tuple[Any, Any]] | None = None  # state_dicts of both sides' models and optimizers
+        self._compile(setting.distribution)
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.mine, self.twin
+
+    def _side(self, model: nn.Module) -> Side:
+        heads = [p for name, p in model.named_parameters() if "head" in name]
+        held = list(model.parameters()) if self.setting.holds_all else heads
+        return Side(model, OPTIMIZERS[self.setting.optimizer](held), [])
+
+    def _compile(self, distribution: Distribution) -> None:
+        self.distribution = distribution
+        self.num_calls = 0
+        self.step = self._step_for(self.mine, distribution)
+        if self.setting.is_repeated:
+            self._trainer = Repetition(self._step_for(self.twin, distribution))
+        else:
+            own = self.twin
+            self._trainer = PlainTraining(own.model, own.optimizer, distribution.num_devices, not self._is_sum)
+
+    def _step_for(self, side: Side, distribution: Distribution) -> mirrorc.Step:
+        reduction = "sum" if self._is_sum else "mean"
+        return distribution.compile(
+            side.model, optimizer=side.optimizer, loss_fn=self.loss_fn, loss_reduction=reduction
+        )
+
+    def compile_again(self, distribution: Distribution) -> None:
+        """Closes the step and makes another one, over the models and optimizers that there are now."""
+        self.take_back_doubts()
+        self.close()
+        self._compile(distribution)
+
+    def close(self) -> None:
+        """Ends the step."""
+        self.step.close()
+        self._trainer.close()
+
+    def doubt(self, pattern: str, undo: Callable[[], None]) -> None:
+        """Says that the next step may refuse what an event has done."""
+        self.doubts.append(Doubt(pattern, undo))
+
+    def train(self, batch: Mapping[str, Any]) -> None:
+        """Trains both on a batch. What is refused has changed nothing; it is taken back, and the step is repeated."""
+        before = self.begin()
+        try:
+            loss = self.step(**batch).item()
+        except REFUSALS as error:
+            self.take_back_what_was_refused(error, before)
+            self.train(batch)
+            return
+        self.follow(batch, loss)
+
+    def begin(self) -> Snapshot:
+        """Before a call of the step: what it may have to leave as it is."""
+        self.num_calls += 1
+        self._generator = torch.random.get_rng_state()
+        return Snapshot(self.mine)
+
+    def has_drawn(self) -> bool:
+        """Whether the last call has drawn from torch's generator."""
+        return not torch.equal(self._generator, torch.random.get_rng_state())
+
+    def follow(self, batch: Mapping[str, Any], loss: float | None = None) -> None:
+        """Makes the step that mirrorc has made on the other side, and checks that they agree."""
+        after = torch.random.get_rng_state()
+        torch.random.set_rng_state(self._generator)
+        expected = self._trainer.step(batch, self.loss_fn)
+        assert torch.equal(after, torch.random.get_rng_state()), "random streams differ"
+        assert loss is None or is_close(loss, expected, self._tolerance), f"the loss is {loss}, not {expected}"
+        self.num_steps += 1
+        self.check()
+        self.check_replicas()
+
+    def must_refuse(self, batch: Mapping[str, Any], pattern: str) -> None:
+        """A call that is refused, whatever state the run is in."""
+        before = self.begin()
+        try:
+            self.step(**batch)
+        except REFUSALS as error:
+            doubted = any(doubt.matches(error) for doubt in self.doubts)
+            assert doubted or re.search(pattern, str(error)), f"refused for another reason: {error}"
+        else:
+            raise AssertionError("a call was not refused")
+        before.assert_unchanged("a refused call")
+
+    def has_the_groups_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether the optimizers' groups are as long as those of a state_dict."""
+        own = [len(group["params"]) for group in self.twin.optimizer.param_groups]
+        return own == [len(group["params"]) for group in state["param_groups"]]
+
+    def take_back_what_was_refused(self, error: Exception, before: Snapshot) -> None:
+        """After a refusal: it must have been expected and have changed nothing."""
+        message = f"{type(error).__name__}: {error}"
+        if not any(doubt.matches(error) for doubt in self.doubts):
+            raise AssertionError(f"a step was refused without need: {message}") from error
+        before.assert_unchanged("a refused step")
+        self.log.append(f"refused: {message[:200]}")
+        self.take_back_doubts()
+
+    def take_back_doubts(self) -> None:
+        """Undoes whatever a step may refuse."""
+        for doubt in reversed(self.doubts):
+            doubt.undo()
+        self.doubts.clear()
+
+    def check(self) -> None:
+        """Both sides agree."""
+        found = self.differences()
+        assert not found, "\n  ".join(["mirrorc and plain PyTorch differ:", *found])
+
+    def differences(self) -> list[str]:
+        """What differs between the two sides, in words."""
+        return differences(self.mine.state(), self.twin.state(), self._tolerance)
+
+    def check_replicas(self) -> None:
+        """After a step, all replicas have the bits of the user's parameters."""
+        own = self.mine.parameters()
+        for name, variable in self.step.variables.items():
+            if name in own:
+                values = [variable.value, *variable.values]
+                assert all(torch.equal(value, own[name]) for value in values), f"{name} differs among replicas"

@@ -1,0 +1,108 @@
+"""What a run begins with: model, loss, optimizer, and how its step is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrorc
+from mirrorc.passes import default_pipeline
+
+OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                moment = state.setdefault("moment", torch.zeros_like(parameter))
+                moment.lerp_(parameter.grad, 1 - group["beta"])
+                parameter.sub_(torch.tanh(10 * moment), alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.003, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.02),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "lion": partial(Lion, lr=0.01),
+}
+
+
+OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "factor-gradients")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a step is compiled: for how many devices, over which link, with which passes and bucket sizes."""
+
+    num_devices: int = 2
+    link: str | None = None
+    left_out: tuple[str, ...] = ()
+    bucket_bytes: int = 2**20
+    factors: bool = False
+    exact_order: bool = False
+
+    def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
+        """A step over the model."""
+        cap = self.bucket_bytes / 2**20
+        smallest = 0 if self.factors else 2**17
+        return mirrorc.compile(
+            model,
+            self.num_devices,
+            backend="eager",
+            passes=default_pipeline(
+                bucket_cap_mb=cap, first_bucket_mb=cap, link=self.link, min_factored_elements=smallest
+            ),
+            disable_passes=self.left_out,
+            exact_order=self.exact_order,
+            timeout_seconds=60.0,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run begins with.
+
+    Attributes:
+        features: of the model, from `fuzzed_training.models.FEATURES`.
+        loss: a key of `fuzzed_training.models.LOSSES`.
+        optimizer: a key of `OPTIMIZERS`.
+        distribution: how the step is compiled.
+        holds_all: whether the optimizer holds all parameters from the beginning, otherwise the heads' only.
+        is_uneven: whether batches have several sizes.
+        is_repeated: whether the other side is trained by mirrorc, too, in the same way: then the bits are compared.
+        seed: of the model's values.
+    """
+
+    features: tuple[str, ...] = ()
+    loss: str = "mean"
+    optimizer: str = "adam"
+    distribution: Distribution = Distribution()
+    holds_all: bool = True
+    is_uneven: bool = False
+    is_repeated: bool = False
+    seed: int = 0
