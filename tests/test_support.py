@@ -32,6 +32,8 @@ def test_a_file_is_run_by_one_worker_and_functions_of_whole_runs_are_dealt_out()
     assert scope("tests/test_cli.py::test_show[1]") == scope("tests/test_cli.py::test_opt") == "tests/test_cli.py"
     losses = [f"tests/end_to_end/test_parity.py::test_losses[{i}]" for i in "12"]
     assert {scope(nodeid) for nodeid in losses} == {"tests/end_to_end/test_parity.py::test_losses"}
+    long = "tests/end_to_end/test_fuzzed_training.py::test_many_events_between_steps[1]"
+    assert scope(long) == long
     assert Scheduler._split_scope(None, losses[0]) == scope(losses[0])  # type: ignore[arg-type]
 
 

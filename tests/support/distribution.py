@@ -9,8 +9,12 @@ from xdist.scheduler import LoadScopeScheduling
 # Files whose tests share nothing: their functions are dealt out one by one, each with all of its parameters.
 _DEALT_OUT = "tests/end_to_end/"
 
+# Cases that share nothing and take minutes each: they are dealt out one by one.
+_DEALT_OUT_BY_CASE = "tests/end_to_end/test_fuzzed_training.py"
+
 # What takes longest, longest first: whatever begins late ends late, while the other workers have nothing left to do.
 _FIRST = (
+    "tests/end_to_end/test_fuzzed_training.py",
     "tests/verifier/test_mutants.py",
     "tests/test_golden.py",
     "tests/end_to_end/test_parity.py",
@@ -32,6 +36,8 @@ def scope(nodeid: str) -> str:
         ('tests/test_cli.py', 'tests/end_to_end/test_parity.py::test_losses')
     """
     path = nodeid.split("::", 1)[0]
+    if path == _DEALT_OUT_BY_CASE:
+        return nodeid
     return nodeid.split("[", 1)[0] if path.startswith(_DEALT_OUT) else path
 
 

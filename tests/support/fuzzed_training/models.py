@@ -14,7 +14,7 @@ from torch import nn
 DROPOUT = "dropout"  # which no plain step can repeat
 FEATURES = (
     "batch-norm",  # running statistics, with the count of batches
-    "functional-norm",  # running statistics that nothing counts
+    "functional-norm",  # running statistics that nothing counts, where there is no batch-norm
     "peak",  # a buffer that is no linear function of the batch
     "tied",  # one parameter under two names
     "two-names",  # one module under two names
@@ -91,7 +91,8 @@ class Tiny(nn.Module):
         self.hidden = nn.Linear(4, 4)
         self.head = nn.Linear(4, 2)
         self.norm = nn.BatchNorm1d(4) if "batch-norm" in features else nn.Identity()
-        self.functional_norm = FunctionalNorm() if "functional-norm" in features else nn.Identity()
+        has_one = "functional-norm" in features and "batch-norm" not in features
+        self.functional_norm = FunctionalNorm() if has_one else nn.Identity()
         self.peak = Peak() if "peak" in features else nn.Identity()
         if "tied" in features:
             self.tied = nn.Linear(4, 4)
