@@ -25,7 +25,13 @@ def play_runs(number: int, runs: int, **kinds: Any) -> None:
     chosen = int(os.environ.get("MIRRORC_FUZZING_SEED", number))
 
     @seed(chosen)
-    @settings(max_examples=runs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=runs,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(scenarios(**kinds))
     def play(scenario: Scenario) -> None:
         scenario.play()
