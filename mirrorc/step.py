@@ -17,6 +17,7 @@ from torch import fx
 from mirrorc.capture.arguments import Call, Shards, flatten_call, split_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import ExecutionError
+from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
@@ -48,6 +49,8 @@ class Step:
         store = VariableStore(model.tensors, options.devices)
         optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
         self._state = StepState(store, optimizers)
+        self._habits = GradientHabits(model.parameters.values())
+        optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
@@ -144,6 +147,7 @@ class Step:
         self._last = executor
         loss = executor.run(self._pool, shards.tensors, weights, seed)
         self._state.finish()
+        self._habits.has_trained = True
         return loss
 
     @property
@@ -221,6 +225,8 @@ class Step:
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again."""
         self._is_closed = True
+        self._habits.close()
+        self._state.optimizers.user_steps.close()
         if self._pool is not None:
             self._pool.close()
         self._specializer.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocation, storage_key, watched_operators
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
+from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graphs import (
     add_node,
     lazy_graph_module,
@@ -56,6 +57,7 @@ __all__ = [
     "lazy_graph_module",
     "leaf_of_placeholder",
     "mark_optimizer_stepped",
+    "observe_clipping",
     "peak_allocation",
     "prepare_cpp_compiler",
     "quiet_fake_tensors",

@@ -7,27 +7,30 @@ from types import CellType, FunctionType, GeneratorType
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn import utils
 
 Observer = Callable[[str, Sequence[torch.Tensor]], None]
+
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+"""Functions of `torch.nn.utils` that change the gradients of the parameters that they are given."""
 
 _observer: list[Observer] = []
 
 
 def observe_clipping(observer: Observer) -> None:
-    """Has a function told of every call of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`, before it is carried out.
+    """Has a function told of every call of a function in `CLIPPING`, before the call is carried out.
 
-    Those names may have been imported anywhere before, so the functions stay the same objects: each calls what it finds in a
-    cell of its closure, and that is replaced.
+    These functions may have been imported anywhere before, so they stay the same objects. Each is a wrapper, which calls what it
+    finds in a cell of its closure; the content of that cell is replaced.
 
     Args:
         observer: takes the name of the function and the parameters that it was given; takes the place of an earlier observer.
     """
     _observer[:] = [observer]
-    for function in (clip_grad_norm_, clip_grad_value_):
-        cell = _cell_of(function)
+    for name in CLIPPING:
+        cell = _cell_of(getattr(utils, name, None))
         if cell is not None and not hasattr(cell.cell_contents, "tells_mirrorc"):
-            cell.cell_contents = _told(cell.cell_contents)
+            cell.cell_contents = _told(name, cell.cell_contents)
 
 
 def _cell_of(function: Any) -> CellType | None:
@@ -38,20 +41,16 @@ def _cell_of(function: Any) -> CellType | None:
     return cells[function.__code__.co_freevars.index("func")]
 
 
-def _told(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _told(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which tells the observer first."""
 
     def told(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            if isinstance(parameters, GeneratorType):
-                listed = list(parameters)
-                parameters = (
-                    parameter for parameter in listed
-                )  # torch warns of an empty generator, but of no empty list
-            else:
-                listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            _observer[0](clip.__name__, listed)
-        return clip(parameters, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return clip(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _observer[0](name, listed)
+        is_generator = isinstance(parameters, GeneratorType)  # torch warns of one that is empty, but of no empty list
+        return clip((parameter for parameter in listed) if is_generator else listed, *args, **kwargs)
 
     told.tells_mirrorc = True  # type: ignore[attr-defined]
     return told

@@ -14,6 +14,7 @@ from mirrorc.optimizers import state_signature
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
+from mirrorc.runtime.state.user_steps import UserSteps
 from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
 from mirrorc.torch_internals import storage_key
 
@@ -37,10 +38,14 @@ class BucketOptimizers:
         store: the variables.
         is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
             as torch's fused kernels require.
+
+    Attributes:
+        user_steps: the steps that the user makes with the optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore, *, is_captured: bool = False) -> None:
         self.user_optimizer = optimizer
+        self.user_steps = UserSteps(optimizer)
         self._store = store
         self._state = FlatState((), self._flat_optimizer, self._user_state)
         self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # the state that was put into the user's optimizer
@@ -84,10 +89,11 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Whether the user has changed the state in the optimizer, by loading other state or by writing in place."""
+        """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
         state = self.user_optimizer.state
         return (
-            any(state.get(parameter) is not shown for parameter, shown in self._shown)
+            self.user_steps.have_written
+            or any(state.get(parameter) is not shown for parameter, shown in self._shown)
             or self._versions != self._present_versions()
         )
 
@@ -195,7 +201,8 @@ class BucketOptimizers:
                 parameter.grad = view
                 members.append((parameter, home))
         try:
-            self.user_optimizer.step()
+            with self.user_steps.are_ours():
+                self.user_optimizer.step()
             self._has_run_by_itself = True
         finally:
             for parameter, home in members:

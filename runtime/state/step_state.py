@@ -38,6 +38,7 @@ class StepState:
     def take_over(self, program: Program) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step."""
         was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
+        was_whole = was_whole and not self.optimizers.user_steps.have_written
         if not was_whole:
             self.store.mirror_all()
         layout = self.store.lay_out(program)
@@ -50,6 +51,7 @@ class StepState:
         if self.store.mirror_changes():
             self.layout += 1
         self.optimizers.sync_hyperparameters()
+        self.optimizers.user_steps.have_written = False
         self._is_whole = True
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:

@@ -1,7 +1,9 @@
 """What the user, or a library, does with the optimizer between steps counts, or is answered by a warning that says what to do."""
 
+import contextlib
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
+from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
 
 import mirrorc
 
@@ -46,3 +50,145 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
     assert calls == ([1, 1], [1, 1])
     assert_same_model(model, twin, 1e-10)
     assert_same_state(optimizer, of_twin, 1e-10)
+
+
+FUSED = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("momentum", [None, 0.9], ids=["adamw", "sgd"])
+def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
+    """Fused implementations write parameters, moments and counts without counting a version."""
+    make_optimizer = FUSED if momentum is None else functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+        for seed in range(8):
+            batch = mlp_batch(5, seed=seed)
+            expected = train_step(twin, of_twin, batch, F.cross_entropy)
+            if seed in (0, 3, 4, 6):
+                found = train_step(model, optimizer, batch, F.cross_entropy)
+                optimizer.zero_grad()
+            else:
+                found = step(**batch).item()
+                assert_mirrored(step, model, 2)
+            assert found == pytest.approx(expected, rel=1e-10)
+    assert_same_model(model, twin, 1e-10)
+    assert_same_state(optimizer, of_twin, 1e-10)
+
+
+def clipping(maximum: float) -> Any:
+    """A hook that clips gradients by their norm."""
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        early_clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], maximum)
+
+    return clip
+
+
+def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pytest.WarningsRecorder) -> None:
+    calls = [
+        lambda p: early_clip_grad_norm_(p, 0.1),
+        lambda p: early_clip_grad_value_(p, 0.1),
+        lambda p: torch.nn.utils.clip_grad_norm_(parameters=p, max_norm=0.1),
+        lambda p: torch.nn.utils.clip_grad.clip_grad_value_(list(p), clip_value=0.1),
+        lambda p: torch.nn.utils.clip_grad_norm_(next(iter(p)), 0.1),
+        lambda p: torch.nn.utils.clip_grads_with_norm_((q for q in p), 0.1, torch.ones(())),
+        lambda p: functools.partial(early_clip_grad_norm_, max_norm=0.1)(iter(p)),
+    ]
+    for clip in calls:
+
+        def call(parameters: Any, clip: Any = clip) -> None:
+            with contextlib.suppress(RuntimeError):  # clip_grad_value_ fails where there are no gradients
+                clip(parameters)
+
+        model = make_mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+            call(model.parameters())  # before the first step
+            step.prepare(**mlp_batch(5))
+            recwarn.clear()
+            step(**mlp_batch(5))
+            for _ in range(2):
+                call(model.parameters())
+            call(make_mlp().parameters())
+            (warning,) = recwarn.list
+            assert warning.filename == __file__
+            assert re.search("clip_grad.*_.* found no gradients .*register_step_pre_hook", str(warning.message))
+            recwarn.clear()
+        call(model.parameters())
+        assert not recwarn.list
+
+
+def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.WarningsRecorder) -> None:
+    model = make_mlp()
+    with mirrorc.compile(
+        model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(**mlp_batch(5))
+        F.cross_entropy(model(mlp_batch(5)["x"]), mlp_batch(5)["target"]).backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        assert early_clip_grad_norm_(model.parameters(), 1e9) == norm
+        recwarn.clear()
+        assert early_clip_grad_norm_(model.parameters(), norm.item() / 2) == norm
+        assert early_clip_grad_norm_(model.first.weight, 1e-3, norm_type=1.0, foreach=False) > 1e-3
+        early_clip_grad_value_((p for p in model.parameters()), 1e-4)
+        assert all(p.grad.abs().max() <= 1e-4 for p in model.parameters())
+        assert not recwarn.list
+        early_clip_grad_norm_((p for p in ()), 1.0)
+        assert [str(warning.message) for warning in recwarn.list] == [
+            "`parameters` is an empty generator, no gradient clipping will occur."
+        ]
+
+
+def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    model = make_mlp()
+    optimizer = FUSED(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        optimizer.step()
+        step.prepare(**mlp_batch(5))
+        recwarn.clear()
+        for _ in range(3):
+            step(**mlp_batch(5))
+            scaler.step(optimizer)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        (warning,) = recwarn.list
+        assert warning.filename == __file__ and "optimizer.step() found no gradients" in str(warning.message)
+        assert "it has made this update already" in str(warning.message)
+    recwarn.clear()
+    optimizer.step()
+    assert not recwarn.list and not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
+    make_optimizer: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The way that the warnings and the README recommend."""
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    for own in (optimizer, of_twin):
+        own.register_step_pre_hook(clipping(0.05))
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        for seed in range(4):
+            batch = mlp_batch(5, seed=seed)
+            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
+            assert_mirrored(step, model, 2)
+    assert_same_model(model, twin, 1e-10)
+    assert not [w for w in recwarn.list if "found no gradients" in str(w.message)]
+
+
+def test_parameters_stay_plain() -> None:
+    model = make_mlp()
+    with mirrorc.compile(
+        model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        step(**mlp_batch(5))
+        assert all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())

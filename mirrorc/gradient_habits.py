@@ -1,0 +1,72 @@
+"""Warns of calls that do nothing beside a compiled step, which leaves no gradients: clipping, and the optimizer's own step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mirrorc.torch_internals import observe_clipping
+from mirrorc.user_warnings import warn_user
+
+_REMEDY = (
+    "def clip(*_): torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), and once, before the first step, "
+    "optimizer.register_step_pre_hook(clip)"
+)
+
+
+class GradientHabits:
+    """Watches for habits of a training loop that have no effect after a compiled step; warns once of each kind.
+
+    Args:
+        parameters: those that the step may train.
+
+    Attributes:
+        has_trained: whether the step has run; before, gradients are the user's own matter.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.has_trained = False
+        self._known = {id(parameter) for parameter in parameters}
+        self._told: set[str] = set()
+        _watching.add(self)
+        observe_clipping(_warn_of_clipping)
+
+    def warn_of_idle_step(self) -> None:
+        """Called after a step of the optimizer that the user made and that found no gradients."""
+        self._warn(
+            "step",
+            "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
+            "and it leaves no gradients. Remove the call, or the GradScaler or training loop that makes it (in bfloat16 no loss "
+            f"needs scaling); what should happen to gradients before the update, such as clipping, goes into a hook: {_REMEDY}",
+        )
+
+    def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Called when a clipping function is given parameters without gradients."""
+        if any(id(parameter) in self._known and parameter.requires_grad for parameter in parameters):
+            self._warn(
+                "clipping",
+                f"{function}() found no gradients and did nothing: when mirrorc's step returns, it has made its update already, "
+                "and it leaves no gradients. To clip them before each update, remove the call and give the optimizer a hook: "
+                f"{_REMEDY}",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if self.has_trained and kind not in self._told:
+            self._told.add(kind)
+            warn_user(message)
+
+    def close(self) -> None:
+        """Ends the watching: the user trains the model in another way from now on."""
+        _watching.discard(self)
+
+
+_watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
+
+
+def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:
+    if any(parameter.grad is not None for parameter in parameters):
+        return
+    for habits in list(_watching):
+        habits.warn_of_clipping(function, parameters)
