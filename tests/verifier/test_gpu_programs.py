@@ -1,0 +1,59 @@
+"""Programs for GPUs are compiled and proved where there is none: `make test-torch` runs this with CUDA builds of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_programs import gpus, on_gpus
+from saved_programs import captured
+
+from mirrorc.errors import VerifyError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program, Stage
+from mirrorc.passes import default_pipeline, told_of_sharing
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.codegen.regions import retarget
+from mirrorc.verifier.verifier import Verify, verify
+
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch knows no CUDA")
+
+MODELS = ("mlp", "conv", "resnet", "dropout", "noisy")
+
+
+def compiled(name: str, *names: str, **options: Any) -> Program:
+    program = on_gpus(captured(name), gpus(*names))
+    return run_passes(program, told_of_sharing(default_pipeline(**options)), [Verify()])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_on_gpus_is_verified_after_every_pass(name: str) -> None:
+    """Types are recomputed with fake tensors of CUDA, so a value that is made on the host by mistake is refused."""
+    for names, link in ((("cuda:0", "cuda:1", "cuda:2"), "nccl"), (("cuda:0", "cuda:0/1", "cuda:1"), "copy")):
+        program = compiled(name, *names, bucket_cap_mb=0.0005, first_bucket_mb=0.0001)
+        assert program.stage is Stage.LOWERED and list(program.device_graphs) == list(names)
+        launches = [n for m in program.device_graphs.values() for n in calls_to(m.graph, ops.all_reduce)]
+        assert len(launches) > len(names) and {n.kwargs["link"] for n in launches} == {link}, "GPUs share no memory"
+        for module in program.device_graphs.values():
+            for node in calls_to(module.graph, ops.update):
+                assert node.args[0].meta["val"].is_cuda
+
+
+def test_a_value_on_the_wrong_device_is_refused() -> None:
+    program = on_gpus(captured("mlp"), gpus("cuda:0", "cuda:1", "cuda:2"))
+    node = next(n for n in program.shard_graphs[0].nodes if n.target is torch.ops.aten.tanh.default)
+    mode = node.meta["val"].fake_mode
+    with mode:
+        node.meta["val"] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+    with pytest.raises(VerifyError, match="tanh"):
+        verify(program)
+
+
+def test_regions_are_moved_from_gpu_to_gpu() -> None:
+    for region in compiled("dropout", "cuda:0", "cuda:1", "cuda:2").regions.values():
+        moved = retarget(region.graph_module, torch.device("cuda", 1))
+        values = [n.meta["val"] for n in moved.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        assert {str(value.device) for value in values} <= {"cuda:1", "cpu"}
+        assert all(value.dtype is torch.int64 for value in values if not value.is_cuda), "seeds stay on the host"
