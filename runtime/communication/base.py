@@ -69,7 +69,7 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum over all replicas, added in order of replicas: the same bits on every replica."""
+        """The sum over all replicas: the same bits on every replica, and added in the order of replicas unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
