@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed, viewed_variable
+from mirrorc.analysis.aliases import ViewedVariables, viewed
 from mirrorc.analysis.region_gradients import (
     calls_by_region,
     gradient_names,
@@ -188,7 +188,7 @@ def _factors(
     For every other gradient, the reason why it stays whole is added to ``whole``.
     """
     results: Any = body.output_node().args[0]
-    given = _given(body, calls)
+    given, viewed_variables = _given(body, calls), ViewedVariables(program)
     places = [gradient_places(node, names)[0] for node in calls]
     found = {}
     for place in places[0]:
@@ -200,7 +200,7 @@ def _factors(
             whole.update(dict.fromkeys(variables, _of_no_form()))
             continue
         sources = [source for factor in gradient.factors for source in given.get(viewed(factor), ())]
-        is_of_variable = any(viewed_variable(program, source) is not None for source in sources)
+        is_of_variable = any(viewed_variables.of(source) is not None for source in sources)
         if not gradient.form.is_worth_it(results[place].meta["val"], [f.meta["val"] for f in gradient.factors]):
             whole.update(dict.fromkeys(variables, "no larger than their factors"))
         elif is_of_variable:

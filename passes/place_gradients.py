@@ -22,6 +22,7 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.ir.type_rules import any_value
 from mirrorc.printing.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
@@ -133,16 +134,16 @@ def _places(
 def _place(region: Region, places: Mapping[int, Slot]) -> Region:
     graph = copied(region.graph_module.graph)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    for index, slot in places.items():
-        gradient = results[index]
+    last_placeholder = graph.find_nodes(op="placeholder")[-1:]
+    with any_value(graph).fake_mode:
+        like = [(slot, results[index].meta["val"]) for index, slot in places.items()]
+        values = [torch.empty_strided(s.shape, s.strides, dtype=v.dtype, device=v.device) for s, v in like]
+    for (index, slot), value in zip(places.items(), values, strict=True):
         with graph.inserting_after(last_placeholder[0]) if last_placeholder else graph.inserting_before():
             argument = graph.placeholder(f"slot_{identifier(slot.variable)}")
         last_placeholder = [argument]
-        value = gradient.meta["val"]
-        with value.fake_mode:
-            argument.meta["val"] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=value.device)
-        results[index] = _write(graph, gradient, argument)
+        argument.meta["val"] = value
+        results[index] = _write(graph, results[index], argument)
     graph.output_node().args = (tuple(results),)
     remove_unused(graph)
     graph.lint()
@@ -174,7 +175,7 @@ def _pass_slots(
 ) -> None:
     of_index = {part.args[1]: names[part] for part in node.users if part in names}
     body = program.regions[region_of(node)].graph_module.graph
-    placeholders = [argument for argument in body.nodes if argument.op == "placeholder"][len(node.args) :]
+    placeholders = body.find_nodes(op="placeholder")[len(node.args) :]
     arguments = []
     for index, placeholder in zip(indices, placeholders, strict=True):
         bucket, slot = slots[of_index[index]]

@@ -29,22 +29,39 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def viewed_variable(program: Program, value: fx.Node) -> str | None:
-    """The variable whose memory a value outside of regions may share, because it is a read, a view or a region's result.
+class ViewedVariables:
+    """Finds the variables whose memory values outside of regions may share.
 
-    None if there is no such variable.
+    Args:
+        program: the program of the values; its graphs do not change while this is in use.
     """
-    value = viewed(value)
-    if value.target is ops.read:
-        return str(value.kwargs["variable"])
-    call = value.args[0] if value.target is operator.getitem else None
-    if not isinstance(call, fx.Node) or not is_region_call(call):
-        return None
-    body = program.regions[region_of(call)].graph_module.graph
-    results: Any = body.output_node().args[0]
-    inside = viewed(results[value.args[1]])
-    if inside.op != "placeholder":
-        return None
-    placeholders = (node for node in body.nodes if node.op == "placeholder")
-    given = call.args[next(place for place, node in enumerate(placeholders) if node is inside)]
-    return viewed_variable(program, given) if isinstance(given, fx.Node) else None
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._given: dict[str, dict[int, int]] = {}
+
+    def of(self, value: fx.Node) -> str | None:
+        """The variable whose memory a value may share, as a read, a view or a region's result may; None if there is none."""
+        while True:
+            value = viewed(value)
+            if value.target is ops.read:
+                return str(value.kwargs["variable"])
+            call = value.args[0] if value.target is operator.getitem else None
+            if not isinstance(call, fx.Node) or not is_region_call(call):
+                return None
+            place: Any = value.args[1]
+            given = self._arguments_viewed(region_of(call)).get(place)
+            source = call.args[given] if given is not None else None
+            if not isinstance(source, fx.Node):
+                return None
+            value = source
+
+    def _arguments_viewed(self, region: str) -> dict[int, int]:
+        """The arguments of a region whose memory its results may share: places of arguments by places of results."""
+        if region not in self._given:
+            body = self._program.regions[region].graph_module.graph
+            results: Any = body.output_node().args[0]
+            placeholders = {node: i for i, node in enumerate(body.find_nodes(op="placeholder"))}
+            roots = ((i, viewed(result)) for i, result in enumerate(results) if isinstance(result, fx.Node))
+            self._given[region] = {i: placeholders[root] for i, root in roots if root in placeholders}
+        return self._given[region]

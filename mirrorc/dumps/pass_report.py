@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from mirrorc.ir.nodes import target_name
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.program_text import on_one_line, program_to_text, region_to_text
+from mirrorc.printing.program_text import ProgramPrinter, on_one_line, program_heading, region_to_text
 
 _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff takes long and is not read
 
@@ -35,8 +35,10 @@ class PassReport:
         """Whether the printed program differs from the one before, or cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
+        if _has_only_other_remarks(self.before, self.after):
+            return False
         try:
-            return self._whole(self.before) != self._whole(self.after) or bool(self._changed_regions())
+            return _whole(self._printer_before) != _whole(self._printer) or bool(self._changed_regions)
         except Exception:  # noqa: BLE001 - of the printer, which knows programs that keep the rules
             return True
 
@@ -69,34 +71,41 @@ class PassReport:
         return "\n".join([heading, f"# {self.counts()}", *remarks, program])
 
     def _heading_and_program(self) -> tuple[str, str]:
-        regions = self.after.stage in (Stage.OUTLINED, Stage.LOWERED) or bool(self._changed_regions())
-        full = program_to_text(self.after, regions=regions, after=self.name, milliseconds=self.milliseconds)
+        if not self.is_changed:
+            return program_heading(self.after, self.name, self.milliseconds), "# the program is as before\n"
+        regions = self.after.stage in (Stage.OUTLINED, Stage.LOWERED) or bool(self._changed_regions)
+        full = self._printer.text(regions=regions, after=self.name, milliseconds=self.milliseconds)
         heading, _, rest = full.partition("\n")
-        return heading, rest if self.is_changed else "# the program is as before\n"
+        return heading, rest
 
     def diff(self) -> str:
         """A unified diff to the program before; it includes the bodies of regions that the pass has changed."""
         if self.before is None or not self.is_changed:
             return ""
         try:
-            return self._diff(self.before)
+            return self._diff()
         except Exception as error:  # noqa: BLE001 - said
             return f"# no diff: a program {_failure('cannot be printed', error)}\n"
 
-    def _diff(self, before: Program) -> str:
-        lines = _unified("program", *(program_to_text(p).partition("\n")[2] for p in (before, self.after)))
-        for name, old, new in self._changed_regions():
+    def _diff(self) -> str:
+        lines = _unified("program", *(p.text().partition("\n")[2] for p in (self._printer_before, self._printer)))
+        for name, old, new in self._changed_regions:
             if max(old.count("\n"), new.count("\n")) > _MOST_DIFF_LINES:
                 lines.append(f"region {name} has changed; it is too long to show how")
             else:
                 lines += _unified(f"region {name}", old, new)
         return "\n".join(lines) + "\n"
 
-    @staticmethod
-    def _whole(program: Program) -> str:
-        """The text without heading and remarks."""
-        return program_to_text(program.evolve(remarks=()), slots=True).partition("\n")[2]
+    @cached_property
+    def _printer(self) -> ProgramPrinter:
+        return ProgramPrinter(self.after)
 
+    @cached_property
+    def _printer_before(self) -> ProgramPrinter:
+        assert self.before is not None, "asked only after a pass"
+        return ProgramPrinter(self.before)
+
+    @cached_property
     def _changed_regions(self) -> list[tuple[str, str, str]]:
         """The regions whose body has changed, and new regions if there were others before: name, old text, new text."""
         if self.before is None or not self.before.regions:
@@ -108,6 +117,17 @@ class PassReport:
                 texts = [region_to_text(r) if r is not None else "" for r in (old, new)]
                 changed += [(name, *texts)] if texts[0] != texts[1] else []
         return changed  # type: ignore[return-value]
+
+
+def _has_only_other_remarks(before: Program, after: Program) -> bool:
+    """Whether two programs consist of the same objects, so that they need not be printed to be compared."""
+    names = (field.name for field in fields(Program) if field.name != "remarks")
+    return all(getattr(before, name) is getattr(after, name) for name in names)
+
+
+def _whole(printer: ProgramPrinter) -> str:
+    """The text without heading and remarks."""
+    return printer.text(slots=True, remarks=False).partition("\n")[2]
 
 
 def _failure(what: str, error: Exception) -> str:

@@ -10,8 +10,9 @@ from torch import fx
 
 from mirrorc.ir.identifiers import identifier, of_replica
 from mirrorc.ir.nodes import is_operator, operation_name, words_of_part
-from mirrorc.ir.operation import Kind, filled, operation_of
+from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.templates import filled
 from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import add_node
 
@@ -52,9 +53,13 @@ def copy_node(
         name: a new name; by default the name stays.
         more: additional keyword arguments.
     """
-    args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
-    given = {**kwargs, **more} if more else kwargs  # type: ignore[dict-item]
-    copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type)  # type: ignore[arg-type]
+    args: Any = node.args
+    kwargs: Any = node.kwargs
+    if node.all_input_nodes:
+        args, kwargs = fx.node.map_arg(args, values.__getitem__), fx.node.map_arg(kwargs, values.__getitem__)
+    given = {**kwargs, **more} if more else kwargs
+    is_valid = name is None or name == node.name
+    copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type, is_valid=is_valid)
     copy.meta.update(node.meta)  # faster than an assignment to the node's attribute
     return copy
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.ir.operation import Kind, Operation, operation_of
+from mirrorc.ir.operation import Kind, Operation, Selection, operation_of
 
 _VARIANT = re.compile(r"_shard(\d+)$")
 
@@ -27,7 +28,8 @@ def is_operator(target: Any) -> bool:
 
 def is_computed(node: fx.Node) -> bool:
     """Whether a node computes a value from others without any effect: a torch operator, or an operation of `Kind.COMPUTE`."""
-    return is_compute(node) or is_of(node, Kind.COMPUTE)
+    found = operation_of(node.target)
+    return found.kind is Kind.COMPUTE if found is not None else is_compute(node)
 
 
 def is_of(node: Any, kind: Kind) -> bool:
@@ -56,7 +58,7 @@ def replica_of(node: fx.Node) -> int | None:
         target = node.target
         if target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
-        elif is_operator(target):
+        elif type(target) is not FunctionType and is_operator(target):
             sources = node.all_input_nodes
             if not sources:
                 return None
@@ -68,7 +70,8 @@ def replica_of(node: fx.Node) -> int | None:
 
 def is_region_call(node: fx.Node) -> bool:
     """Whether a node calls a region, lowered or not."""
-    return node.op == "call_module" or is_of(node, Kind.REGION)
+    found = operation_of(node.target)
+    return found.kind is Kind.REGION if found is not None else node.op == "call_module"
 
 
 def region_of(node: fx.Node) -> str:
@@ -93,7 +96,7 @@ def bucket_of(node: fx.Node) -> int:
 
 def origin_of(node: fx.Node) -> fx.Node:
     """Follows the first arguments of computed nodes back to the first node that is not computed: past a cast, for example."""
-    while is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
+    while node.target is not operator.getitem and is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -114,10 +117,33 @@ def target_name(target: Any) -> str:
 
 
 def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
-    """The nodes of a graph that call one of these operations, in program order."""
+    """The nodes of a graph that call one of these operations, in program order; found by the graph's index of targets."""
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
+    return iter(sorted(found))
+
+
+def region_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph that call a region, lowered or not, in program order."""
+    return sorted([*calls_to(graph, *_REGION_CALLS), *graph.find_nodes(op="call_module", sort=False)])
+
+
+_REGION_CALLS = Selection(lambda operation: operation.kind is Kind.REGION)
+
+
+def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
+    """The replica of each node, see `replica_of`, found in one pass over the graph."""
+    owners: dict[fx.Node, int | None] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in targets:
-            yield node
+        target = node.target
+        if target is operator.getitem:
+            owners[node] = owners.get(node.args[0])  # type: ignore[arg-type]
+        elif type(target) is not FunctionType and is_operator(target):
+            sources = node.all_input_nodes
+            owners[node] = owners.get(sources[0]) if sources else None
+        else:
+            replica = node.kwargs.get("replica")
+            owners[node] = replica if isinstance(replica, int) else None
+    return owners
 
 
 def call_name(node: fx.Node) -> str:

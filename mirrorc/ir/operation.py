@@ -14,8 +14,10 @@ which it registers how it treats an operation.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -82,7 +84,7 @@ class Operation:
             for each item of the list.
         keywords: the keywords that it has in every graph; not ``replica``, which lowered graphs lack, and not optional ones.
         shown: the keywords that are printed after its operands, in order, if they are set.
-        stem: a template for the names of its nodes, see `filled`.
+        stem: a template for the names of its nodes, see `mirrorc.ir.templates`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
         called: a template for the printed name of its value; empty if the node's name is printed. For an operation that gives
             a value for each bucket of a keyword, the template of each name.
@@ -108,10 +110,16 @@ class Operation:
     printed: Printed
     summary: str
 
+    @functools.cached_property
+    def required(self) -> frozenset[str]:
+        """The keywords that it has in every graph, as a set."""
+        return frozenset(self.keywords)
+
 
 _BY_NAME: dict[str, Operation] = {}
 _BY_SYMBOL: dict[Any, Operation] = {}
 _HANDLERS: list[Handlers[Any]] = []
+_SELECTIONS: weakref.WeakSet[Selection] = weakref.WeakSet()
 
 
 def operation(
@@ -168,6 +176,8 @@ def operation(
             summary=" ".join((function.__doc__ or "").partition("\n\n")[0].split()),
         )
         _BY_NAME[name] = _BY_SYMBOL[symbol] = record
+        for selection in _SELECTIONS:
+            selection.look_again()
         return fx.has_side_effect(symbol) if effects else symbol
 
     return declare
@@ -189,6 +199,8 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
 def withdraw(symbol: Symbol) -> None:
     """Removes an operation and its registered handlers; for tests, which must not change the state of later ones."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
+    for selection in _SELECTIONS:
+        selection.look_again()
     for handlers in _HANDLERS:
         handlers.forget(symbol)
 
@@ -213,16 +225,25 @@ class Selection(Collection[Symbol]):
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
+        self._symbols: frozenset[Symbol] | None = None  # found when they are asked for
+        _SELECTIONS.add(self)
 
     def __contains__(self, target: object) -> bool:
-        found = operation_of(target)
-        return found is not None and self._condition(found)
+        if type(target) is not FunctionType:  # an operator of torch, which takes long to hash
+            return False
+        if self._symbols is None:
+            self._symbols = frozenset(self)
+        return target in self._symbols
 
     def __iter__(self) -> Iterator[Symbol]:
         return (found.symbol for found in operations() if self._condition(found))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def look_again(self) -> None:
+        """Forgets which operations satisfy the condition, because one was declared or withdrawn."""
+        self._symbols = None
 
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -276,23 +297,3 @@ class Handlers(Generic[Handler]):
     def _find(self, target: Any) -> Handler | None:
         found = self._by_symbol.get(target)
         return found or next((handler for selection, handler in self._by_selection if target in selection), None)
-
-
-class _Words(dict[str, Any]):
-    """Keywords for a template; a keyword that a malformed node lacks reads as ``None``."""
-
-    def __missing__(self, key: str) -> str:
-        return "None"
-
-
-def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Fills a template of an operation with a node's keywords.
-
-    ``{awaited}`` stands for the name of the value that the launch gives. ``{part}`` stands for the chunk and the round of the
-    bucket, which are those of the node or of its launch.
-    """
-    launch = operation_of(getattr(args[0], "target", None)) if args else None
-    about = args[0].kwargs if launch is not None and launch.awaited else kwargs
-    part = "".join(f"_{key}{about[key]}" for key in ("chunk", "round") if key in about)
-    awaited = launch.awaited if launch is not None and launch.awaited else "value"
-    return template.format_map(_Words(kwargs, awaited="received" if part else awaited, part=part))

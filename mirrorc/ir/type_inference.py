@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir.nodes import is_compute, is_region_call, name_of
-from mirrorc.ir.operation import operation_of
+from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_rules import any_value, noted_type, of_part, of_region, region_results
 from mirrorc.ir.value_types import Pending, ValueType, is_same_type, value_type
@@ -81,6 +81,9 @@ def is_noted_rightly(program: Program, node: fx.Node) -> bool:
         TypeError: the operation cannot take these arguments.
     """
     noted = node.meta.get("val")
+    found = operation_of(node.target)
+    if found is not None and found.gives is not None and found.kind is not Kind.REGION:
+        return is_same_type(value_type(noted), found.gives(program, node))
     if node.target is operator.getitem:
         source, index = node.args
         values = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -100,16 +103,16 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
     Raises:
         TypeError: the operation cannot take these arguments; says why.
     """
+    found = operation_of(node.target)
+    if found is not None and found.gives is not None and found.kind is not Kind.REGION:
+        return found.gives(program, node)
     if is_compute(node):
         return _operator_type(node)
     if is_region_call(node):
         return of_region(program, node)
     if node.target is operator.getitem:
         return of_part(program, node)
-    found = operation_of(node.target)
-    if found is None or found.gives is None:
-        raise TypeError(f"{name_of(node)} is no operation of mirrorc, nor an operator of torch")
-    return found.gives(program, node)
+    raise TypeError(f"{name_of(node)} is no operation of mirrorc, nor an operator of torch")
 
 
 _MOST_SEEN = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.ir.nodes import is_region_call, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
-from mirrorc.printing.graph_text import Line, graph_lines, rendered
+from mirrorc.printing.graph_text import Line, rendered
 from mirrorc.printing.line_comments import share_comment
 from mirrorc.printing.spans import spans
 from mirrorc.printing.values import type_of
@@ -35,11 +35,14 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
 
-def function_lines(program: Program, *, sources: bool, fold: bool) -> list[str]:
+def function_lines(
+    program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
+) -> list[str]:
     """The functions of a program of any stage, each after an empty line.
 
     Args:
         program: at any stage.
+        lines_of: gives the lines of one of its graphs, see `graph_lines`.
         sources: print the user's source lines above operators.
         fold: print repeated lines once: in a function, on several devices of the mirrored graph, for another shape of a shard.
     """
@@ -47,17 +50,17 @@ def function_lines(program: Program, *, sources: bool, fold: bool) -> list[str]:
     for shard, graph in enumerate(program.shard_graphs):
         users = [replica for replica, own in enumerate(program.shard_of_replica) if own == shard]
         above = heading(program, users, is_first=not shard) if users else []
-        body = rendered(graph_lines(program, graph), sources)
+        body = rendered(lines_of(graph), sources)
         lines += ["", *above, f"def one_device({signature(graph)}):", *_stretches(program, body, fold)]
     if program.graph is not None:
         variants = enumerate(variants_of_mirrored(program))
         above = [line for i, replicas in variants for line in heading(program, replicas, is_first=not i)]
-        mirrored = graph_lines(program, program.graph)
+        mirrored = lines_of(program.graph)
         mirrored = (
             _devices_folded(program, mirrored) if fold else [_with_share(program, line, False) for line in mirrored]
         )
         lines += ["", *above, "def all_devices():", *_stretches(program, rendered(mirrored, sources), fold)]
-    return [*lines, *_device_functions(program, sources, fold)]
+    return [*lines, *_device_functions(program, lines_of, sources, fold)]
 
 
 def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
@@ -118,11 +121,13 @@ class _Function:
     lines: Sequence[Line]
 
 
-def _device_functions(program: Program, sources: bool, fold: bool) -> list[str]:
+def _device_functions(
+    program: Program, lines_of: Callable[[fx.Graph], list[Line]], sources: bool, fold: bool
+) -> list[str]:
     """Prints the devices' programs. Equal ones are printed once; of one that differs only in shapes, the differing lines."""
     printed: list[str] = []
     known: list[_Function] = []
-    for function in _functions(program):
+    for function in _functions(program, lines_of):
         above = ["", *heading(program, function.replicas, is_first=not printed)]
         others = len(function.replicas) > 1
         lines = [_with_share(program, line, others, function.replicas[0]) for line in function.lines]
@@ -147,9 +152,9 @@ def _own_regions(function: _Function) -> str:
     return f"; {title} is {title.partition('.')[0]} for this shape of a shard" if title else ""
 
 
-def _functions(program: Program) -> list[_Function]:
+def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> list[_Function]:
     modules = list(program.device_graphs.values())
-    lines = [graph_lines(program, module.graph) for module in modules]
+    lines = [lines_of(module.graph) for module in modules]
     signatures = [signature(module.graph) for module in modules]
     texts = [tuple((line.text, line.comment) for line in own) for own in lines]
     keys = [(signatures[r], texts[r], num_examples(program, r)) for r in range(len(modules))]

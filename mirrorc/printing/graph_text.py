@@ -26,7 +26,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import source_line
-from mirrorc.printing.line_comments import comment_of, explanations, owner_of
+from mirrorc.printing.line_comments import LineComments, explanations, owner_of
 from mirrorc.printing.values import PrintedValues, dtype_name, type_of
 
 _RESULT_WIDTH = 32
@@ -87,15 +87,17 @@ def _calls(program: Program, graph: fx.Graph) -> list[Line]:
     values = PrintedValues(program, graph)
     together = _joined_texts(values, graph)
     above = explanations(program, graph)
+    comments = LineComments(program)
     lines = []
     for node in graph.nodes:
         operation = operation_of(node.target)
+        if node.target is operator.getitem or (operation is not None and operation.printed is Printed.WHERE_USED):
+            continue
         is_joined = operation is not None and operation.printed is Printed.TOGETHER
         text = together.get(node) if is_joined else _call_text(values, node)
         if text is not None:
             device = owner_of(program, node) if graph is program.graph else ""
-            comment = comment_of(program, node)
-            lines.append(Line(text, node, comment, device=device, above=tuple(above.get(node, ()))))
+            lines.append(Line(text, node, comments.of(node), device=device, above=tuple(above.get(node, ()))))
     output = graph.output_node()
     given: Any = output.args[0]
     lines.append(Line("return loss" if isinstance(given, fx.Node) else f"return {', '.join(given)}", output))
@@ -124,8 +126,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     if is_compute(node):
         return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
     operation = operation_of(node.target)
-    is_folded = operation is not None and operation.printed is Printed.WHERE_USED
-    if node.op != "call_function" or node.target is operator.getitem or is_folded:
+    if node.op != "call_function":
         return None
     if operation is None:  # not in a valid program; printed to show what is wrong
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"

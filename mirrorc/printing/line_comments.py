@@ -19,6 +19,7 @@ from mirrorc.ir.nodes import (
     is_of,
     is_region_call,
     origin_of,
+    region_calls,
     region_of,
     replica_of,
 )
@@ -31,14 +32,42 @@ from mirrorc.printing.values import type_of
 _OWN_STEP = "the optimizer's own step, once for all replicas"
 
 
-def comment_of(program: Program, node: fx.Node) -> str:
-    """The comment at the end of a node's line, which is the same on all devices with equal programs; empty for most nodes."""
-    if is_region_call(node):
-        return _modules(program, node)
-    if is_of(node, Kind.FACTORED):
-        return _factored(program, node)
-    comment = _COMMENTS.get(node.target)
-    return comment(program, node) if comment is not None else ""
+class LineComments:
+    """Writes the comments at the ends of a program's lines, which are the same on all devices with equal programs."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._place = {
+            name: i for i, name in enumerate(program.variables)
+        }  # in the order in which the forward reads them
+        self._common = _common_beginning(program)
+
+    def of(self, node: fx.Node) -> str:
+        """The comment at the end of a node's line; empty for most nodes."""
+        if is_region_call(node):
+            return self._modules(node)
+        if is_of(node, Kind.FACTORED):
+            return _factored(self._program, node)
+        comment = _COMMENTS.get(node.target)
+        return comment(self._program, node) if comment is not None else ""
+
+    def _modules(self, call: fx.Node) -> str:
+        """The first and the last module of a region, by the parameters that it reads or whose gradients it makes."""
+        program = self._program
+        region = program.regions.get(region_of(call))
+        if region is None:
+            return ""
+        is_forward = region.phase == "forward"
+        reads = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.read}
+        about = (name for name in (reads if is_forward else _made_by(call)) if name in self._place)
+        parameters = (name for name in about if program.variables[name].role is Role.PARAMETER)
+        names = sorted(parameters, key=self._place.__getitem__, reverse=not is_forward)
+        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+        span = " … ".join(module.removeprefix(self._common) for module in [*modules[:1], *modules[1:][-1:]])
+        if is_forward:
+            return f"forward of {span} and the loss" if span else "forward and the loss"
+        has_loss = any(_is_loss_weight(program, node) for node in call.all_input_nodes)
+        return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
@@ -68,8 +97,9 @@ def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     if graph is not program.graphs()[0]:
         return {}  # said once
-    calls = (node for node in graph.nodes if is_region_call(node))
-    first = next((call for call in calls if any(node.target is ops.slot for node in call.all_input_nodes)), None)
+    first = next(
+        (call for call in region_calls(graph) if any(node.target is ops.slot for node in call.all_input_nodes)), None
+    )
     text = "a slot is a gradient's place in its bucket's memory: backward writes there (\"in place\")"
     return {first: [text]} if first is not None else {}
 
@@ -81,16 +111,15 @@ def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    order = {node: i for i, node in enumerate(graph.nodes)}
     writes = list(calls_to(graph, ops.update, ops.step_optimizer, ops.store))
-    calls = [node for node in graph.nodes if is_region_call(node)]
-    if not writes or not calls or order[writes[0]] < order[calls[-1]]:
+    calls = region_calls(graph)
+    if not writes or not calls or writes[0] < calls[-1]:
         return {}
     if not any(bucket.is_written_last for bucket in program.buckets):
         alone = "" if program.num_replicas == 1 else ", and each device writes a copy of its own"
         return {writes[0]: [f"parameters may be written from here on: backward is done{alone}"]}
-    last = next((n for n in calls_to(graph, ops.wait) if _is_after(order, _launch_of(n), calls[-1])), None)
-    if last is None or order[writes[0]] < order[last]:
+    last = next((n for n in calls_to(graph, ops.wait) if _is_after(_launch_of(n), calls[-1])), None)
+    if last is None or writes[0] < last:
         return {}
     lines = [
         f"parameters may be written from here on: when the next wait returns, every device has launched b{bucket_of(last)}, its",
@@ -102,8 +131,8 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     return {last: lines if is_reversed else [lines[0], lines[1].replace(";", "")]}
 
 
-def _is_after(order: Mapping[fx.Node, int], launch: Any, call: fx.Node) -> bool:
-    return isinstance(launch, fx.Node) and order[launch] > order[call]
+def _is_after(launch: Any, call: fx.Node) -> bool:
+    return isinstance(launch, fx.Node) and launch > call
 
 
 def _launch_of(wait: fx.Node) -> Any:
@@ -113,25 +142,6 @@ def _launch_of(wait: fx.Node) -> Any:
 def _bucket(program: Program, node: fx.Node) -> Bucket | None:
     index = bucket_of(node)
     return program.buckets[index] if 0 <= index < len(program.buckets) else None
-
-
-def _modules(program: Program, call: fx.Node) -> str:
-    """The first and the last module of a region, by the parameters that it reads or whose gradients it makes."""
-    region = program.regions.get(region_of(call))
-    if region is None:
-        return ""
-    place = {name: i for i, name in enumerate(program.variables)}  # in the order in which the forward reads them
-    is_forward = region.phase == "forward"
-    reads = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.read}
-    about = (name for name in (reads if is_forward else _made_by(call)) if name in place)
-    names = sorted((n for n in about if program.variables[n].role is Role.PARAMETER), key=place.__getitem__)
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in (names if is_forward else names[::-1])))
-    common = _common_beginning(program)
-    span = " … ".join(module.removeprefix(common) for module in [*modules[:1], *modules[1:][-1:]])
-    if is_forward:
-        return f"forward of {span} and the loss" if span else "forward and the loss"
-    has_loss = any(_is_loss_weight(program, node) for node in call.all_input_nodes)
-    return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
 
 
 def _common_beginning(program: Program) -> str:

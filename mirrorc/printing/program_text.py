@@ -64,11 +64,55 @@ from collections.abc import Mapping
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, region_of, region_title
+from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Program, Region
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
-from mirrorc.printing.graph_text import rendered, statements
+from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
+
+
+class ProgramPrinter:
+    """Prints a program in several forms; the lines of its graphs are found once for all of them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._lines: dict[fx.Graph, list[Line]] = {}
+
+    def text(
+        self,
+        *,
+        regions: bool = False,
+        slots: bool = False,
+        sources: bool = True,
+        fold: bool | None = None,
+        remarks: bool = True,
+        after: str = "",
+        milliseconds: float | None = None,
+    ) -> str:
+        """Prints the program as text, in the form above.
+
+        Args:
+            regions: print the bodies of the regions, too.
+            slots: print every gradient of a bucket, each on a line of its own.
+            sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
+            fold: print repeated parts once; None means True unless ``slots`` is set.
+            remarks: print the remarks that are kept.
+            after: the pass that the heading names.
+            milliseconds: the time that the heading gives.
+        """
+        program, is_folded = self._program, not slots if fold is None else fold
+        lines = [program_heading(program, after, milliseconds), *table_lines(program, slots=slots, fold=is_folded)]
+        kept = (remark for remark in program.remarks if remark.is_kept and remarks)
+        lines += [f"# remark: {on_one_line(str(remark))}" for remark in kept]
+        lines += function_lines(program, self._lines_of, sources=sources, fold=is_folded)
+        for region in program.regions.values() if regions else ():
+            lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
+        return "\n".join(lines) + "\n"
+
+    def _lines_of(self, graph: fx.Graph) -> list[Line]:
+        if graph not in self._lines:
+            self._lines[graph] = graph_lines(self._program, graph)
+        return self._lines[graph]
 
 
 def program_to_text(
@@ -81,24 +125,11 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """Prints a program as text, in the form above.
-
-    Args:
-        program: at any stage.
-        regions: print the bodies of the regions, too.
-        slots: print every gradient of a bucket, each on a line of its own.
-        sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-        fold: print repeated parts once; None means True unless ``slots`` is set.
-        after: the pass that the heading names.
-        milliseconds: the time that the heading gives.
-    """
-    is_folded = not slots if fold is None else fold
-    lines = [_heading(program, after, milliseconds), *table_lines(program, slots=slots, fold=is_folded)]
-    lines += [f"# remark: {on_one_line(str(remark))}" for remark in program.remarks if remark.is_kept]
-    lines += function_lines(program, sources=sources, fold=is_folded)
-    for region in program.regions.values() if regions else ():
-        lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
-    return "\n".join(lines) + "\n"
+    """Prints a program at any stage as text, in the form above; for the arguments see `ProgramPrinter.text`."""
+    printer = ProgramPrinter(program)
+    return printer.text(
+        regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
+    )
 
 
 def region_to_text(region: Region, *, sources: bool = True) -> str:
@@ -119,8 +150,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
     """The printed names of a region's arguments that are arguments of the step, because fx renames ``input`` to ``input_1``."""
-    graphs = program.graphs()
-    calls = (n for graph in graphs for n in graph.nodes if is_region_call(n) and region_of(n) == region.name)
+    calls = (n for graph in program.graphs() for n in region_calls(graph) if region_of(n) == region.name)
     call = next(calls, None)
     if call is None:
         return {}
@@ -134,7 +164,8 @@ def _argument_names(program: Program, region: Region) -> dict[str, str]:
     return names
 
 
-def _heading(program: Program, after: str, milliseconds: float | None) -> str:
+def program_heading(program: Program, after: str = "", milliseconds: float | None = None) -> str:
+    """The first line of a program's text."""
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
     parts += [_count(len(program.devices), "device"), _count(len(program.buckets), "bucket")]
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []

@@ -15,7 +15,7 @@ from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
-    is_computed,
+    is_compute,
     is_region_call,
     operation_name,
     origin_of,
@@ -23,8 +23,9 @@ from mirrorc.ir.nodes import (
     replica_of,
     words_of_part,
 )
-from mirrorc.ir.operation import filled, operation_of
+from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.templates import filled
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -74,27 +75,32 @@ class PrintedValues:
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self._program = program
         self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
+        results = {node: (kind, name) for kind, name, node in _results(program, graph)}
         for node in graph.nodes:
-            self.kinds[node] = self._classify(node)
-        for kind, name, node in _results(program, graph):
-            self.kinds[node] = (kind, name)
+            self.kinds[node] = results.get(node) or self._classify(node)
         self._name_computed(graph)
 
     def _classify(self, node: fx.Node) -> tuple[str, str]:
-        if node.op == "placeholder":
-            return "argument", str(node.target)
-        if is_computed(node):
-            return "computed", ""  # named by `_name_computed`
-        of_part = words_of_part(node.target, node.args)
-        if of_part is not None:
-            operation, words = of_part
-            return operation.value, filled(operation.called, (), words)
         found = operation_of(node.target)
         if found is None:
-            return self._kept_as(node), node.name
+            return self._classify_other(node)
+        if found.kind is Kind.COMPUTE:
+            return "computed", ""  # named by `_name_computed`
         if isinstance(found.operands, str):
             return "saved", node.name
         return found.value, filled(found.called, node.args, node.kwargs) or node.name
+
+    def _classify_other(self, node: fx.Node) -> tuple[str, str]:
+        """The kind and the name of a value that no operation of the IR gives."""
+        if node.op == "placeholder":
+            return "argument", str(node.target)
+        if is_compute(node):
+            return "computed", ""
+        of_part = words_of_part(node.target, node.args)
+        if of_part is None:
+            return self._kept_as(node), node.name
+        operation, words = of_part
+        return operation.value, filled(operation.called, (), words)
 
     def _kept_as(self, node: fx.Node) -> str:
         """The kind of a result that later regions use: a factor, an activation, or the gradient of an activation."""

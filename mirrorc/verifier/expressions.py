@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.decompositions import decomposition_of, tensors_of
-from mirrorc.analysis.layouts import SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
+from mirrorc.analysis.decompositions import DECOMPOSITIONS, decomposition_of, tensors_of
+from mirrorc.analysis.layouts import LAYOUT_ONLY, SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -65,33 +66,46 @@ class Expressions:
         for node in graph.nodes:
             if node in numbered or node.op == "output":
                 continue
-            if node.op == "placeholder" or node.target is ops.argument:
-                kind = value_type(node.meta.get("val"))
-                numbered[node] = self.number("argument", str(node.kwargs.get("name", node.target)), kind)
-            elif node.target is ops.read:
-                numbered[node] = self.number("read", node.kwargs["variable"])
-            elif is_region_call(node):
-                numbered[node] = self._call(node, numbered)
-            elif node.target is operator.getitem:
+            if node.target is operator.getitem:
                 source, index = numbered[node.args[0]], node.args[1]
                 numbered[node] = (
                     source[index] if isinstance(source, tuple) else self.number("part", ("value", source), index)
                 )
-            elif node.target in ops.FACTORED:
-                numbered[node] = self._whole(node, numbered)
-            elif is_layout_only(node):
-                numbered[node] = numbered[node.args[0]]
-            elif (body := decomposition_of(node)) is not None:
-                numbered[node] = self._decomposed(node, body, numbered)
-            elif node.target in ops.VIEWS:
-                numbered[node] = self._view(node, numbered)
-            elif is_compute(node) and node.target._schema.is_mutable:
-                self._write(node, numbered)
+            elif is_compute(node):
+                self._number_compute(node, numbered)
             else:
-                numbered[node] = self._number_operator(node, numbered)
+                numbered[node] = self._number_other(node, numbered)
             if self.makers is not None and isinstance(numbered.get(node), int):
                 self.makers.setdefault(numbered[node], node)
         return numbered
+
+    def _number_compute(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
+        """Numbers the value of an operator of torch."""
+        if _is_plain(node.target):
+            numbered[node] = self._number_operator(node, numbered)
+        elif is_layout_only(node):
+            numbered[node] = numbered[node.args[0]]  # type: ignore[index]
+        elif (body := decomposition_of(node)) is not None:
+            numbered[node] = self._decomposed(node, body, numbered)
+        elif node.target in ops.VIEWS:
+            numbered[node] = self._view(node, numbered)
+        elif node.target._schema.is_mutable:  # type: ignore[union-attr]
+            self._write(node, numbered)
+        else:
+            numbered[node] = self._number_operator(node, numbered)
+
+    def _number_other(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
+        """The number of an argument or of an operation of the IR."""
+        if node.target is ops.read:
+            return self.number("read", node.kwargs["variable"])
+        if node.op == "placeholder" or node.target is ops.argument:
+            kind = value_type(node.meta.get("val"))
+            return self.number("argument", str(node.kwargs.get("name", node.target)), kind)
+        if is_region_call(node):
+            return self._call(node, numbered)
+        if node.target in ops.FACTORED:
+            return self._whole(node, numbered)
+        return self._number_operator(node, numbered)
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
         """The number of an operator with a decomposition, which is the number of the decomposition's result."""
@@ -131,8 +145,8 @@ class Expressions:
         return self._number_application(node.target, node.args, node.kwargs, numbered)
 
     def _number_application(self, target: Any, args: Any, kwargs: Any, numbered: Mapping[fx.Node, Any]) -> int:
-        key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered)]
-        if reads_strides(target) or may_read_memory_in_order(target):
+        key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered) if kwargs else ()]
+        if _depends_on_layout(target):
             fx.node.map_arg((args, kwargs), lambda source: key.append(_lies(source)))
         return self.number(*key)
 
@@ -176,6 +190,18 @@ class Expressions:
         numbered = self.number_graph(body, dict(zip(placeholders, given, strict=False)))
         results: Any = body.output_node().args[0]
         return tuple(numbered[result] for result in results)
+
+
+@functools.cache
+def _is_plain(target: Any) -> bool:
+    """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
+    may_be_other = target in LAYOUT_ONLY or target in DECOMPOSITIONS or target in ops.VIEWS
+    return not may_be_other and not target._schema.is_mutable
+
+
+@functools.cache
+def _depends_on_layout(target: Any) -> bool:
+    return reads_strides(target) or may_read_memory_in_order(target)
 
 
 def _shape(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -73,31 +74,31 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     """After a bucket's `pack`, no region of that replica writes into the bucket's slots; a sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        for replica in replicas:
-            closed: dict[int, str] = {}  # for each bucket, the node from which on its slots must not be written
-            sent: dict[_Memory, str] = {}
-            for node in graph.nodes:
-                is_own = replica_of(node) == replica or node.target in ops.REDUCTIONS
-                if not is_own or node.op == "placeholder":
-                    continue
-                if node.target is ops.pack:
-                    closed[bucket_of(node)] = node.name
-                elif is_region_call(node):
-                    for slot in (n for n in node.all_input_nodes if n.target is ops.slot):
-                        if bucket_of(slot) in closed:
-                            yield Violation(
-                                f"{node.name} on {where(replica)} writes into bucket {bucket_of(slot)}, which "
-                                f"{closed[bucket_of(slot)]} has closed",
-                                node,
-                            )
-                for memory in _written(node):
-                    if memory in sent:
+        closed: dict[tuple[int | None, int], str] = {}  # the node from which on a replica's bucket must not be written
+        sent: dict[tuple[int | None, _Memory], str] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder" or node.target is operator.getitem:
+                continue
+            if node.target is ops.pack:
+                closed[replica_of(node), bucket_of(node)] = node.name
+            elif closed and is_region_call(node):
+                replica = replica_of(node)
+                for slot in (n for n in node.all_input_nodes if n.target is ops.slot):
+                    if (replica, bucket_of(slot)) in closed:
                         yield Violation(
-                            f"{node.name} writes {_say_memory(memory)}, which {sent[memory]} still offers", node
+                            f"{node.name} on {where(replica)} writes into bucket {bucket_of(slot)}, which "
+                            f"{closed[replica, bucket_of(slot)]} has closed",
+                            node,
                         )
-                if node.target is ops.send:
-                    for memory in _memory_of(parts, node.args[0]):
-                        sent[memory] = node.name
+            if sent:
+                for replica in replicas if node.target in ops.REDUCTIONS else [replica_of(node)]:
+                    for memory in _written(node):
+                        if (replica, memory) in sent:
+                            what = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
+                            yield Violation(f"{node.name} writes {what}", node)
+            if node.target is ops.send:
+                for memory in _memory_of(parts, node.args[0]):
+                    sent[replica_of(node), memory] = node.name
 
 
 _Memory = tuple[str, int] | fx.Node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed_variable
+from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.factored_gradients import stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
@@ -21,11 +21,12 @@ from mirrorc.ir.nodes import (
     is_region_call,
     name_of,
     origin_of,
+    region_calls,
     region_of,
     replica_of,
 )
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 
@@ -157,10 +158,11 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     """A factor of a gradient is neither a variable nor a view of one: an update may write these before the gradient is made."""
+    variables = ViewedVariables(program)
     for graph in program.graphs():
         for node in calls_to(graph, *ops.FACTORED):
             for factor in node.all_input_nodes:
-                variable = viewed_variable(program, factor)
+                variable = variables.of(factor)
                 if variable is not None:
                     yield Violation(
                         f"{node.name} is made of {factor.name}, which is the variable {variable} itself", node
@@ -171,44 +173,46 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
     """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
     for graph in program.graphs():
-        for call in graph.nodes:
-            if is_region_call(call):
-                yield from _wrong_slots(program, call)
+        for call in region_calls(graph):
+            yield from _wrong_slots(program, call)
 
 
-@rule(since=Stage.CAPTURED)
-def regions_hold_operators_alone(program: Program) -> Iterator[Violation]:
+@rule(since=Stage.CAPTURED, scope=Scope.GRAPH)
+def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[Violation]:
     """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
-    for region in program.regions.values():
-        for node in region.graph_module.graph.nodes:
-            is_allowed = is_compute(node) or node.target is operator.getitem
-            if node.op not in ("placeholder", "output") and not is_allowed:
-                yield Violation(
-                    f"{node.name} in {region.name} calls {name_of(node)}, which is no operator of torch", node
-                )
+    region = next((region for region in program.regions.values() if region.graph_module.graph is graph), None)
+    for node in graph.nodes if region is not None else ():
+        is_allowed = is_compute(node) or node.target is operator.getitem
+        if node.op not in ("placeholder", "output") and not is_allowed:
+            name = region.name if region is not None else ""
+            yield Violation(f"{node.name} in {name} calls {name_of(node)}, which is no operator of torch", node)
 
 
 @rule(since=Stage.CAPTURED)
 def regions_write_only_slots(program: Program) -> Iterator[Violation]:
     """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
+    writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}
     for graph in program.graphs():
-        for node in graph.nodes:
-            if is_region_call(node):
-                yield from _foreign_writes(program, node)
-            elif is_compute(node) and node.target._schema.is_mutable:
-                yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
+        for node in _writes(graph):
+            yield Violation(f"{node.target} writes its argument; use an operator that gives a new value", node)
+        for call in region_calls(graph):
+            yield from _foreign_writes(program, call, writes[region_of(call)])
 
 
-def _foreign_writes(program: Program, call: fx.Node) -> Iterator[Violation]:
-    body = program.regions[region_of(call)].graph_module.graph
-    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+def _writes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph that call an operator of torch that writes its argument."""
+    return (node for node in graph.nodes if is_compute(node) and node.target._schema.is_mutable)
+
+
+def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> Iterator[Violation]:
+    placeholders = program.regions[region_of(call)].graph_module.graph.find_nodes(op="placeholder")
     slots = {
         placeholder
         for placeholder, given in zip(placeholders, call.args, strict=False)
         if isinstance(given, fx.Node) and given.target is ops.slot
     }
-    for node in body.nodes:
-        if is_compute(node) and node.target._schema.is_mutable and node.args[0] not in slots:
+    for node in writes:
+        if node.args[0] not in slots:
             yield Violation(f"{node.name} in {region_of(call)} writes {node.args[0]}, which is no slot", node)
 
 
@@ -216,7 +220,7 @@ def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
     body = program.regions[region_of(call)].graph_module.graph
     results: Any = body.output_node().args[0]
     written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
-    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    placeholders = body.find_nodes(op="placeholder")
     gradients: Any = call.kwargs["gradients"]
     for placeholder, given in zip(placeholders, call.args, strict=False):
         if isinstance(given, fx.Node) and given.target is ops.slot:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, name_of, region_of, replica_of
+from mirrorc.ir.nodes import calls_to, is_region_call, name_of, region_of, replica_of
 from mirrorc.ir.operation import operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rule import Order, Scope, rule
@@ -50,7 +50,8 @@ def references_lead_somewhere(program: Program) -> Iterator[Violation]:
                 yield Violation(f"bucket {bucket.index} has a slot for {slot.variable}, which is no variable")
     for graph in program.graphs():
         for node in graph.nodes:
-            yield from _lost_references(program, node)
+            if node.op == "call_module" or operation_of(node.target) is not None:
+                yield from _lost_references(program, node)
 
 
 def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
@@ -81,16 +82,15 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
             operation = operation_of(node.target)
             if operation is None:
                 continue
-            missing = [name for name in operation.keywords if name not in node.kwargs]
-            if missing:
+            if not operation.required <= node.kwargs.keys():
+                missing = [name for name in operation.keywords if name not in node.kwargs]
                 yield Violation(f"{node.name} has no keyword {', '.join(missing)}, which {name_of(node)} needs", node)
                 continue
             expected = operation.operands
             if isinstance(expected, str):
                 expected = len(node.kwargs[expected])
-            if expected is not None and (
-                len(node.args) != expected or not all(isinstance(a, fx.Node) for a in node.args)
-            ):
+            is_other = expected is not None and len(node.args) != expected
+            if is_other or (expected and not all(isinstance(a, fx.Node) for a in node.args)):
                 yield Violation(f"{node.name} takes {expected} values, but is given {len(node.args)}", node)
 
 
@@ -100,11 +100,10 @@ def arguments_are_in_order(program: Program) -> Iterator[Violation]:
     names = [argument.name for argument in program.arguments]
     for graph in program.graphs():
         found: dict[int | None, list[str]] = {}
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                found.setdefault(None, []).append(str(node.target))
-            elif node.target is ops.argument:
-                found.setdefault(replica_of(node), []).append(str(node.kwargs["name"]))
+        for node in graph.find_nodes(op="placeholder"):
+            found.setdefault(None, []).append(str(node.target))
+        for node in calls_to(graph, ops.argument):
+            found.setdefault(replica_of(node), []).append(str(node.kwargs["name"]))
         for replica, own in found.items():
             is_same = own == names if replica is None else sorted(own) == sorted(names)
             if not is_same:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed_variable
+from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
 from mirrorc.verifier.rule import rule
@@ -32,7 +32,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
-        for node in graph.nodes:
+        for node in calls_to(graph, *ops.UPDATES):
             done.update((index, replica_of(node)) for index in written_buckets(node))
         for bucket in program.buckets:
             for replica in replicas:
@@ -95,21 +95,26 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
     """A replica writes a variable only after all its own uses of the variable and of views of it."""
-    for where, graph, replicas in scopes(program):
-        for replica in replicas:
-            written: set[str | None] = set()
-            for node in graph.nodes:
-                if replica_of(node) != replica or node.op == "output":
-                    continue
-                if written and node.target is not operator.getitem:  # getitem takes a part without reading its elements
-                    used = {viewed_variable(program, source) for source in node.all_input_nodes}
-                    early = sorted(name for name in written & used if name is not None)
-                    if early:
-                        yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
-                if node.target is ops.write:
-                    written.add(str(node.kwargs["variable"]))
-                for index in written_buckets(node):
-                    written.update(slot.variable for slot in program.buckets[index].slots)
+    variables = ViewedVariables(program)
+    for where, graph, _ in scopes(program):
+        written_by: dict[int | None, set[str | None]] = {}
+        owners = owners_of(graph)
+        for node in owners:
+            if (
+                node.op == "output" or node.target is operator.getitem
+            ):  # getitem takes a part without reading its elements
+                continue
+            replica = owners[node]
+            if replica in written_by:
+                used = {variables.of(source) for source in node.all_input_nodes}
+                early = sorted(name for name in written_by[replica] & used if name is not None)
+                if early:
+                    yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
+            if node.target is ops.write:
+                written_by.setdefault(replica, set()).add(str(node.kwargs["variable"]))
+            for index in written_buckets(node):
+                names = (slot.variable for slot in program.buckets[index].slots)
+                written_by.setdefault(replica, set()).update(names)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -118,12 +123,14 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
         return
-    orders = [
-        (where(replica), [n for n in graph.nodes if n.target in ops.COLLECTIVES or replica_of(n) == replica])
-        for where, graph, replicas in scopes(program)
-        for replica in replicas
-    ]
-    late = set.intersection(*(_launched_after_uses(program, nodes) for _, nodes in orders))
+    orders = []
+    for where, graph, replicas in scopes(program):
+        owners = owners_of(graph)
+        for replica in replicas:
+            own = [node for node, owner in owners.items() if owner == replica or node.target in ops.COLLECTIVES]
+            orders.append((where(replica), own))
+    variables = ViewedVariables(program)
+    late = set.intersection(*(_launched_after_uses(variables, nodes) for _, nodes in orders))
     for where_name, nodes in orders:
         is_safe = False
         for node in nodes:
@@ -136,11 +143,11 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
                 )
 
 
-def _launched_after_uses(program: Program, nodes: list[fx.Node]) -> set[tuple[str, int]]:
+def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> set[tuple[str, int]]:
     """The reductions that a device launches after its last region and its last operator on a variable or a view of one."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:
-            is_use = any(viewed_variable(program, source) is not None for source in node.all_input_nodes)
+            is_use = any(variables.of(source) is not None for source in node.all_input_nodes)
             last = i if is_use else last
     return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}

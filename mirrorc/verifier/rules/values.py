@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_known, name_of, origin_of, replica_of
+from mirrorc.ir.nodes import is_known, name_of, origin_of, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
 from mirrorc.ir.value_types import say_type, value_type
@@ -32,7 +32,7 @@ def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violat
 def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
     """Every value has the shape, strides and dtype that its operation gives, recomputed from its arguments with fake tensors."""
     for node in graph.nodes:
-        if not is_inferable(node):
+        if node.op in ("placeholder", "output") or not is_inferable(node):
             continue
         try:
             if not is_noted_rightly(program, node):
@@ -54,14 +54,14 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
     """In the mirrored graph, a node's arguments belong to its own replica, except for collectives, which join all replicas."""
     if program.graph is None:
         return
-    for node in program.graph.nodes:
-        replica = replica_of(node)
-        if node.op == "output" or node.target in ops.COLLECTIVES:
-            continue
+    owners = owners_of(program.graph)
+    for node, replica in owners.items():
         if replica is None or not 0 <= replica < program.num_replicas:
+            if node.op == "output" or node.target in ops.COLLECTIVES:
+                continue
             yield Violation(f"{node.name} belongs to no replica", node)
         for source in node.all_input_nodes:
-            other = replica_of(source)
+            other = owners[source]
             if other != replica and source.target not in ops.COLLECTIVES:
                 yield Violation(f"{node.name} of replica {replica} uses {source.name} of replica {other}", node)
 
