@@ -6,10 +6,12 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
+from mirrorc.capture.guards import Guards
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
 
@@ -21,31 +23,56 @@ MOST_SPECIALIZATIONS = 64
 _MANY_COMPILATIONS = 8  # when a step was compiled so many times, a warning says so, once
 
 Key = tuple[Any, ...]
-"""Everything that a graph depends on: structure of the call, types of the shards, then the parts named in `_OTHER_PARTS`."""
+"""What a graph depends on besides what its guards watch.
+
+The structure of the call, the types of the shards, then the parts named in `_OTHER_PARTS`.
+"""
 
 _OTHER_PARTS = ("the model's attributes", "the optimizer's groups", "torch's modes")
 
 
+@dataclass(frozen=True, eq=False)
+class Specialization:
+    """A compiled program, and the guards on what Python read while it was captured."""
+
+    executor: Executor
+    guards: Guards
+
+
 class Specializations:
-    """A cache of executors. What is added when it is full takes the place of the executor that was not used for longest."""
+    """A cache of compiled programs; those of one key differ in what Python read besides.
+
+    What is added when it is full takes the place of a program that was not used for longest.
+    """
 
     def __init__(self) -> None:
-        self._executors: OrderedDict[Key, Executor] = OrderedDict()
+        self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
         self._first: list[tuple[Key, CallKind]] | None = []  # the first compilations; None once they were warned of
+        self._read: list[str] = []  # what has made guards fail, in words
 
-    def get(self, key: Key) -> Executor | None:
-        """The executor for calls of this kind, if there is one; it counts as used."""
-        executor = self._executors.get(key)
-        if executor is not None:
-            self._executors.move_to_end(key)
-        return executor
+    def get(self, key: Key) -> Specialization | None:
+        """What calls of this kind may use now, if there is anything; it counts as used."""
+        own = self._by_key.get(key)
+        if own is None:
+            return None
+        for place in range(len(own) - 1, -1, -1):
+            if own[place].guards.hold():
+                self._by_key.move_to_end(key)
+                own.append(own.pop(place))
+                return own[-1]
+        return None
 
-    def add(self, key: Key, call: Call, executor: Executor) -> list[Executor]:
-        """Keeps an executor; returns those that it replaces, whose memory may be freed."""
-        dropped = [replaced] if (replaced := self._executors.pop(key, None)) is not None else []
-        self._executors[key] = executor
-        while len(self._executors) > MOST_SPECIALIZATIONS:
-            dropped.append(self._executors.popitem(last=False)[1])
+    def add(self, key: Key, call: Call, new: Specialization, instead: Specialization | None = None) -> list[Executor]:
+        """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed."""
+        own = self._by_key.setdefault(key, [])
+        dropped = [instead.executor] if instead is not None else []
+        if instead is not None:
+            own.remove(instead)
+        self._read += [broken for broken in (other.guards.broken() for other in own[-1:]) if broken]
+        own.append(new)
+        self._by_key.move_to_end(key)
+        while len(self) > MOST_SPECIALIZATIONS:
+            dropped.append(self._drop().executor)
             logger.info(
                 "a step keeps %d compiled programs: the one that was not used for longest is dropped",
                 MOST_SPECIALIZATIONS,
@@ -55,11 +82,18 @@ class Specializations:
             self._warn_of_many(self._first)
         return dropped
 
+    def _drop(self) -> Specialization:
+        key, own = next(iter(self._by_key.items()))
+        dropped = own.pop(0)
+        if not own:
+            del self._by_key[key]
+        return dropped
+
     def __len__(self) -> int:
-        return len(self._executors)
+        return sum(map(len, self._by_key.values()))
 
     def __iter__(self) -> Iterator[Executor]:
-        return iter(tuple(self._executors.values()))
+        return iter([one.executor for own in self._by_key.values() for one in own])
 
     def _warn_of_many(self, first: list[tuple[Key, CallKind]]) -> None:
         """When a step has been compiled many times, warns once and says what keeps changing."""
@@ -69,6 +103,8 @@ class Specializations:
         keys, kinds = [key for key, _ in first], [kind for _, kind in first]
         changing = changing_arguments(kinds)
         changing += [part for i, part in enumerate(_OTHER_PARTS, 2) if len({key[i] for key in keys}) > 1]
+        if self._read:
+            changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         what = " and ".join(changing) or "the optimizer's state"
         warnings.warn(
             f"the step was compiled {len(first)} times, because {what} keep changing; each new value is compiled anew: pass "

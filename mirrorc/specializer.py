@@ -19,7 +19,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import REMEDY
-from mirrorc.errors import PassError
+from mirrorc.errors import CaptureError, PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.links import best_link, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
@@ -39,7 +39,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.shared_memory import refuse_shared_memory
-from mirrorc.specializations import Specializations
+from mirrorc.specializations import Specialization, Specializations
 from mirrorc.torch_internals import is_dense, torch_modes
 
 logger = logging.getLogger(__name__)
@@ -72,15 +72,19 @@ class Specializer:
     def executor_for(self, call: Call, shards: Shards) -> Executor:
         """The executor for a call; compiles it if the call is the first of its kind."""
         key = self._key(call, shards)
-        executor = self._specializations.get(key)
-        if executor is None or self._state.needs_other_buckets(executor.program):
-            executor = self._compile(call, shards)
-            for dropped in self._specializations.add(key, call, executor):
-                dropped.release()
-            self._regions.keep_only(
-                region for kept in self._specializations for region in kept.program.regions.values()
+        found = self._specializations.get(key)
+        if found is not None and not self._state.needs_other_buckets(found.executor.program):
+            return found.executor
+        new = self._compile(call, shards)
+        if not new.guards.hold():  # or it would be compiled in every step
+            raise CaptureError(
+                f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
+                f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
-        return executor
+        for dropped in self._specializations.add(key, call, new, instead=found):
+            dropped.release()
+        self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
+        return new.executor
 
     @property
     def num_programs(self) -> int:
@@ -93,7 +97,7 @@ class Specializer:
             executor.release()
 
     def _key(self, call: Call, shards: Shards) -> tuple[Any, ...]:
-        """Everything that a graph depends on, in the order that `mirrorc.specializations.Key` says."""
+        """What a graph depends on besides what its guards watch, in the order that `mirrorc.specializations.Key` says."""
         optimizer, devices = self._options.optimizer, self._options.devices
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
@@ -111,7 +115,7 @@ class Specializer:
                 stacklevel=users_stack_level(),
             )
 
-    def _compile(self, call: Call, shards: Shards) -> Executor:
+    def _compile(self, call: Call, shards: Shards) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         self._model.check_memory()
         moved = self._move_to_home()
@@ -134,7 +138,7 @@ class Specializer:
                 tensor.data = data
         return moved
 
-    def _compile_at_home(self, call: Call, shards: Shards) -> Executor:
+    def _compile_at_home(self, call: Call, shards: Shards) -> Specialization:
         options, times = self._options, [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
         logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
@@ -176,9 +180,10 @@ class Specializer:
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None else None
         is_recording = options.record and step_graph is None
         recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
-        return Executor(
+        executor = Executor(
             program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
         )
+        return Specialization(executor, captured.guards)
 
     def _check_memory(self, captured: CapturedProgram) -> None:
         """Refuses tensors that share memory with variables of a program that get memory of their own."""

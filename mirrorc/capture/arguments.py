@@ -66,8 +66,9 @@ class Constant:
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
         self.path = path
+        self._is_float = isinstance(value, float | complex)  # told apart by their text: -0.0 == 0.0, and nan != nan
         try:
-            self._key: Any = (type(value), hash(value))
+            self._key: Any = (type(value), repr(value) if self._is_float else hash(value))
         except TypeError:
             self._key = (type(value), id(value))
 
@@ -77,7 +78,7 @@ class Constant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Constant) or self._key != other._key:
             return False
-        return self.value is other.value or bool(self.value == other.value)
+        return self._is_float or self.value is other.value or bool(self.value == other.value)
 
 
 @dataclasses.dataclass(frozen=True)

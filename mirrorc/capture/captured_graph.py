@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.errors import refuse_written_inputs
+from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.capture.strided_reads import own_strided_reads
 from mirrorc.capture.weighted_means import WeightedMean
@@ -33,12 +34,14 @@ class CapturedGraph:
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
         weighted_means: the losses that average over something else than examples.
+        guards: whether the Python state that the graph depends on is as it was.
     """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
     weighted_means: tuple[WeightedMean, ...] = ()
+    guards: Guards = NO_GUARDS
 
 
 def restructure(

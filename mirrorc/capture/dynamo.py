@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from mirrorc.capture.errors import check_loss, check_writes, explain
-from mirrorc.capture.front_ends import FrontEnd
+from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import weighted_means_of
-from mirrorc.torch_internals import JointGraph, export_joint_graph, trace_full_graph
+from mirrorc.torch_internals import export_joint_graph, guards_of, trace_full_graph
 
 
 class DynamoFrontEnd(FrontEnd):
@@ -26,7 +26,7 @@ class DynamoFrontEnd(FrontEnd):
         call: TrainingCall,
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
-    ) -> JointGraph:
+    ) -> Traced:
         what = type(call.model).__name__
         try:
             traced = trace_full_graph(call, leaves)
@@ -39,4 +39,4 @@ class DynamoFrontEnd(FrontEnd):
         except Exception as error:
             raise explain(error, what) from error
         joint.weighted_means = weighted_means_of(traced)
-        return joint
+        return Traced(joint, guards_of(traced))

@@ -6,16 +6,31 @@ import contextlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from mirrorc.capture.captured_graph import CapturedGraph, restructure
+from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.torch_internals import JointGraph
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a front end gives.
+
+    Attributes:
+        joint: one functional graph of forward, loss and backward, in operators of ATen.
+        guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
+            nothing but the key of its specialization.
+    """
+
+    joint: JointGraph
+    guards: Guards = NO_GUARDS
 
 
 class FrontEnd(ABC):
@@ -34,8 +49,8 @@ class FrontEnd(ABC):
         call: TrainingCall,
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
-    ) -> JointGraph:
-        """One functional graph of forward, loss and backward, in operators of ATen.
+    ) -> Traced:
+        """Traces a call to one functional graph, with guards on what it read.
 
         Args:
             stack: keeps contexts open that the graph needs until it is restructured.
@@ -111,8 +126,8 @@ def capture(
     with kept_as_it_is(call), contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
-        joint = front_end.trace(stack, call, leaves, decompositions)
-    captured = restructure(joint, leaf_names, variable_names, trained, type(call.model).__name__)
+        traced = front_end.trace(stack, call, leaves, decompositions)
+    captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    return replace(captured, graph=graph)
+    return replace(captured, graph=graph, guards=traced.guards)

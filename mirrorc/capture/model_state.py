@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.shared_memory import refuse_shared_memory
-from mirrorc.torch_internals import has_gradient_hooks, hook_tables
+from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -48,7 +48,7 @@ class ModelState:
             for kind, members in _members_of(module)
             for key, member in members.items()
         ]
-        self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)]
+        self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -92,7 +92,7 @@ class ModelState:
             if len(module.__dict__) != size:
                 self._plain[i] = _plain_attributes(module)
         plain = tuple(
-            (type(attributes[key]), attributes[key])
+            (type(attributes[key]), attributes[key] or repr(attributes[key]))  # -0.0 == 0.0, but prints differently
             for _, watched in self._plain
             for attributes, key in watched
             if key in attributes

@@ -12,6 +12,7 @@ from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
+from mirrorc.capture.guards import AllGuards, Guards
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
@@ -30,14 +31,18 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and the tensors in it that are neither parameters nor buffers.
+    """A CAPTURED program, and what it was captured from.
 
     Attributes:
+        program: the program.
+        constants: the tensors in it that are neither parameters nor buffers.
+        guards: whether the Python state that its graphs depend on is as it was.
         differences: sentences on what makes a step on this batch differ from that of one device.
     """
 
     program: Program
     constants: Mapping[str, torch.Tensor]
+    guards: Guards
     differences: tuple[str, ...] = ()
 
 
@@ -108,7 +113,8 @@ def capture_program(
     )
     means = captured[0].weighted_means
     program = program.with_remarks(*remarks_on(means, len(devices)))
-    return CapturedProgram(program, constants, differences_in(means, shards))
+    guards = AllGuards([graph.guards for graph in captured])
+    return CapturedProgram(program, constants, guards, differences_in(means, shards))
 
 
 def _unique(names: list[str]) -> list[str]:

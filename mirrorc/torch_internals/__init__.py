@@ -11,11 +11,13 @@ from mirrorc.torch_internals.graphs import (
     quiet_fake_tensors,
     traced_on_fake_tensors,
 )
+from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.operators import replaced_operators
 from mirrorc.torch_internals.state import (
     UncountedHook,
+    global_hook_tables,
     has_gradient_hooks,
     has_step_hooks,
     has_torchs_step,
@@ -29,6 +31,7 @@ from mirrorc.torch_internals.state import (
 )
 from mirrorc.torch_internals.tracing import (
     export_joint_graph,
+    guards_of,
     is_users_file,
     leaf_of_placeholder,
     trace_full_graph,
@@ -37,11 +40,15 @@ from mirrorc.torch_internals.tracing import (
 )
 
 __all__ = [
+    "DynamoGuards",
+    "GuardsChange",
     "JointGraph",
     "UncountedHook",
     "add_node",
     "compile_with_inductor",
     "export_joint_graph",
+    "global_hook_tables",
+    "guards_of",
     "has_cpp_compiler",
     "has_gradient_hooks",
     "has_step_hooks",

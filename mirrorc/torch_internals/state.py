@@ -89,6 +89,14 @@ def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
     return [getattr(module, name) for name in names]
 
 
+def global_hook_tables() -> list[Mapping[Any, Any]]:
+    """The dicts that hold the forward and backward hooks of all modules; they are not copied."""
+    from torch.nn.modules import module
+
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(module, f"_global{name}") for name in names]
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether there are hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

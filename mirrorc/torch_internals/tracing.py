@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 
 
 def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises."""
+    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
+
+    The parameters of the module's forward must be ``self`` and ``leaves``, see `guards_of`.
+
+    Raises:
+        GuardsChange: forward reads something that changes whenever it is read.
+    """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
@@ -28,12 +35,13 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         "automatic_dynamic_shapes": False,
         "ignore_logging_functions": config.ignore_logging_functions | _logging_methods(),
     }
-    names = type(module).forward.__globals__
+    names = traced_globals(module)
     before = set(names)
     try:
-        with config.patch(options), warnings.catch_warnings(record=True) as caught:
+        with config.patch(options), warnings.catch_warnings(record=True) as caught, captured_output() as outputs:
             warnings.simplefilter("always")
             traced = dynamo_graph_capture_for_export(module)(*leaves)
+        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module)
         traced.meta["mirrorc_written_modules"] = _written_modules(caught)
         return traced
     finally:
@@ -57,6 +65,12 @@ def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
         if not written:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return written
+
+
+def guards_of(traced: fx.GraphModule) -> DynamoGuards:
+    """The guards on what Python read in the forward of `trace_full_graph`'s result, besides its arguments."""
+    guards: DynamoGuards = traced.meta["mirrorc_guards"]
+    return guards
 
 
 def written_modules(traced: fx.GraphModule) -> list[str]:

@@ -12,14 +12,13 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.capture.arguments import flatten_call, split_call
 from mirrorc.capture.dynamo import DynamoFrontEnd
-from mirrorc.capture.front_ends import front_end_named, register_front_end, unregister_front_end
+from mirrorc.capture.front_ends import Traced, front_end_named, register_front_end, unregister_front_end
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.torch_internals import JointGraph
 
 
 class CountingFrontEnd(DynamoFrontEnd):
@@ -36,7 +35,7 @@ class CountingFrontEnd(DynamoFrontEnd):
         call: TrainingCall,
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
-    ) -> JointGraph:
+    ) -> Traced:
         self.shapes.append(tuple(leaves[0].shape))
         return super().trace(stack, call, leaves, decompositions)
 

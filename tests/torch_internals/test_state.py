@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 
 from mirrorc import torch_internals as internals
 
@@ -48,6 +53,22 @@ def test_hook_tables_are_live() -> None:
     layer.register_forward_pre_hook(lambda *_: None)
     layer.register_full_backward_hook(lambda *_: None)
     assert sum(len(table) for table in tables) == 3
+
+
+def test_global_hook_tables_are_live() -> None:
+    tables = internals.global_hook_tables()
+    handles = [
+        register(lambda *_: None)
+        for register in (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+            register_module_full_backward_hook,
+        )
+    ]
+    assert sum(len(table) for table in tables) == 3
+    for handle in handles:
+        handle.remove()
+    assert sum(len(table) for table in tables) == 0
 
 
 def test_has_gradient_hooks() -> None:

@@ -1,0 +1,40 @@
+"""What a front end says about the Python state that its graph depends on: whether that state is still as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Guards(Protocol):
+    """Watches everything that Python read while a graph was traced, and that the key of a specialization lacks.
+
+    The key has the arguments' shapes, strides and dtypes, the plain attributes and hooks of modules, what is trainable, and
+    torch's modes (`mirrorc.specializer`). Guards are asked in the caller's thread before every step, so they must be cheap:
+    some microseconds.
+    """
+
+    def hold(self) -> bool:
+        """Whether a trace would still read what it read."""
+
+    def broken(self) -> str:
+        """What has changed, in a few words with the line that reads it; for messages, after `hold` was false."""
+
+
+class AllGuards:
+    """The guards of all graphs of a program together."""
+
+    def __init__(self, parts: Sequence[Guards] = ()) -> None:
+        self._parts = tuple(parts)
+
+    def hold(self) -> bool:
+        """Whether all hold."""
+        return all(part.hold() for part in self._parts)
+
+    def broken(self) -> str:
+        """What the first says that does not hold."""
+        return next((part.broken() for part in self._parts if not part.hold()), "")
+
+
+NO_GUARDS = AllGuards()
+"""For a graph that depends on nothing but the key of its specialization."""

@@ -1,0 +1,187 @@
+"""Dynamo's guards on what a trace has read, without those on what mirrorc watches itself, and with what they do not see."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_VARIABLE = re.compile(r"\._(parameters|buffers)\['[^']+'\]$")
+_MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
+_GLOBAL_STATE = ("GLOBAL_STATE", "SHAPE_ENV")  # they include the number of threads, and the sizes of arguments
+
+
+class DynamoGuards:
+    """Says whether a call of a module would still be traced to the same graph.
+
+    Not watched, because others do: the arguments, the types of the module's parameters and buffers, torch's modes.
+    Watched besides what Dynamo guards: which tensors a graph took from elsewhere, methods of the modules' classes, and the
+    sign of zeros, since -0.0 == 0.0.
+    """
+
+    def __init__(self, manager: Any, module: nn.Module, traced_code: Sequence[CodeType], names: Sequence[str]) -> None:
+        self._manager = manager
+        self._values = {"self": module}
+        self._scope = {**_names_in_guards(), "L": self._values, "G": traced_globals(module)}
+        self._methods = _traced_methods(module, traced_code)
+        values = {name: value for name in names for value in _evaluated(name, self._scope)}
+        self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
+        self._zeros = [
+            (compile(name, "<guard>", "eval"), repr(value))
+            for name, value in values.items()
+            if _has_zero(value) and not _MODULE_ATTRIBUTE.match(name)
+        ]
+
+    def hold(self) -> bool:
+        """Whether all that was read is as it was. Gradients may be switched off in the caller's thread."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.hold()
+        for owner, name, function, code in self._methods:
+            found = getattr(owner, name, None)
+            if found is not function or found.__code__ is not code:
+                return False
+        if self._zeros and any(repr(eval(code, self._scope)) != text for code, text in self._zeros):
+            return False
+        return bool(self._manager.check(self._values))
+
+    def broken(self) -> str:
+        """What has changed, in a few words."""
+        for owner, name, function, code in self._methods:
+            found = getattr(owner, name, None)
+            if found is not function or found.__code__ is not code:
+                return f"{owner.__name__}.{name} was replaced"
+        with torch.enable_grad():
+            parts = self._manager.check_verbose(self._values).verbose_code_parts
+        return _in_words(parts[0]) if parts else "the sign of a zero"
+
+
+def _in_words(part: str) -> str:
+    """A guard as Dynamo prints it, with the names that users know."""
+    condition, _, place = part.partition("  # ")
+    condition = re.sub(r"G\['__import_\w+'\]\.", "", condition.strip())
+    condition = re.sub(r"G\['(\w+)'\]", r"\1", condition)
+    condition = re.sub(r"L\['self'\]\._modules\['model'\]", "model", condition)
+    condition = re.sub(r"L\['self'\]\.", "", re.sub(r"\._modules\['(\w+)'\]", r".\1", condition))
+    place = re.sub(r"^.*/", "", place.rpartition("# ")[2].strip())
+    return f"{condition}, read at {place}" if place else condition
+
+
+def _traced_methods(
+    module: nn.Module, traced_code: Sequence[CodeType]
+) -> list[tuple[type, str, FunctionType, CodeType]]:
+    """The methods of the modules' classes that the trace has entered: class, name, function, code."""
+    codes = set(traced_code)
+    found: dict[tuple[type, str], FunctionType] = {}
+    for kind in {type(m) for m in module.modules()}:
+        for base in kind.__mro__:
+            for name, function in vars(base).items():
+                if isinstance(function, FunctionType) and function.__code__ in codes:
+                    current = getattr(kind, name)
+                    if current is function:
+                        found[kind, name] = function
+    return [(kind, name, function, function.__code__) for (kind, name), function in found.items()]
+
+
+def _names_in_guards() -> dict[str, Any]:
+    """The functions that occur in the expressions of guards."""
+    from torch._dynamo.guards import _get_closure_vars
+
+    names: dict[str, Any] = _get_closure_vars()
+    return names
+
+
+def _evaluated(name: str, scope: dict[str, Any]) -> list[Any]:
+    """What a guard watches; nothing if it watches that something is not there."""
+    with contextlib.suppress(Exception):  # the expression runs the user's code
+        return [eval(name, scope)]
+    return []
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_has_zero(item) for item in value)
+    return isinstance(value, float) and value == 0.0
+
+
+def _name(guard: Any) -> str:
+    """The expression that reads what a guard watches, in terms of ``L`` (locals) and ``G`` (globals)."""
+    return str(guard.name)
+
+
+def traced_globals(module: nn.Module) -> dict[str, Any]:
+    """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names of its own to them."""
+    from torch._dynamo.convert_frame import get_traced_fn
+
+    names: dict[str, Any] = get_traced_fn(module)[0].__globals__
+    return names
+
+
+@contextlib.contextmanager
+def captured_output() -> Iterator[list[Any]]:
+    """While Dynamo's export captures a call, keeps the output from which guards can be built; export itself drops it."""
+    from torch._dynamo import functional_export
+
+    capture: Callable[..., Any] = functional_export.fullgraph_capture
+    kept: list[Any] = []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept.append(capture(*args, **kwargs))
+        return kept[-1]
+
+    functional_export.fullgraph_capture = keeping  # type: ignore[assignment]
+    try:
+        yield kept
+    finally:
+        functional_export.fullgraph_capture = capture  # type: ignore[assignment]
+
+
+def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
+    """The guards of a captured call of ``module``.
+
+    Raises:
+        GuardsChange: a guard fails right away, so what it watches changes whenever it is read.
+    """
+    from torch._dynamo.convert_frame import get_traced_fn
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    captured = output.graph_capture_output
+    guards = captured.output_graph.guards
+    kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
+    guards.clear()
+    for guard in kept:
+        guards.add(guard, collect_debug_stack=False)
+        if guard.create_fn_name() == "TENSOR_MATCH":  # the graph has this very tensor in it, not one of its type
+            guards.add(_identity(guard), collect_debug_stack=False)
+    try:
+        with get_metrics_context(), dynamo_timed("build_guards"):
+            manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
+    except AssertionError as error:
+        raise GuardsChange(_in_words(str(error).rpartition("reason: ")[2])) from error
+    return DynamoGuards(manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)))
+
+
+def _identity(guard: Any) -> Any:
+    """A guard on the identity of what a guard watches."""
+    from torch._dynamo.guards import GuardBuilder
+
+    is_array = _name(guard).startswith("___from_numpy(")  # it makes a tensor whenever it is evaluated
+    source = guard.originating_source.base if is_array else guard.originating_source
+    identity = source.make_guard(GuardBuilder.ID_MATCH)
+    identity.user_stack = guard.user_stack
+    return identity
+
+
+def _is_kept(name: str, kind: str) -> bool:
+    if kind in _GLOBAL_STATE or (name.startswith("L[") and not name.startswith("L['self']")):
+        return False
+    return not (kind == "TENSOR_MATCH" and _VARIABLE.search(name))
+
+
+class GuardsChange(Exception):
+    """What a trace has read has changed before the trace was over; the text says what."""

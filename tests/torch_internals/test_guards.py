@@ -1,0 +1,89 @@
+"""Dynamo's guards: what they watch, what is left out, and how they read in words."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from mirrorc import torch_internals as internals
+
+factor = 2.0
+chosen = torch.ones(3)
+
+
+class Call(nn.Module):
+    """As `mirrorc.capture.training_call.TrainingCall` calls a model: with leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.config = types.SimpleNamespace(offset=0.0)
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        return (self.model(leaves[0]) * factor * chosen + self.config.offset).sum()
+
+
+@pytest.fixture
+def call() -> Iterator[Call]:
+    values = {name: globals()[name] for name in ("factor", "chosen")}
+    yield Call()
+    globals().update(values)
+
+
+def guards_of(call: Call) -> internals.DynamoGuards:
+    return internals.guards_of(internals.trace_full_graph(call, (torch.ones(2, 3),)))
+
+
+def test_guards_hold_until_something_that_was_read_changes(call: Call) -> None:
+    guards = guards_of(call)
+    gc.collect()  # nothing that they need goes with the trace
+    internals.trace_full_graph(call, (torch.ones(4, 3),))  # nor is it replaced by that of another one
+    assert guards.hold()
+    globals()["factor"] = 3.0
+    assert not guards.hold()
+    assert guards.broken().startswith("factor == 2.0, read at ") and "test_guards.py:" in guards.broken()
+    globals()["factor"] = 2.0
+    assert guards.hold()
+
+
+def test_a_tensor_from_elsewhere_must_be_the_same_one(call: Call) -> None:
+    guards = guards_of(call)
+    globals()["chosen"] = torch.ones(3)
+    assert not guards.hold() and "chosen" in guards.broken()
+
+
+def test_the_sign_of_a_zero_is_seen(call: Call) -> None:
+    guards = guards_of(call)
+    call.config.offset = -0.0
+    assert not guards.hold() and guards.broken() == "the sign of a zero"
+
+
+def test_methods_are_seen_with_their_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = guards_of(call)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, x: x)
+        assert not guards.hold() and guards.broken() == "Linear.forward was replaced"
+    assert guards.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear.forward, "__code__", (lambda self, input: input).__code__)
+        assert not guards.hold()
+    assert guards.hold()
+
+
+def test_what_others_watch_is_left_out(call: Call) -> None:
+    guards = guards_of(call)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with torch.no_grad():
+            assert guards.hold()
+    finally:
+        torch.set_num_threads(threads)
+    call.model[0].weight.data = torch.zeros(3, 6)[:, ::2]
+    call.model[0].weight.requires_grad_(False)
+    assert guards.hold()
