@@ -13,7 +13,7 @@ from torch import nn
 
 _VARIABLE = re.compile(r"\._(parameters|buffers)\['[^']+'\]$")
 _MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
-_GLOBAL_STATE = ("GLOBAL_STATE", "SHAPE_ENV")  # they include the number of threads, and the sizes of arguments
+_LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of threads, sizes of arguments, modes
 
 
 class DynamoGuards:
@@ -134,11 +134,11 @@ def captured_output() -> Iterator[list[Any]]:
         kept.append(capture(*args, **kwargs))
         return kept[-1]
 
-    functional_export.fullgraph_capture = keeping  # type: ignore[assignment]
+    functional_export.fullgraph_capture = keeping
     try:
         yield kept
     finally:
-        functional_export.fullgraph_capture = capture  # type: ignore[assignment]
+        functional_export.fullgraph_capture = capture
 
 
 def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
@@ -178,7 +178,7 @@ def _identity(guard: Any) -> Any:
 
 
 def _is_kept(name: str, kind: str) -> bool:
-    if kind in _GLOBAL_STATE or (name.startswith("L[") and not name.startswith("L['self']")):
+    if kind in _LEFT_OUT or (name.startswith("L[") and not name.startswith("L['self']")):
         return False
     return not (kind == "TENSOR_MATCH" and _VARIABLE.search(name))
 

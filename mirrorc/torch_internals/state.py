@@ -112,7 +112,14 @@ def torch_modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        _function_modes() if torch._C._len_torch_function_stack() else (),
     )
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """The modes of this thread that intercept torch's functions, such as the default device, which is a mode."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return tuple((type(mode), str(getattr(mode, "device", ""))) for mode in modes)
 
 
 def is_plain_thread() -> bool:
