@@ -231,6 +231,7 @@ class VariableStore:
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
+            self._leave_homes_of_others(changed)
         for name in changed:
             self._mirror(name)
         return not self._layout.own.issuperset(changed)
@@ -239,6 +240,15 @@ class VariableStore:
         """Copies replica 0's parameters to all replicas, after a step that did not finish."""
         for flat in self.buckets:
             _mirror_first(flat.parameters)
+
+    def _leave_homes_of_others(self, changed: Sequence[str]) -> None:
+        """Gives memory of its own to each tensor that the user has put where another variable belongs, as by an exchange."""
+        homes = {w.home.untyped_storage().data_ptr() for w in self._watched.values() if w.home is not None}
+        for name in changed:
+            tensor, home = self.tensors[name], self._watched[name].home
+            is_home = home is not None and tensor.data_ptr() == home.data_ptr()
+            if not is_home and tensor.untyped_storage().data_ptr() in homes:
+                tensor.data = tensor.detach().clone()
 
     def _mirror(self, name: str) -> None:
         tensor, values = self.tensors[name], self._layout.values[name]

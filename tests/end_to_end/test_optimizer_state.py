@@ -269,9 +269,14 @@ def replace_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
     model.first.bias.data = model.first.bias.data * 2.0
 
 
+def exchange_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.first.bias.data, model.second.bias.data = model.second.bias.data, model.first.bias.data
+
+
 @pytest.mark.parametrize(
     ("change", "make_optimizer"),
     [
+        (exchange_data, ADAMW),
         (load_other_weights, ADAMW),
         (write_in_place, STATEFUL["adadelta"]),
         (replace_data, ADAMW),
@@ -286,6 +291,16 @@ def test_weights_written_between_steps_are_mirrored(
     pair = Pair(make_mlp(), make_optimizer, num_devices=3)
     pair.train(2)
     pair.on_both(change)
+    pair.train(2)
+    pair.check()
+
+
+def test_a_frozen_and_a_trained_parameter_exchange_their_memory() -> None:
+    model = make_mlp()
+    model.first.bias.requires_grad_(False)
+    pair = Pair(model, ADAMW)
+    pair.train(2)
+    pair.on_both(exchange_data)
     pair.train(2)
     pair.check()
 

@@ -24,7 +24,6 @@ KNOWN_TO_FAIL: dict[str, str] = {
     "change_class_attribute": "the former value is used",
     **dict.fromkeys(("replace_state", "pop_momentum", "clear_state", "replace_count"), "the former state is used"),
     "turn_on_amsgrad": "a KeyError without a word",
-    "swap_data": "both get the values of one",
     **dict.fromkeys(("write_through_data", "write_state_through_data", "write_buffer_through_data"), "not mirrored"),
     **dict.fromkeys(("run_forward", "train_by_hand", "train_with_another_optimizer"), "not mirrored"),
     "change_mode": "replicas use their own statistics in eval mode",
