@@ -23,6 +23,7 @@ from mirrorc.pipeline.placement import check_pass_names
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import import_module, parse_passes
 from mirrorc.printing.colors import print_colored
+from mirrorc.printing.wording import printable
 from mirrorc.verifier.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -149,7 +150,7 @@ def diff(
     except (ValueError, OSError) as error:
         _fail(error)
     if found:
-        sys.stdout.write(found.rstrip("\n") + "\n")
+        sys.stdout.write(printable(found.rstrip("\n") + "\n"))
         raise typer.Exit(1)
 
 
@@ -200,7 +201,7 @@ def _complain(reason: Exception | str) -> None:
         reason = f"there is no file {reason.filename}"
     elif isinstance(reason, OSError) and reason.filename is not None:
         reason = f"{reason.filename}: {reason.strerror}"
-    sys.stderr.write(f"mirrorc: {reason}\n")
+    sys.stderr.write(printable(f"mirrorc: {reason}\n"))
 
 
 def main() -> None:

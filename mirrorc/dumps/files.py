@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from mirrorc.dumps.pass_report import PassReport
-from mirrorc.dumps.sinks import Sink
+from mirrorc.dumps.sinks import Sink, warn_of_lost_dump
 from mirrorc.ir.program import Program
 from mirrorc.pipeline.protocol import Instrument, Pass
 
@@ -19,6 +19,8 @@ class DumpFiles(Instrument):
     The text of a pass has its name, its stage, its time, the number of nodes, how many nodes of each operation were added or
     removed, and the pass's remarks. If the pass changed the program, the program follows in full. The captured program is
     saved as well, for ``mirrorc opt``.
+
+    If a sink cannot take a text, a warning says so, and the sink gets nothing more.
 
     Args:
         sinks: where the texts are written.
@@ -92,7 +94,11 @@ class DumpFiles(Instrument):
 
     def _put(self, name: str, text: str) -> None:
         for sink in self.sinks:
-            sink.write(name, text)
+            try:
+                sink.write(name, text)
+            except OSError as error:
+                self.sinks = [other for other in self.sinks if other is not sink]
+                warn_of_lost_dump(error)
 
 
 def _cell(text: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 
 from mirrorc.dumps.folders import DumpFolder
 from mirrorc.ir.program import Program
+from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
 
 
@@ -62,7 +64,22 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
         directory: the directory in which the program gets a folder, see `DumpFolder`; None for no files.
 
     Returns:
-        A sink for the folder, and one for torch's structured trace if that is on (the environment variable TORCH_TRACE).
+        A sink for the folder, and one for torch's structured trace if that is on (the environment variable TORCH_TRACE). If
+        nothing can be written to the folder, a warning says so, and there is no sink for it.
     """
-    sinks: list[Sink] = [FolderSink(directory)] if directory is not None else []
+    sinks: list[Sink] = []
+    if directory is not None:
+        try:
+            sinks.append(FolderSink(directory))
+        except OSError as error:
+            warn_of_lost_dump(error)
     return [*sinks, TraceSink()] if is_structured_trace_on() else sinks
+
+
+def warn_of_lost_dump(error: OSError) -> None:
+    """Warns that a dump cannot be written, which is no reason to end a training run."""
+    warnings.warn(
+        f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
+        "directory (dump=, MIRRORC_DUMP)",
+        stacklevel=users_stack_level(),
+    )

@@ -69,6 +69,7 @@ from mirrorc.ir.program import Program, Region
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
+from mirrorc.printing.wording import on_one_line, printable
 
 
 class ProgramPrinter:
@@ -107,7 +108,7 @@ class ProgramPrinter:
         lines += function_lines(program, self._lines_of, sources=sources, fold=is_folded)
         for region in program.regions.values() if regions else ():
             lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
-        return "\n".join(lines) + "\n"
+        return printable("\n".join(lines) + "\n")
 
     def _lines_of(self, graph: fx.Graph) -> list[Line]:
         if graph not in self._lines:
@@ -134,12 +135,7 @@ def program_to_text(
 
 def region_to_text(region: Region, *, sources: bool = True) -> str:
     """Prints a region's body as text."""
-    return "\n".join(_region_lines(region, sources, {})) + "\n"
-
-
-def on_one_line(text: str) -> str:
-    """Replaces line breaks in a text by ``\\n``."""
-    return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)
+    return printable("\n".join(_region_lines(region, sources, {})) + "\n")
 
 
 def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lists and numbers, in words."""
+"""Lists and numbers in words, and texts that a terminal shows as they are."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
             left_out += 1
     if left_out:
         yield rest.format(left_out)
+
+
+def printable(text: str) -> str:
+    """A text in which characters that a terminal would obey or hide are written as ``\\x1b``; line breaks stay."""
+    return text if text.isprintable() else "\n".join(map(on_one_line, text.split("\n")))
+
+
+def on_one_line(text: str) -> str:
+    """The same, with line breaks as ``\\n``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

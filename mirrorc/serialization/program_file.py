@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import io
 import json
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Collection, Mapping
@@ -85,7 +87,12 @@ def _other_torch(written_with: str) -> str:
     """The remedy for an operator that another version of torch has; empty if this version has written the file."""
     if written_with == str(torch.__version__):
         return ""
-    return f", or use the same torch: the file was written with torch {written_with}, this is torch {torch.__version__}"
+    return f", or use the same torch: the file was written with torch {_version(written_with)}, this is torch {torch.__version__}"
+
+
+def _version(found: Any) -> str:
+    """A version that stands in a file, quoted if it does not look like one."""
+    return found if type(found) is str and re.fullmatch(r"[\w.+-]{1,40}", found) else f"{found!r:.40}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -94,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
     remedy = "give a file that Program.save has written"
     try:
         if encoded.startswith(_GZIP_MAGIC):
-            encoded = gzip.decompress(encoded)
+            encoded = _decompressed(encoded)
         data = json.loads(encoded)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"cannot load {path}: it is not JSON, or not all of it ({error}); {remedy}") from error
@@ -104,14 +111,34 @@ def _read(path: Path) -> dict[str, Any]:
     if type(version) is int and version > VERSION:
         raise ValueError(
             f"cannot load {path}: it has version {version} of the format, this mirrorc reads up to {VERSION}; use mirrorc "
-            f"{data.get('mirrorc')}, which has written it, or later"
+            f"{_version(data.get('mirrorc'))}, which has written it, or later"
         )
     if type(version) is int and 0 < version < VERSION:
         raise ValueError(
             f"cannot load {path}: it has version {version} of the format, this mirrorc reads version {VERSION}; save the program "
-            f"again, or use mirrorc {data.get('mirrorc')}, which has written it"
+            f"again, or use mirrorc {_version(data.get('mirrorc'))}, which has written it"
         )
     return data
+
+
+_ALWAYS_READ = 2**24
+_MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make a thousandth of zeros
+
+
+def _decompressed(encoded: bytes) -> bytes:
+    """The content of gzip's data.
+
+    Raises:
+        ValueError: it is so much more than the data that it can be no program; no more of it than that was decompressed.
+    """
+    most = _ALWAYS_READ + _MOST_EXPANSION * len(encoded)
+    with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(
+            f"it decompresses to more than {most >> 20} MiB, which no program of {len(encoded)} bytes does"
+        )
+    return content
 
 
 def _encode_program(program: Program) -> dict[str, Any]:

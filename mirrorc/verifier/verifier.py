@@ -9,6 +9,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import source_line
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
+from mirrorc.printing.wording import printable
 from mirrorc.verifier.checked_graphs import Checked, _all_graphs
 from mirrorc.verifier.rule import Rule, Scope, rules
 from mirrorc.verifier.rules.dataflow import KnownFlows
@@ -80,10 +81,11 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
     by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"
     line = source_line(violation.node) if violation.node is not None else ""
     at = f" (at {line})" if line else ""
-    raise VerifyError(
+    text = (
         f"{by} the rule {rule.name} {rule.when(program)}: {violation}{at}. The rule: {rule.statement} The program "
         f"will not run; mend the pass (dump= shows the program after every pass).{surroundings(program, violation.node)}"
     )
+    raise VerifyError(printable(text))
 
 
 class Verify(Instrument):

@@ -1,8 +1,10 @@
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, core_pi
 from typer.testing import CliRunner
 
 import mirrorc
+from mirrorc import options
 from mirrorc.cli import app
 from mirrorc.dumps.files import DumpFiles
 from mirrorc.dumps.pass_report import PassReport
@@ -323,6 +326,42 @@ def test_files_go_into_a_folder_per_program(tmp_path: Path) -> None:
             }
         last = (folder / f"{len(NAMES) - 1:02d}-lower-devices.txt").read_text(encoding="utf-8")
         assert str(step.program).partition("def ")[2] in last
+
+
+def trained_with_a_dump(directory: Path) -> list[str]:
+    """Trains a step, and gives the texts of the warnings that point at this file."""
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mirrorc.compile(
+            model, 2, optimizer=optimizer, loss_fn=torch.nn.functional.mse_loss, backend="eager", dump=directory
+        ) as step:
+            before = [p.detach().clone() for p in model.parameters()]
+            for num_examples in (4, 6):
+                step(torch.ones(num_examples, 4), target=torch.zeros(num_examples, 3))
+    assert not all(map(torch.equal, before, model.parameters()))
+    return [str(warning.message) for warning in caught if warning.filename == __file__]
+
+
+def test_a_dump_that_cannot_be_written_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_in_its_place = tmp_path / "dump"
+    monkeypatch.setattr(options, "checked_directory", lambda option, path: Path(path))
+    file_in_its_place.write_text("")
+    said = trained_with_a_dump(file_in_its_place)
+    assert len(said) == 2 and all("dump" in text and "training goes on without it" in text for text in said)
+
+    write_text, written = Path.write_text, []
+
+    def until_the_disk_is_full(path: Path, *args: object, **kwargs: object) -> int:
+        if len(written) >= 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        written.append(path)
+        return write_text(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", until_the_disk_is_full)
+    said = trained_with_a_dump(tmp_path / "full")
+    assert len(said) == 2 and all("No space left on device" in text for text in said), "one for each program"
 
 
 def test_without_a_directory_and_a_trace_there_are_no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

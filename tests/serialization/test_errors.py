@@ -1,10 +1,13 @@
 import builtins
 import contextlib
 import copy
+import gzip
+import itertools
 import json
 import operator
 import random
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,16 @@ from tiny_programs import SMALL_BUCKETS, handmade
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from typer.testing import CliRunner
 
+from mirrorc.cli import app
+from mirrorc.errors import MirrorcError
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.serialization import VERSION
+from mirrorc.serialization import VERSION, program_file
+from mirrorc.verifier.verifier import verify
 
 aten = torch.ops.aten
 
@@ -308,6 +315,59 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
                     loaded += 1
                 assert not hasattr(builtins, "was_executed"), (path, code)
     assert loaded > 50
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J", "\x9b2J \u202eevil \ud800", "a\rb\x08\x7f"
+
+
+def test_nothing_in_a_file_reaches_a_terminal_as_a_control_character(tmp_path: Path) -> None:
+    """Neither in a printed program nor in a message about one."""
+    whole = data_of(run_passes(handmade(1, buffer=True), default_pipeline()), tmp_path)
+    whole["program"]["remarks"] = [{"text": "a remark", "by": "", "is_kept": True}]
+    whole["tables"]["lines"] = ["model.py:3  return x"]
+    whole["program"]["device_graphs"]["cpu:0"]["nodes"][0][4]["line"] = 0
+    shown, said, escapes = 0, 0, itertools.cycle(ESCAPES)
+    for path in places(whole):
+        if path and any(isinstance(part, str) for part in (path[-1], at(whole, path))):
+            try:
+                program = load_data(with_code(whole, path, f"x:1  {next(escapes)}"), tmp_path)
+                text = program.to_text(regions=True, slots=True)
+                shown += "\\x" in text
+                verify(program)
+            except (ValueError, KeyError, MirrorcError) as error:
+                text = str(error)
+                said += "\\x" in text
+            assert all(line.isprintable() for line in text.split("\n")), (path, text)
+    assert shown >= 3 and said > 50
+
+
+def test_the_command_line_shows_no_control_characters(tmp_path: Path) -> None:
+    data = data_of(handmade(1), tmp_path)
+    data["tables"]["lines"] = ["model.py:3  x\x1b[2J"]
+    data["program"]["shard_graphs"][0][0][4]["line"] = 0
+    (tmp_path / "evil.json").write_text(json.dumps(data))
+    (tmp_path / "evil.txt").write_text("# mirrorc \x1b[2J\n")
+    (tmp_path / "later.json").write_text(json.dumps({**data, "version": 99, "mirrorc": "\x1b[2J"}))
+    for command in (["show", "evil.json"], ["show", "later.json"], ["verify", "evil.json", "later.json"]):
+        done = CliRunner().invoke(app, [command[0], *(str(tmp_path / name) for name in command[1:])])
+        assert "\x1b" not in done.output and done.output
+    done = CliRunner().invoke(app, ["diff", str(tmp_path / "evil.json"), str(tmp_path / "evil.txt")])
+    assert "\x1b" not in done.output and done.output
+
+
+def test_a_file_that_decompresses_to_much_more_than_any_program_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_file, "_ALWAYS_READ", 2**20)
+    bomb = tmp_path / "bomb.json.gz"
+    bomb.write_bytes(gzip.compress(b" " * 2**20) * 200)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"bomb.json.gz: .*decompresses to more than 2\d MiB.*give a file"):
+            Program.load(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 2**26, "no more of it is decompressed than a program may have"
+    finally:
+        tracemalloc.stop()
 
 
 def at(data: Any, path: tuple[Any, ...]) -> Any:
