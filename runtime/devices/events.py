@@ -1,4 +1,4 @@
-"""Events that tell when a GPU's queued work is done; on CPUs there is nothing to wait for."""
+"""Order among the streams of a GPU: events that tell when queued work is done; on CPUs there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def wait_event(event: Any, device: torch.device | None = None) -> None:
     """Lets a GPU's current stream wait for an event of `record_event`; by default, of the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a GPU, which the current stream makes; the tensor itself if it is there."""
+    return tensor.to(device, non_blocking=True)
+
+
+def kept_for(tensor: torch.Tensor, stream: Any) -> None:
+    """Keeps the memory of a GPU's tensor, once it is freed, from being used again before a stream has done its queued work."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+
+
+def kept_for_caller(tensor: torch.Tensor) -> None:
+    """As `kept_for`, for the current stream of the tensor's GPU; does nothing for a tensor on the CPU."""
+    if tensor.is_cuda:
+        kept_for(tensor, torch.cuda.current_stream(tensor.device))

@@ -17,7 +17,8 @@ from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import communicators_of
-from mirrorc.runtime.devices.events import record_event, wait_device, wait_event
+from mirrorc.runtime.devices.events import kept_for_caller, record_event, wait_device, wait_event
+from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
@@ -63,6 +64,7 @@ class Executor:
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
+        self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds = timeout_seconds
         self._layout = -1
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -174,7 +176,9 @@ class Executor:
         values = self._arguments(replica, *given)
         call = self._functions[replica].call
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
-        return loss, record_event(self.program.devices[replica].torch_device)
+        done = record_event(self.program.devices[replica].torch_device)
+        self._host_copies[replica].wait_until_read()
+        return loss, done
 
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """Runs a replica's step on a CPU in the caller's thread."""
@@ -184,14 +188,13 @@ class Executor:
     def _arguments(
         self, replica: int, start: Sequence[Any], shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
     ) -> list[torch.Tensor]:
-        device = self.program.devices[replica].torch_device
         for event in start:
             wait_event(event)
         values: list[torch.Tensor] = []
         for argument in self.program.arguments:
             if argument.kind is ArgumentKind.BATCH:
                 own = shard[argument.leaf]  # type: ignore[index]
-                values.append(own if self._step_graph is not None else own.to(device, non_blocking=True))
+                values.append(own if self._step_graph is not None else self._host_copies[replica].to_device(own))
             elif argument.kind is ArgumentKind.LOSS_WEIGHT:
                 values.append(weight)
             else:
@@ -204,6 +207,8 @@ class Executor:
     ) -> torch.Tensor:
         """Runs a step with a CUDA graph, which is captured when it is due and replayed from then on."""
         step_graph.load(values)
+        if any(value.device.type == "cpu" and value.is_pinned() for value in values):
+            self._host_copies[0].note_reads()
         if step_graph.is_due:
             try:
                 with self._state.optimizers.capturing():
@@ -226,7 +231,8 @@ class Executor:
 
     def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
         home = self.program.devices[0].torch_device
-        for (_, event), device in zip(results, self.program.devices, strict=True):
+        for (loss, event), device in zip(results, self.program.devices, strict=True):
+            kept_for_caller(loss)
             wait_event(event, home)
             wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
         dtype = results[0][0].dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -174,7 +175,9 @@ def test_what_a_gpu_refuses_to_capture_is_said_and_changes_nothing(monkeypatch: 
             step(x, target=y)
         before = copy.deepcopy(model.state_dict())
         with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.SGD, "step", lambda self: self.param_groups[0]["params"][0].sum().item())
+            patch.setattr(
+                sys.modules["torch.optim.sgd"], "sgd", lambda parameters, *_, **__: parameters[0].sum().item()
+            )
             with pytest.raises(
                 ExecutionError, match=r"(?s)cannot be captured.*cuda_graphs=False.*No parameter was changed"
             ):

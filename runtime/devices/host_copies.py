@@ -1,0 +1,52 @@
+"""Copies a batch from the host to a GPU, and tells when the host's memory may be written again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mirrorc.runtime.devices.events import copied_to, kept_for, record_event, wait_event
+
+
+class HostCopies:
+    """The copies of one replica's batches; all its methods are called from the replica's thread.
+
+    Copies from the host have a stream of their own, which waits for nothing. So the caller can queue a step while the last one
+    still runs, and has its memory back as soon as it was read: a pinned batch may be filled anew when the step has returned.
+
+    Args:
+        device: the replica's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._stream: Any = None  # made when first needed, while the GPU is the current one
+        self._read: Any = None  # the event after which the host's memory has been read
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the device, for the work that is queued from now on."""
+        if not self._is_gpu:
+            return tensor.to(self._device)
+        if tensor.device.type != "cpu":
+            return copied_to(tensor, self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        own = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copy = copied_to(tensor, self._device)
+            self._read = record_event(self._device)
+        wait_event(self._read, self._device)
+        kept_for(copy, own)
+        return copy
+
+    def note_reads(self) -> None:
+        """Notes that work on the current stream has been queued that reads the host's memory."""
+        self._read = record_event(self._device)
+
+    def wait_until_read(self) -> None:
+        """Returns when the host's memory has been read."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None
