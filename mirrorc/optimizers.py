@@ -11,16 +11,17 @@ import torch
 from mirrorc.ir.variables import UpdateRule, Variable
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-)
+_REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of their state
+    torch.optim.SGD: (),  # it makes its momentum when there is none
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.NAdam: ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
+}
+ELEMENTWISE = tuple(_REQUIRED)
 """Optimizers that update each element independently of all others, so that they may run on whole buckets."""
 
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
@@ -30,9 +31,64 @@ SCALAR_STATE = ("step", "mu_product")
 """Entries of these optimizers' state that are a single number per parameter."""
 
 
+_SWITCHES = (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg"), ("momentum", "momentum_buffer"))
+_KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(entry for _, entry in _SWITCHES)}
+
+
+def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The entries that an element-wise optimizer looks for in the state of a parameter, unless that state is empty."""
+    switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
+    return (*_REQUIRED[kind], *switched)
+
+
+def state_switches(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool]]:
+    """For each group, which of the hyperparameters are on that require more state."""
+    groups = optimizer.param_groups
+    return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
+
+
+def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, parameter: torch.Tensor) -> None:
+    """Refuses state of an element-wise optimizer with which it could not update a parameter.
+
+    Args:
+        optimizer: the user's.
+        group: index of the parameter's group.
+        name: of the parameter, for the message.
+        parameter: the parameter.
+
+    Raises:
+        ValueError: names the entry, and the remedy.
+    """
+    state, kind = optimizer.state.get(parameter), type(optimizer)
+    if not state:
+        return
+    hyperparameters = optimizer.param_groups[group]
+    for entry in required_state(kind, hyperparameters):
+        if state.get(entry) is None:
+            switches = [switch for switch, switched in _SWITCHES if switched == entry]
+            because = "".join(f" with {switch}={hyperparameters[switch]!r}" for switch in switches)
+            raise ValueError(
+                f"the state of {kind.__name__} for {name!r} has no {entry!r}, which it needs{because} once there is state: put "
+                "it there (such as torch.zeros_like(parameter)), or clear the state, optimizer.state[parameter].clear(), so "
+                "that it is made anew in the next step"
+            )
+    for entry, value in flat_entries(state).items():
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if entry not in SCALAR_STATE and shape != list(parameter.shape):
+            raise ValueError(
+                f"the state {entry!r} of {kind.__name__} for {name!r} is {shape}, but the parameter is {list(parameter.shape)}: "
+                "give it a tensor of the parameter's shape"
+            )
+
+
+def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter's state that an element-wise optimizer knows; others are the user's own and stay as they are."""
+    return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer may run on whole buckets: a known class, not a subclass, whose step nobody hooked or replaced."""
-    if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
+    if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 
@@ -172,10 +228,10 @@ def _text_of(value: Any) -> str:
     return repr(value) if type(value) in (bool, int, float, str) else type(value).__name__
 
 
-def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | None], ...]:
+def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
     """A key that is equal for parameters whose states can be stored together, in one flat tensor per entry."""
-    return tuple(
-        sorted(
-            (key, float(value) if key in SCALAR_STATE else None) for key, value in state.items() if value is not None
-        )
-    )
+    entries = flat_entries(state)
+    kinds = {
+        key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()
+    }
+    return tuple(sorted(kinds.items()))

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorc.optimizers import ELEMENTWISE, check_optimizer, is_elementwise, is_fused, state_signature, update_rules
+from mirrorc.optimizers import (
+    ELEMENTWISE,
+    check_optimizer,
+    check_state,
+    is_elementwise,
+    is_fused,
+    required_state,
+    state_signature,
+    update_rules,
+)
 
 
 def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
@@ -146,7 +155,10 @@ def test_state_that_cannot_be_flat_separates_rules() -> None:
 
 def test_state_signatures() -> None:
     moment = torch.zeros(3)
-    assert state_signature({"step": torch.tensor(2.0), "exp_avg": moment}) == (("exp_avg", None), ("step", 2.0))
+    assert state_signature({"step": torch.tensor(2.0), "exp_avg": moment}) == (
+        ("exp_avg", torch.float32),
+        ("step", 2.0),
+    )
     assert state_signature({"momentum_buffer": None}) == state_signature({}) == ()
 
 
@@ -164,3 +176,29 @@ def test_hooks_on_all_optimizers_are_seen(register: str) -> None:
     finally:
         handle.remove()
     assert is_elementwise(optimizer)
+
+
+def test_required_state_is_what_torch_looks_for() -> None:
+    switches: list[dict[str, Any]] = [{}, {"amsgrad": True}, {"centered": True}, {"momentum": 0.5}]
+    tried = 0
+    for kind in ELEMENTWISE:
+        known = inspect.signature(kind).parameters
+        for switch in switches:
+            if not switch.keys() <= known.keys() or (kind is torch.optim.SGD and switch):
+                continue
+            parameter = nn.Parameter(torch.zeros(3))
+            parameter.grad = torch.ones(3)
+            optimizer = kind([parameter], **switch)
+            optimizer.step()
+            required = required_state(kind, optimizer.param_groups[0])
+            assert set(required) == set(optimizer.state[parameter]), (kind, switch)
+            for entry in required:
+                check_state(optimizer, 0, "it", parameter)
+                kept = optimizer.state[parameter].pop(entry)
+                with pytest.raises(KeyError, match=entry):
+                    optimizer.step()
+                with pytest.raises(ValueError, match=f"'it' has no '{entry}'"):
+                    check_state(optimizer, 0, "it", parameter)
+                optimizer.state[parameter][entry] = kept
+                tried += 1
+    assert tried > 30

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
@@ -48,12 +49,13 @@ class UncountedHook:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there are hooks on ``step`` of this optimizer, or on that of all optimizers; mirrorc's own do not count."""
-    from torch.optim import optimizer as of_all
-
     if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
         return True
-    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    return any(type(hook) is not UncountedHook for hook in own)
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for hook in hooks.values():
+            if type(hook) is not UncountedHook:
+                return True
+    return False
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -62,7 +64,7 @@ def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
     LR schedulers patch it on the object, to see whether it is called, and ``torch.compile`` does not change what it does.
     """
     of_class = type(optimizer).step
-    step = vars(optimizer).get("step", of_class)
+    step = optimizer.__dict__.get("step", of_class)
     if step is not of_class:
         step = getattr(step, "_torchdynamo_orig_callable", step)
         if getattr(step, "_wrapped_by_lr_sched", False):

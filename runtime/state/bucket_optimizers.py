@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizers import state_signature
+from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
+from mirrorc.runtime.state.shown_state import ShownState
 from mirrorc.runtime.state.user_steps import UserSteps
 from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
 from mirrorc.torch_internals import storage_key
@@ -48,9 +49,9 @@ class BucketOptimizers:
         self.user_steps = UserSteps(optimizer)
         self._store = store
         self._state = FlatState((), self._flat_optimizer, self._user_state)
-        self._shown: list[tuple[torch.nn.Parameter, Any]] = []  # the state that was put into the user's optimizer
+        self._shown = ShownState(optimizer)
         self._entries: list[int] = []
-        self._versions: list[int] = []
+        self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
@@ -65,6 +66,7 @@ class BucketOptimizers:
         """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
         self._write_rates()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
+        self._check_state(elementwise)
         state = FlatState(elementwise, self._flat_optimizer, self._user_state)
         return Laid(state, state.shown())
 
@@ -72,6 +74,13 @@ class BucketOptimizers:
         """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
         self._state = laid.state
         self._show(laid.shown)
+
+    def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
+        for flat in buckets:
+            for slot in flat.bucket.slots:
+                parameter = self._parameter(slot.variable)
+                check_state(self.user_optimizer, flat.bucket.rule.group, slot.variable, parameter)
+        self._switches = state_switches(self.user_optimizer)
 
     def _flat_optimizer(self, bucket: Bucket, parameters: torch.Tensor) -> FlatOptimizer:
         group = bucket.rule.group
@@ -90,17 +99,7 @@ class BucketOptimizers:
 
     def is_stale(self) -> bool:
         """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
-        state = self.user_optimizer.state
-        return (
-            self.user_steps.have_written
-            or any(state.get(parameter) is not shown for parameter, shown in self._shown)
-            or self._versions != self._present_versions()
-        )
-
-    def _present_versions(self) -> list[int]:
-        """The version counters of the tensors in the user's optimizer, which count in-place writes."""
-        whole = [tensor._version for entries in self._state.whole.values() for tensor in entries.values()]
-        return whole + [shown._version for shown, _ in self._scalars]
+        return self.user_steps.have_written or self._shown.has_changed()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and scalars."""
@@ -111,8 +110,14 @@ class BucketOptimizers:
         )
 
     def sync_hyperparameters(self) -> None:
-        """Takes over hyperparameters that changed since the last step."""
+        """Takes over hyperparameters that changed since the last step.
+
+        Raises:
+            ValueError: they require state that is not there.
+        """
         self._write_rates()
+        if self._state.buckets and self._switches != state_switches(self.user_optimizer):
+            self._check_state(self._state.buckets)
         for own in self._state.optimizers.values():
             own.sync()
 
@@ -163,18 +168,18 @@ class BucketOptimizers:
             return_freed_memory()  # the parts of the state have been copied together
         for shown, value in self._scalars:
             shown.copy_(value)
-        self._versions = self._present_versions()
+        self._shown.count_versions()
 
     def _show(self, shown: Shown) -> None:
-        state, put = self.user_optimizer.state, []
-        for name, entries in shown.states.items():
-            parameter = self._parameter(name)
-            if entries is not None or parameter in state:
-                state[parameter] = entries if entries is not None else {}
-            put.append((parameter, state.get(parameter)))
-        self._scalars, self._shown = shown.scalars, put
-        self._versions = self._present_versions()
-        self._entries = self._state.entries()
+        self._scalars, self._entries = shown.scalars, self._state.entries()
+        if not self._state.buckets:
+            self._shown.forget()
+            return
+        whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+        self._shown.put(
+            ((self._parameter(name), entries) for name, entries in shown.states.items() if entries is not None),
+            (*whole, *(number for number, _ in shown.scalars)),
+        )
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
         """The memory that the update of an element-wise bucket needs; the bucket need not be laid out yet."""

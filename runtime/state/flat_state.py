@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizers import SCALAR_STATE
+from mirrorc.optimizers import SCALAR_STATE, flat_entries
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.variables import FlatBucket, slot_views
 
@@ -68,11 +68,10 @@ class FlatState:
     def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
         """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
         bucket = flat.bucket
-        for key, first in states[0].items():
-            if first is None:
-                continue
+        for key, first in flat_entries(states[0]).items():
             if key in SCALAR_STATE:
-                value = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(float(first))
+                value = torch.as_tensor(first).detach().reshape(())
+                value = value if value.is_floating_point() else value.to(torch.float32)  # as fused kernels want counts
                 for own in self._replicas(flat).values():
                     is_fused = own.optimizer.param_groups[0].get("fused")
                     own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from references import (
     assert_same_model,
     assert_same_state,
     train_step,
+    unchanged,
 )
 from selections import slow
 from tiny_models import make_mlp, mlp_batch
@@ -499,3 +501,173 @@ def test_step_hooks_run_with_every_step() -> None:
     pair.train(3)
     assert len(calls) == 3
     pair.check()
+
+
+def replaced_moments(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
+
+
+def one_replaced_moment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[model.second.weight]
+    state["exp_avg_sq"] = state["exp_avg_sq"] * 4
+
+
+def replaced_counts(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(10.0)
+
+
+def one_count_that_is_a_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.first.bias]["step"] = torch.tensor(7, dtype=torch.int64)
+
+
+def as_torch_makes_it(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"] = state["step"].float()
+
+
+def swapped_moments(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+def cleared_in_place(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def one_cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.last.weight].clear()
+    optimizer.state.pop(model.last.bias)
+
+
+def entry_of_ones_own(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.last.weight]["note"] = "mine"
+    optimizer.state[model.first.weight]["seen"] = [1, 2]
+
+
+def third_moment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def other_dict(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    old = optimizer.state
+    optimizer.state = collections.defaultdict(dict, {p: {k: v.clone() for k, v in old[p].items()} for p in old})
+    for state in optimizer.state.values():
+        state["exp_avg"].neg_()
+
+
+CHANGES_OF_STATE = [
+    replaced_moments,
+    one_replaced_moment,
+    replaced_counts,
+    one_count_that_is_a_number,
+    swapped_moments,
+    cleared_in_place,
+    one_cleared,
+    entry_of_ones_own,
+    third_moment,
+    other_dict,
+]
+
+
+def test_any_change_of_the_state_is_honored() -> None:
+    for change in CHANGES_OF_STATE:
+        pair = Pair(make_mlp(), ADAMW)
+        pair.train(2)
+        pair.on_both(change)
+        pair.train(1)
+        pair.on_both(change)
+        pair.train(2)
+        if change is one_count_that_is_a_number:
+            pair.on_both(as_torch_makes_it)
+        pair.check()
+
+
+def popped_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[model.second.weight]["momentum_buffer"]
+
+
+def momentum_of_none(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = None
+
+
+@pytest.mark.parametrize("change", [popped_momentum, momentum_of_none])
+def test_momentum_that_was_removed_begins_afresh(change: Callable[..., None]) -> None:
+    pair = Pair(make_mlp(), MOMENTUM)
+    pair.train(2)
+    pair.on_both(change)
+    pair.train(2)
+    pair.check()
+
+
+def test_a_dict_of_state_that_the_user_holds_stays_the_optimizers() -> None:
+    pair = Pair(make_mlp(), ADAMW)
+    pair.on_both(lambda model, own: own.state[model.first.weight])  # makes an empty one
+    held = [
+        own.state[model.first.weight] for own, model in ((pair.optimizer, pair.model), (pair.twin_optimizer, pair.twin))
+    ]
+    pair.train(2)
+    pair.on_both(one_cleared)  # which lays memory out anew
+    pair.train(1)
+    for state in held:
+        state["exp_avg"].fill_(2.0)
+    pair.train(1)
+    for state in held:
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2.0
+    pair.train(2)
+    pair.check()
+
+
+INCOMPLETE: list[tuple[str, dict[str, Any], str, str]] = [
+    ("adamw", {"amsgrad": True}, "max_exp_avg_sq", "amsgrad=True"),
+    ("rmsprop", {"centered": True}, "grad_avg", "centered=True"),
+    ("rmsprop", {"momentum": 0.5}, "momentum_buffer", "momentum=0.5"),
+]
+
+
+def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -> None:
+    for name, change, entry, switch in INCOMPLETE:
+        make = {**STATEFUL, "rmsprop": partial(torch.optim.RMSprop, lr=0.001)}[name]
+        pair = Pair(make_mlp(), make)
+        pair.train(2)
+        pair.on_both(lambda _, own, change=change: own.param_groups[0].update(change))
+        with pytest.raises(KeyError, match=entry):
+            train_step(pair.twin, pair.twin_optimizer, mlp_batch(5), F.cross_entropy)
+        for _ in range(2):
+            with (
+                unchanged(pair.model, pair.optimizer),
+                pytest.raises(
+                    ValueError, match=f"'[a-z.]*' has no '{entry}', which it needs with {switch}.*zeros_like"
+                ),
+            ):
+                pair.step(**mlp_batch(5))
+        pair.on_both(
+            lambda _, own, entry=entry: [s.update({entry: torch.zeros_like(p)}) for p, s in own.state.items()] and None
+        )
+        pair.train(2)
+        pair.check()
+
+
+def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
+    changes: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+        (lambda state: state.pop("exp_avg"), "'second.weight' has no 'exp_avg', which it needs once there is state"),
+        (lambda state: state.pop("step"), "'second.weight' has no 'step'"),
+        (lambda state: state.update(exp_avg=torch.zeros(())), r"'exp_avg' of AdamW for 'second.weight' is \[\], but"),
+        (lambda state: state.update(exp_avg_sq=0.0), "'exp_avg_sq' of AdamW for 'second.weight' is float, but"),
+    ]
+    for change, words in changes:
+        pair = Pair(make_mlp(), ADAMW)
+        pair.train(2)
+        state = pair.optimizer.state[pair.model.second.weight]
+        before = dict(state)
+        change(state)
+        with pytest.raises(ValueError, match=words):
+            pair.step(**mlp_batch(5))
+        state.update(before)
+        pair.train(2)
+        pair.check()
