@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.torch_internals import observe_clipping
-from mirrorc.user_warnings import warn_user
 
 _REMEDY = (
     "def clip(*_): torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), and once, before the first step, "
@@ -55,7 +56,7 @@ class GradientHabits:
     def _warn(self, kind: str, message: str) -> None:
         if self.has_trained and kind not in self._told:
             self._told.add(kind)
-            warn_user(message)
+            warnings.warn(message, stacklevel=users_stack_level())
 
     def close(self) -> None:
         """Ends the watching: the user trains the model in another way from now on."""

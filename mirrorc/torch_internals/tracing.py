@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import logging
+import os
 import re
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,10 +150,18 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def is_users_file(path: str) -> bool:
     """Whether a source file is neither torch's nor Python's nor mirrorc's."""
-    if path.startswith((torch.__path__[0], _MIRRORC, "<")):
+    if path.startswith((torch.__path__[0], *_mirrorcs_folders(), "<")):
         return False
     return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_MIRRORC = str(Path(__file__).parent.parent)
+
+
+@functools.cache
+def _mirrorcs_folders() -> tuple[str, ...]:
+    """The folders of mirrorc's packages: in a checkout, passes and runtime lie beside mirrorc."""
+    specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
+    return tuple(
+        f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from traced_graphs import Small
 
+from mirrorc import passes, runtime
 from mirrorc import torch_internals as internals
 from mirrorc.torch_internals import tracing
 
@@ -85,6 +86,7 @@ def test_users_files_are_those_of_nobody_else() -> None:
     assert internals.is_users_file(__file__) and internals.is_users_file("/home/me/net.py")
     assert internals.is_users_file(pytest.__file__)  # an installed package is a user's, too
     assert not any(map(internals.is_users_file, (nn.__file__, json.__file__, internals.__file__, "<eval>")))
+    assert not any(map(internals.is_users_file, (passes.__file__, runtime.__file__)))
 
 
 class Counting(torch.nn.Module):
