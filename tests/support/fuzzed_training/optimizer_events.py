@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fuzzed_training.comparison import Side
-from fuzzed_training.events import draw_batch, draw_held, draw_name, draw_seed, event, normal, state_of
+from fuzzed_training.events import draw_held, draw_name, draw_seed, event, normal, state_of
 from fuzzed_training.pair import Pair
 
 
@@ -176,13 +176,13 @@ def change_hyperparameter(pair: Pair, draw: Random) -> None:
     is_momentum = own.get("momentum", 0) > 0 and own.get("dampening", 0) == 0
     if (key == "nesterov" and not is_momentum) or (key == "foreach" and own.get("fused")):
         return
-    if key == "fused" and (own.get("foreach") or type(pair.twin.optimizer) not in _FUSED):
+    if key == "fused" and (own.get("foreach") or type(pair.twin.optimizer) not in FUSED):
         return
     for side in pair.sides:
         side.optimizer.param_groups[index][key] = value
 
 
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 @event
@@ -245,81 +245,3 @@ def _scheduler(optimizer: torch.optim.Optimizer, how: int) -> Any:
     if how == 1:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
-
-
-@event
-def train_by_hand(pair: Pair, draw: Random) -> None:
-    """The user makes a step of their own, with the same optimizer; every second time fused."""
-    batch, is_fused = draw_batch(pair, draw), draw.random() < 0.5
-    for side in pair.sides:
-        groups = side.optimizer.param_groups
-        is_fused = is_fused and type(side.optimizer) in _FUSED and not any(group.get("foreach") for group in groups)
-        before = [group.get("fused") for group in groups]
-        _backward(pair, side, batch)
-        for group in groups if is_fused else ():
-            group["fused"] = True
-        side.optimizer.step()
-        for group, value in zip(groups, before, strict=True) if is_fused else ():
-            group["fused"] = value
-        side.model.zero_grad()
-
-
-@event
-def train_with_another_optimizer(pair: Pair, draw: Random) -> None:
-    """The user makes a step with another optimizer, whose fused kernel counts no version."""
-    batch, is_fused = draw_batch(pair, draw), draw.random() < 0.7
-    for side in pair.sides:
-        _backward(pair, side, batch)
-        torch.optim.SGD(side.model.parameters(), lr=0.05, fused=is_fused).step()
-        if draw_is_one(len(batch["x"])):  # type: ignore[arg-type]
-            side.model.zero_grad()
-
-
-def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
-    side.model.zero_grad()
-    arguments = dict(batch)
-    target = arguments.pop("target")
-    pair.loss_fn(side.model(**arguments), target).backward()
-
-
-@event
-def patch_step(pair: Pair, draw: Random) -> None:
-    """Wraps ``optimizer.step`` on the instance, or takes the wrapper away again."""
-    for side in pair.sides:
-        optimizer = side.optimizer
-        if getattr(optimizer.step, "clamps", False):
-            optimizer.step = optimizer.step.inner  # type: ignore[method-assign,attr-defined]
-        else:
-            optimizer.step = _clamping(optimizer)  # type: ignore[method-assign]
-
-
-def _clamping(optimizer: torch.optim.Optimizer) -> Any:
-    inner = optimizer.step
-
-    def step(closure: None = None) -> None:
-        inner()
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.clamp_(-0.3, 0.3)
-
-    step.inner, step.clamps = inner, True  # type: ignore[attr-defined]
-    return step
-
-
-@event
-def hook_the_step(pair: Pair, draw: Random) -> None:
-    """A hook after each step that changes parameters; or all hooks are removed."""
-    is_added = draw.random() < 0.6
-    for side in pair.sides:
-        if is_added:
-            side.optimizer.register_step_post_hook(_shrink)
-        else:
-            side.optimizer._optimizer_step_post_hooks.clear()
-
-
-@torch.no_grad()
-def _shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.mul_(0.99)

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from fuzzed_training import failure_events, model_events, optimizer_events, python_events
+from fuzzed_training import failure_events, model_events, optimizer_events, python_events, users_steps
 from fuzzed_training.events import EVENTS, Event
 from fuzzed_training.models import DROPOUT, FEATURES, LOSSES
 from fuzzed_training.pair import Pair
 from fuzzed_training.settings import OPTIMIZERS, OPTIONAL_PASSES, Distribution, Setting
 
-GROUPS = (model_events, optimizer_events, python_events, failure_events)  # importing these registers their events
+GROUPS = (
+    model_events,
+    optimizer_events,
+    users_steps,
+    python_events,
+    failure_events,
+)  # importing these registers their events
 
 KNOWN_TO_FAIL: dict[str, str] = {
-    **dict.fromkeys(("patch_class", "patch_forward", "patch_with_a_branch"), "the former forward is run"),
-    **dict.fromkeys(
-        ("change_loss_state", "change_scalar", "change_global", "change_container"), "the former value is used"
-    ),
-    "change_class_attribute": "the former value is used",
     **dict.fromkeys(("replace_state", "pop_momentum", "clear_state", "replace_count"), "the former state is used"),
     "turn_on_amsgrad": "a KeyError without a word",
     **dict.fromkeys(("write_through_data", "write_state_through_data", "write_buffer_through_data"), "not mirrored"),

@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.003, momentum=0.5, centered=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.003, momentum=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=0.02),
     "adamax": partial(torch.optim.Adamax, lr=0.01),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
