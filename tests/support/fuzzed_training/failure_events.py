@@ -37,6 +37,15 @@ def fail_on_a_replica(pair: Pair, draw: Random) -> None:
         _fail(pair, batch, (MirrorcError,), "poison")
 
 
+@event
+def fail_an_assert(pair: Pair, draw: Random) -> None:
+    """An assert of forward is false on one replica."""
+    batch = draw_batch(pair, draw)
+    batch["x"][draw.randrange(len(batch["x"]))] = draw.choice((torch.inf, torch.nan))  # type: ignore[index,arg-type]
+    if pair.twin.model.has["asserts"]:  # type: ignore[index,operator]
+        _fail(pair, batch, (MirrorcError, AssertionError), 'the batch is "not" finite')
+
+
 def _fail(pair: Pair, batch: dict[str, Any], kinds: tuple[type[BaseException], ...], pattern: str) -> None:
     before = pair.begin()
     try:

@@ -22,6 +22,7 @@ FEATURES = (
     "table",  # an embedding
     "python-state",  # forward reads attributes, containers, a class attribute and a global
     "fails",  # an operator that fails on some numbers
+    "asserts",  # that the batch is finite
 )
 POISON = 1e6  # what the operator that fails fails on
 POISON_IN_BACKWARD = 1e5  # what its backward fails on
@@ -109,6 +110,8 @@ class Tiny(nn.Module):
         self.register_buffer("scale", torch.tensor(1.0))
 
     def forward(self, x: torch.Tensor, words: torch.Tensor | None = None, head: str = "a") -> torch.Tensor:
+        if self.has["asserts"]:
+            assert torch.isfinite(x).all(), 'the batch is "not" finite'
         if words is not None:
             x = x + self.table(words)
         hidden = torch.tanh(self.functional_norm(self.norm(self.trunk(x))))

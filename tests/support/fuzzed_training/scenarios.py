@@ -27,6 +27,7 @@ KNOWN_TO_FAIL: dict[str, str] = {
     "turn_on_amsgrad": "a KeyError without a word",
     **dict.fromkeys(("write_through_data", "write_state_through_data", "write_buffer_through_data"), "not mirrored"),
     **dict.fromkeys(("run_forward", "train_by_hand", "train_with_another_optimizer"), "not mirrored"),
+    "asserts": "the assert is not in the graph",
     "change_mode": "replicas use their own statistics in eval mode",
     **dict.fromkeys(("interrupt", "interrupt_at_random", "fail_to_allocate"), "a step is done in parts"),
 }
