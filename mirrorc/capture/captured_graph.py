@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.capture.asserts import keep_asserts
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
@@ -89,6 +90,7 @@ def restructure(
     if seed_random_ops(graph, seed) == 0:
         graph.erase_node(seed)
         arguments.pop()
+    keep_asserts(graph, values[joint.tangent], what)
     _remove_dead_code(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
@@ -157,9 +159,9 @@ def _without_idle_views(node: fx.Node) -> fx.Node:
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:
-    """Removes calls whose results are not used. Placeholders are kept."""
+    """Removes calls whose results are not used. Placeholders and checks are kept."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and node.target is not ops.check:
             graph.erase_node(node)
 
 

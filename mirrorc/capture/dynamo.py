@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.errors import check_loss, check_writes, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.training_call import TrainingCall
@@ -34,6 +35,7 @@ class DynamoFrontEnd(FrontEnd):
             raise explain(error, what) from error
         check_writes(traced, what)
         check_loss(traced, what)
+        refuse_effects(traced.graph, what)
         try:
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         except Exception as error:

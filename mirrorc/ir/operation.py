@@ -6,9 +6,8 @@ An operation is declared once, by decorating a function. Only the function's sig
     def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
         \"\"\"Multiplies a bucket by a number.\"\"\"
 
-The decorator returns a symbol, which is the target of ``call_function`` nodes in graphs. mirrorc's own operations are declared
-in `mirrorc.ir.ops`; others may be declared anywhere. Each part of mirrorc, such as the runtime, has a table of `Handlers`, in
-which it registers how it treats an operation.
+The decorator returns a symbol, the target of ``call_function`` nodes. mirrorc's own operations are in `mirrorc.ir.ops`. Each part
+of mirrorc, such as the runtime, registers in a table of `Handlers` how it treats an operation.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ class Kind(enum.Enum):
 
     SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
     REGION = "region"  # runs a region
+    CHECK = "check"  # stops the step unless a value is true
     COMPUTE = "operator"  # computes a value from others without effects, as an operator of torch does
     FACTORED = "factored"  # gives a gradient as factors
     PACK = "pack"  # fills a bucket
@@ -49,6 +49,7 @@ class Kind(enum.Enum):
 class Effect(enum.Enum):
     """An effect that an operation has besides its value."""
 
+    CHECKS = "stops the step unless its value is true"
     LAUNCHES = "gives a pending value"
     JOINS = "takes a value of every replica and belongs to none"
     SUMS = "adds up the replicas' values"
@@ -250,11 +251,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Handlers(Generic[Handler]):
-    """A table of how one part of mirrorc treats each operation; used as a decorator, it registers a handler.
-
-    Args:
-        part: what the handlers do, for error messages, such as ``run``.
-    """
+    """A table of how a part of mirrorc treats each operation (``part``: such as ``run``); a decorator that registers handlers."""
 
     def __init__(self, part: str) -> None:
         self.part = part

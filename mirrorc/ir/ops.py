@@ -99,6 +99,11 @@ def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int
     """Runs a region; gives the tuple of its outputs. ``gradients`` maps variables to the outputs that are their gradients."""
 
 
+@operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
+def check(condition: Any, *, text: str, replica: int | None = None) -> None:
+    """Stops the step with this text, before anything has changed, unless the condition (one element) is true."""
+
+
 @operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
 def pack(*gradients: Any, bucket: int, replica: int) -> Any:
     """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket."""

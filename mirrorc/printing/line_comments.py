@@ -216,6 +216,7 @@ def _updated(program: Program, node: fx.Node) -> str:
 
 _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
     {
+        ops.check: lambda program, node: f"or the step stops: {node.kwargs['text']!r}",
         ops.pack: _packed,
         ops.update: _updated,
         ops.step_optimizer: lambda program, node: _OWN_STEP,

@@ -72,6 +72,16 @@ class Binder:
             return Constant(_at_home(self._constants[name], self.program.devices[replica].torch_device))
         return Constant(self._state.store.values(name)[replica])
 
+    @binds(ops.check)
+    def _bind_check(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        text = str(node.kwargs["text"])
+
+        def check(condition: torch.Tensor, **_: Any) -> None:
+            if not condition.item():  # waits for a GPU: an assert of its own would end the process's use of it
+                raise AssertionError(text)
+
+        return check
+
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
         flat = self._state.store.buckets[bucket_of(node)]

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.errors import ExecutionError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line
 from mirrorc.optimizers import check_capturable
@@ -34,6 +36,12 @@ def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -
             f"cuda_graphs=True cannot capture random numbers: {drawn.name}{f', at {line},' if line else ''} draws them from a "
             "seed that is given on the host in every step; train without them (dropout with p=0), or compile with "
             "cuda_graphs=False"
+        )
+    checked = next((node for g in program.shard_graphs for node in calls_to(g, ops.check)), None)
+    if checked is not None:
+        raise ValueError(
+            f"cuda_graphs=True cannot capture an assert on a tensor: {source_line(checked)}, {checked.kwargs['text']!r}. The "
+            "host looks at it in every step; train without it, or compile with cuda_graphs=False"
         )
     check_capturable(optimizer, program.variables)
 

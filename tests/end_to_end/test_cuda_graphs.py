@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from asserting import Asserting
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -386,6 +387,15 @@ def test_an_optimizer_that_ceases_to_be_fused(recorder: CallRecorder) -> None:
                 step(x, target=target)
         optimizer.param_groups[0]["fused"] = None
         step(x, target=target)
+
+
+def test_asserts_are_refused(recorder: CallRecorder) -> None:
+    model = Asserting()
+    with (
+        compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE), loss_fn=F.mse_loss) as step,
+        refuses(ValueError, "assert on a tensor", "asserting.py", "finite", "cuda_graphs=False"),
+    ):
+        step(torch.ones(4, 4), target=torch.ones(4, 3))
 
 
 def test_random_operations_are_refused(recorder: CallRecorder) -> None:

@@ -5,6 +5,7 @@ import operator
 
 import pytest
 import torch
+from asserting import Asserting
 from saved_programs import HANDMADE
 from tiny_programs import MUON, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
@@ -50,12 +51,13 @@ def programs() -> list[Program]:
     """Programs of every stage that have every operation among them."""
     found = [stage for name in ("buffer", "uneven") for stage in every_stage(HANDMADE[name]()).values()]
     found += every_stage(captured_model(Table()), min_factored_elements=1).values()
+    found += every_stage(captured_model(Asserting())).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
 
 
 def test_every_operation_is_known_to_every_part() -> None:
-    categories = {Kind.SOURCE: "other", Kind.FACTORED: "other", Kind.WRITE: "update"}
+    categories = {Kind.SOURCE: "other", Kind.CHECK: "other", Kind.FACTORED: "other", Kind.WRITE: "update"}
     for found in operations():
         graph = torch.fx.Graph()
         node = call(graph, found.symbol, (), {})

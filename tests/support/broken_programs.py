@@ -457,7 +457,22 @@ def write_an_argument(program: Program) -> Program:
 
 
 ONE_BUCKET = "plan-buckets"
+
+
+def check_at_the_end(graph: fx.Graph) -> None:
+    packed = first(graph, ops.pack)
+    owner = {key: packed.kwargs[key] for key in ("replica",) if key in packed.kwargs}
+    with graph.inserting_before(graph.output_node()):
+        node = graph.call_function(ops.check, (packed,), {"text": "too late", **owner})
+    node.meta["val"] = None
+
+
 BAD: dict[str, list[Mutation]] = {
+    "checks_come_first": [
+        at("insert-all-reduce", check_at_the_end),
+        at("schedule-overlap", check_at_the_end),
+        at("lower-devices", check_at_the_end),
+    ],
     "graphs_are_well_formed": [
         at("insert-update", use_before_definition),
         at("lower-devices", use_before_definition),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from asserting import Asserting
 from memory_order import first_in_memory
 from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
@@ -194,6 +195,7 @@ def handmade_sources() -> Iterator[Source]:
         yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
         laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
         yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})
+    yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
 
