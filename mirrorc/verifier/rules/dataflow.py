@@ -179,7 +179,7 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
         for name, value in output[key].items():
             yield kind, name, numbered[value]
     for node in calls_to(graph, ops.check):
-        yield "condition of the check", repr(node.kwargs["text"]), numbered[node.args[0]]
+        yield "condition of the check", repr(node.kwargs["text"]), numbered[node.all_input_nodes[0]]
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
