@@ -81,6 +81,11 @@ def check_choices(
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
+    if isinstance(loss_fn, type):
+        raise TypeError(
+            f"loss_fn is the class {loss_fn.__name__}: give an object of it, loss_fn={loss_fn.__name__}(), or a function "
+            "loss_fn(output, target)"
+        )
     if loss_reduction not in get_args(LossReduction):
         raise ValueError(
             f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"

@@ -161,21 +161,6 @@ def _children(value: Any, path: str) -> tuple[str, Any, Iterator[tuple[str, Any]
     return None
 
 
-def constants_of(structure: Structure) -> Iterator[Constant]:
-    """The arguments of a call that are no tensors, in order."""
-    positional, keyword = structure
-    for child in (*positional, *(child for _, child in keyword)):
-        yield from _constants_in(child)
-
-
-def _constants_in(structure: Structure) -> Iterator[Constant]:
-    if structure[0] == "constant":
-        yield structure[1]
-    elif structure[0] != "leaf":
-        for child in structure[2]:
-            yield from _constants_in(child)
-
-
 def rebuild_call(structure: Structure, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Puts positional and keyword arguments together again; runs under the tracer."""
     positional, keyword = structure
@@ -248,6 +233,7 @@ def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
             raise ValueError(
                 f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
                 f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
+                + _if_listed(first, leaf.path)
             )
     if wanted is None:
         raise ValueError(
@@ -255,6 +241,14 @@ def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
             "tensors, not all of them replicated"
         )
     return wanted
+
+
+def _if_listed(*paths: str) -> str:
+    """What to do if an argument is a list of examples, such as images."""
+    lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
+    if not lists:
+        return ""
+    return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
 
 
 def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:

@@ -128,6 +128,11 @@ def _outputs(
         variable = variable_names.get(name, name)
         if variable not in trained or node is None:
             continue
+        if node.meta["val"].layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {variable!r} in {what} is sparse: gradients of mirrored variables are dense. Remedy: look it "
+                "up without sparse=True."
+            )
         gradient = _without_idle_views(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient

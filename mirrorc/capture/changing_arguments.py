@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mirrorc.capture.arguments import Call, constants_of
+from mirrorc.capture.arguments import Call, Constant, Structure
 from mirrorc.capture.specialize import ShardTypes
 
 _MOST_SHOWN = 3  # values of one argument
@@ -29,13 +29,28 @@ class CallKind:
     @classmethod
     def of(cls, call: Call, types: ShardTypes) -> CallKind:
         """The kind of a call whose tensors have these types on the first replica."""
-        constants = {constant.path: _shortened(repr(constant.value)) for constant in constants_of(call.structure)}
+        constants = {constant.path: _shortened(repr(constant.value)) for constant in _constants_of(call.structure)}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants)
 
     def __str__(self) -> str:
         """The arguments in order, as ``x float32[2, 6], head='a'``."""
         tensors = [f"{name} {_dtype(dtype)}{list(shape)}" for name, (shape, _, dtype) in self.tensors.items()]
         return ", ".join([*tensors, *(f"{name}={value}" for name, value in self.constants.items())])
+
+
+def _constants_of(structure: Structure) -> Iterator[Constant]:
+    """The arguments of a call that are no tensors, in order."""
+    positional, keyword = structure
+    for child in (*positional, *(child for _, child in keyword)):
+        yield from _constants_in(child)
+
+
+def _constants_in(structure: Structure) -> Iterator[Constant]:
+    if structure[0] == "constant":
+        yield structure[1]
+    elif structure[0] != "leaf":
+        for child in structure[2]:
+            yield from _constants_in(child)
 
 
 def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ import torch
 from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.errors import check_loss, check_writes, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
+from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import weighted_means_of
-from mirrorc.torch_internals import export_joint_graph, guards_of, trace_full_graph
+from mirrorc.torch_internals import export_joint_graph, guards_of, quiet_fake_tensors, trace_full_graph
+
+logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
@@ -29,16 +33,24 @@ class DynamoFrontEnd(FrontEnd):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         what = type(call.model).__name__
-        try:
+        refuse_modules(call, what)
+        with _explained(what, leaves):
             traced = trace_full_graph(call, leaves)
-        except Exception as error:
-            raise explain(error, what) from error
         check_writes(traced, what)
         check_loss(traced, what)
         refuse_effects(traced.graph, what)
-        try:
+        with _explained(what, leaves):
             joint = export_joint_graph(stack, traced, leaves, decompositions)
-        except Exception as error:
-            raise explain(error, what) from error
         joint.weighted_means = weighted_means_of(traced)
         return Traced(joint, guards_of(traced))
+
+
+@contextlib.contextmanager
+def _explained(what: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG)."""
+    try:
+        with quiet_fake_tensors():
+            yield
+    except Exception as error:
+        logger.debug("tracing %s has failed", what, exc_info=error)
+        raise explain(error, what, leaves) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,8 +13,8 @@ from mirrorc.ir.source_lines import last_users_line
 from mirrorc.torch_internals import JointGraph, user_frames, written_modules
 
 
-def explain(error: Exception, what: str) -> CaptureError:
-    """The tracer's exception as a `CaptureError` that names the user's line."""
+def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
+    """The tracer's exception as a `CaptureError` that names the user's line, and the shapes of a shard's tensors."""
     frames = user_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
     where = f" at {recorded}" if recorded else ""
@@ -27,7 +28,11 @@ def explain(error: Exception, what: str) -> CaptureError:
             "instead of Python numbers, or decide before the step"
         )
     elif "fake tensor call" in text:
-        remedy = "this line fails on the batch's shapes and dtypes: call model(...) on one shard of the batch to see it"
+        shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
+        where += f" with the tensors of one shard ({shapes})" if shapes else ""
+        remedy = "give the batch the shapes and dtypes that this line takes: it fails for model(...) on one shard, too"
+        if "more than 1 value per channel" in text:
+            remedy = "give every device two examples or more, and drop a last batch that is too small"
     elif "share storage" in text:
         remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
     elif "requires_grad_" in text:
@@ -37,7 +42,13 @@ def explain(error: Exception, what: str) -> CaptureError:
     return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
 
 
+_RAISED_ON_FAKE_TENSORS = re.compile(r"fake tensor call.*: got (\w+)\((['\"])(.*?)\.?\2\)", re.DOTALL)
+
+
 def _reason(text: str) -> str:
+    raised = _RAISED_ON_FAKE_TENSORS.search(text)
+    if raised is not None:
+        return f"{raised[1]}: {raised[3]}"
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
     for line in lines:

@@ -115,11 +115,18 @@ def check_model(model: Any) -> None:
     """Refuses models that cannot be captured.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or not one of Python.
         ValueError: parameters that have no memory or no shape yet, or none to train.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{name!r} of the model" if name else "the model"
+            raise TypeError(
+                f"{where} is a ScriptModule, which runs outside of Python, where it cannot be captured: give the module that "
+                "it was made of, as it was before torch.jit"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             raise ValueError(

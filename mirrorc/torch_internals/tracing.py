@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mirrorc.torch_internals.effect_tokens import remove_effect_tokens
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 
@@ -110,6 +111,7 @@ def export_joint_graph(
 
     exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
     graph_module = exported.graph_module
+    remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     tangent = next(node for node in placeholders if isinstance(node.meta["desc"], d.TangentAOTInput))

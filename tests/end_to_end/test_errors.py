@@ -82,6 +82,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "tvm"}, ValueError, ("backend is 'tvm'", "inductor, eager")),
         ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
         ({"loss_fn": 3}, TypeError, ("loss_fn is a int", "loss_fn(output, target)")),
+        ({"loss_fn": nn.MSELoss}, TypeError, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
         ({"disable_passes": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),

@@ -1,0 +1,61 @@
+"""Removes effect tokens from a joint graph, with which AOTAutograd orders operators that are called for an effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
+    """Lets operators be called without tokens; a check of what ``torch.linalg`` has computed becomes an assert.
+
+    Args:
+        graph_module: a joint graph whose inputs and outputs have descriptors in ``meta["desc"]``; it is changed.
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch._higher_order_ops.effects import with_effects
+
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        called: Any = node.args
+        token, target, *args = called
+        with graph.inserting_before(node):
+            if target is torch.ops.aten._linalg_check_errors.default:
+                _assert_is_computed(graph, node, args[0], str(args[1]))
+                result = None
+            else:
+                result = graph.call_function(target, tuple(args), dict(node.kwargs))
+                result.meta = {**node.meta, "val": _part(node.meta["val"], 1)}
+        for user in list(node.users):
+            user.replace_all_uses_with(token if user.args[1] == 0 else result)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    output = graph.output_node()
+    results: Any = output.args[0]
+    tokens = d.ForwardTokenAOTOutput | d.BackwardTokenAOTOutput
+    kept = [pair for pair in zip(results, output.meta["desc"], strict=True) if not isinstance(pair[1], tokens)]
+    output.args = (tuple(value for value, _ in kept),)
+    output.meta["desc"] = [kind for _, kind in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput):
+            graph.erase_node(node)
+
+
+def _part(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, list | tuple) and len(value) > index else None
+
+
+def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str) -> None:
+    aten = torch.ops.aten
+    text = f"{name} failed: a matrix is singular, not positive definite, or has entries that are not finite"
+    value = info.meta["val"]
+    with value.fake_mode:
+        is_right = aten.eq.Scalar(value, 0)
+        all_right = aten.all.default(is_right)
+    compared = graph.call_function(aten.eq.Scalar, (info, 0))
+    compared.meta = {**like.meta, "val": is_right}
+    reduced = graph.call_function(aten.all.default, (compared,))
+    reduced.meta = {**like.meta, "val": all_right}
+    graph.call_function(aten._assert_async.msg, (reduced, text)).meta = {**like.meta, "val": None}

@@ -1,0 +1,164 @@
+"""Kinds of layers, losses and batches that people use: each trains as on one device, or is refused in one clear sentence."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import mirrorc
+from mirrorc import CaptureError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+TOLERANCE = 1e-9
+
+
+class WithMatrices(nn.Module):
+    """Solves something with a positive definite matrix that a linear layer makes of each example."""
+
+    def __init__(self, solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.matrix, self.head, self.solve = nn.Linear(4, 16), nn.Linear(4, 3), solve
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrix = self.matrix(x).view(-1, 4, 4)
+        matrix = matrix @ matrix.mT + 2 * torch.eye(4, dtype=x.dtype)
+        return self.head(self.solve(matrix, x.unsqueeze(-1)))
+
+
+class Words(nn.Module):
+    """The mean of embeddings, looked up in a way that a test names."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.head = table, nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table((x.abs() * 5).long().clamp(max=9)).reshape(len(x), -1, 4).mean(1))
+
+
+class LooksUp(nn.Module):
+    """Looks rows up without a module that would tell how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.embedding(x, self.weight, sparse=True)
+
+
+def batch(num_examples: int = 4, width: int = 4, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(num_examples, n, generator=generator, dtype=torch.float64) for n in (width, 3))
+    return {"x": x, "target": target}
+
+
+def between(*layers: nn.Module) -> nn.Module:
+    """The layers before a linear one, with a first argument that is called x."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.Sequential(*layers), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(x))
+
+    return Layers()
+
+
+TRAINED: dict[str, Callable[[], nn.Module]] = {
+    "inv": lambda: WithMatrices(lambda a, b: (torch.linalg.inv(a) @ b).squeeze(-1)),
+    "solve": lambda: WithMatrices(lambda a, b: torch.linalg.solve(a, b).squeeze(-1)),
+    "cholesky": lambda: WithMatrices(lambda a, b: (torch.linalg.cholesky(a) @ b).squeeze(-1)),
+    "slogdet": lambda: WithMatrices(lambda a, b: torch.linalg.slogdet(a)[1][:, None] * b.squeeze(-1)),
+    "bag": lambda: Words(nn.EmbeddingBag(10, 4)),
+    "weight_norm": lambda: between(parametrizations.weight_norm(nn.Linear(4, 4))),
+    "orthogonal": lambda: between(parametrizations.orthogonal(nn.Linear(4, 4))),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double()
+
+
+def test_kinds_of_models_train_as_on_one_device() -> None:
+    for name, make in TRAINED.items():
+        model, batches = seeded(make), [batch(seed=seed) for seed in range(2)]
+        single = train_on_one_device(model, SGD, batches, F.mse_loss)
+        try:
+            assert_same_training(train_mirrored(model, SGD, batches, 2, F.mse_loss), single, TOLERANCE)
+        except Exception as error:
+            raise AssertionError(f"{name} does not train as on one device") from error
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "momentum of None": (lambda: between(nn.BatchNorm1d(4, momentum=None)), batch(), "'layers.0' .*momentum=None.*0.1"),
+    "a shard of one": (lambda: between(nn.BatchNorm1d(4)), batch(3), r"shard \(float64\[1, 4\].*more than 1 value.*two examples"),
+    "sparse": (lambda: Words(nn.Embedding(10, 4, sparse=True)), batch(), "Embedding 'table' .*sparse=True.*sparse to False"),
+    "sparse bag": (lambda: Words(nn.EmbeddingBag(10, 4, sparse=True)), batch(), "EmbeddingBag 'table' .*sparse=True"),
+    "sparse function": (lambda: Words(LooksUp()), batch(), "gradient of 'table.weight' .*is sparse.*without sparse=True"),
+    "shape": (
+        lambda: between(nn.Identity()),
+        batch(4, 5),
+        r"test_kinds_of_models.py:\d+ in forward.*shard \(float64\[2, 5\], float64\[2, 3\]\).*\[2, 5\] X \[4, 3\].*Remedy",
+    ),
+}  # fmt: skip
+
+
+def test_what_cannot_be_captured_is_refused_in_a_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    for name, (make, data, words) in REFUSED.items():
+        model = seeded(make)
+        optimizer = SGD(model.parameters())
+        with (
+            unchanged(model, optimizer),
+            mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+            pytest.raises(CaptureError, match=f"(?s){words}") as caught,
+        ):
+            step(**data)
+        text = "".join(traceback.format_exception(caught.value))
+        assert text.count("\n") < 40 and len(str(caught.value)) < 600, f"{name}: {text}"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_has_the_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -> None:
+    make, data, _ = REFUSED["shape"]
+    model = seeded(make)
+    with (
+        caplog.at_level(logging.DEBUG, logger="mirrorc.capture"),
+        mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step,
+        pytest.raises(CaptureError),
+    ):
+        step(**data)
+    assert "Dynamo failed to run FX node" in caplog.text
+
+
+def test_a_script_module_is_refused() -> None:
+    for model, name in (
+        (torch.jit.script(nn.Linear(4, 3)), "the model is"),
+        (nn.Sequential(torch.jit.script(nn.Linear(4, 3))), "'0' of"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}.* a ScriptModule.*before torch.jit"):
+            mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss)  # fmt: skip
+
+
+def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
+    model = nn.Linear(4, 3)
+    images = [torch.randn(2, 8, 8) for _ in range(4)]
+    with (
+        mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step,
+        pytest.raises(ValueError, match=r"'input\[0\]' has 2 examples, 'target' has 4; .*torch.stack\(input\)"),
+    ):
+        step(images, target=torch.randn(4, 3))
