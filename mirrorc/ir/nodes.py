@@ -136,7 +136,7 @@ def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
     for node in graph.nodes:
         target = node.target
         if target is operator.getitem:
-            owners[node] = owners.get(node.args[0])  # type: ignore[arg-type]
+            owners[node] = owners.get(node.args[0])
         elif type(target) is not FunctionType and is_operator(target):
             sources = node.all_input_nodes
             owners[node] = owners.get(sources[0]) if sources else None
