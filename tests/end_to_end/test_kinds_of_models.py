@@ -162,3 +162,27 @@ def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
         pytest.raises(ValueError, match=r"'input\[0\]' has 2 examples, 'target' has 4; .*torch.stack\(input\)"),
     ):
         step(images, target=torch.randn(4, 3))
+
+
+def test_a_singular_matrix_stops_the_step_before_it_changes_anything() -> None:
+    class Inverts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(x * self.scale).sum()
+
+    model = Inverts()
+    whole = torch.eye(3, dtype=torch.float64).repeat(4, 1, 1)
+    broken = whole.clone()
+    broken[3, 1, 1] = 0.0
+    optimizer = SGD(model.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", loss_reduction="sum") as step:
+        with (
+            unchanged(model, optimizer),
+            pytest.raises(mirrorc.MirrorcError, match=r"(?s)linalg.inv failed: a matrix is singular"),
+        ):
+            step(broken)
+        assert step(whole).item() == 12.0
+    assert model.scale.item() == pytest.approx(1.0 + 0.1 * 12.0)
