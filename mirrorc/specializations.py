@@ -57,8 +57,10 @@ class Specializations:
             return None
         for place in range(len(own) - 1, -1, -1):
             if own[place].guards.hold():
-                self._by_key.move_to_end(key)
-                own.append(own.pop(place))
+                if own is not next(reversed(self._by_key.values())):  # to hash a key takes long
+                    self._by_key.move_to_end(key)
+                if place != len(own) - 1:
+                    own.append(own.pop(place))
                 return own[-1]
         return None
 

@@ -17,6 +17,7 @@ from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.operators import replaced_operators
 from mirrorc.torch_internals.state import (
     UncountedHook,
+    calls_step_hooks,
     global_hook_tables,
     has_gradient_hooks,
     has_step_hooks,
@@ -45,6 +46,7 @@ __all__ = [
     "JointGraph",
     "UncountedHook",
     "add_node",
+    "calls_step_hooks",
     "compile_with_inductor",
     "export_joint_graph",
     "global_hook_tables",

@@ -1,4 +1,4 @@
-"""Notices the steps that the user, or a library, makes with an optimizer whose updates a compiled step makes."""
+"""Notices the steps that the user, or a library, makes with optimizers of parameters whose updates a compiled step makes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mirrorc.torch_internals import UncountedHook
+from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 
 class UserSteps:
-    """Watches the steps of an optimizer, by hooks that do not keep the watcher alive.
+    """Watches the steps of an optimizer, and of others that have its parameters, by hooks that do not keep the watcher alive.
 
     The version counters of tensors do not tell: torch's fused implementations write parameters and state without counting.
+    An optimizer whose class does not call ``Optimizer.__init__`` runs no hooks; those that it calls in its ``step`` do.
 
     Args:
         optimizer: the user's.
 
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
-        when_idle: called after a step of the user's for which no parameter had a gradient.
+        when_idle: called after a step of the user's optimizer for which no parameter had a gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.have_written = False
         self.when_idle: Callable[[], None] = lambda: None
+        self._optimizer = optimizer
         self._had_gradients = False
         self._are_ours = False
+        self._sizes: list[int] = []
+        self._parameters: frozenset[int] = frozenset()  # their ids
         itself = weakref.ref(self)
 
         def call(method: Callable[[UserSteps, torch.optim.Optimizer], None]) -> UncountedHook:
@@ -39,10 +44,11 @@ class UserSteps:
 
             return UncountedHook(hook)
 
-        self._handles = (
-            optimizer.register_step_pre_hook(call(UserSteps._begin)),
-            optimizer.register_step_post_hook(call(UserSteps._end)),
-        )
+        self._handles = [register_optimizer_step_post_hook(call(UserSteps._end_of_another))]
+        if calls_step_hooks(optimizer):
+            self._handles.append(optimizer.register_step_pre_hook(call(UserSteps._begin)))
+            self._handles.append(optimizer.register_step_post_hook(call(UserSteps._end)))
+        self._closing = weakref.finalize(self, _remove, self._handles)
 
     @contextmanager
     def are_ours(self) -> Iterator[None]:
@@ -62,10 +68,25 @@ class UserSteps:
         else:
             self.when_idle()
 
+    def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called in every thread after every step of any optimizer, also of those that update whole buckets."""
+        if optimizer is self._optimizer:
+            return
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != self._sizes:
+            parameters = (id(p) for group in self._optimizer.param_groups for p in group["params"])
+            self._parameters, self._sizes = frozenset(parameters), sizes
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self.have_written = True
+
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._closing()
+
+
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -78,6 +78,47 @@ def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float 
     assert_same_state(optimizer, of_twin, 1e-10)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, whose groups and state it shares, without calling the constructor of its class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["adamw", "wrapped"])
+def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
+    options: dict[str, Any], is_wrapped: bool
+) -> None:
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = FUSED(model.parameters()), FUSED(twin.parameters())
+    if is_wrapped:
+        optimizer, of_twin = Wrapper(optimizer), Wrapper(of_twin)
+    others = [torch.optim.SGD(m.parameters(), lr=0.2, fused=True) for m in (model, twin)]
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+        for seed in range(6):
+            batch = mlp_batch(5, seed=seed)
+            if seed in (2, 3):
+                expected = train_step(twin, others[1], batch, F.cross_entropy)
+                found = train_step(model, others[0], batch, F.cross_entropy)
+                others[0].zero_grad()
+            else:
+                expected = train_step(twin, of_twin, batch, F.cross_entropy)
+                found = step(**batch).item()
+                assert_mirrored(step, model, 2)
+            assert found == pytest.approx(expected, rel=1e-10)
+    assert_same_model(model, twin, 1e-10)
+    assert_same_state(getattr(optimizer, "inner", optimizer), getattr(of_twin, "inner", of_twin), 1e-10)
+
+
 def clipping(maximum: float) -> Any:
     """A hook that clips gradients by their norm."""
 

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mirrorc import torch_internals as internals
 
@@ -44,6 +45,15 @@ def test_has_step_hooks() -> None:
         assert internals.has_step_hooks(optimizer)
         handle.remove()
     assert not internals.has_step_hooks(optimizer)
+
+
+def test_calls_step_hooks() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = []
+
+    assert internals.calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+    assert not internals.calls_step_hooks(Bare()) and not internals.has_step_hooks(Bare())
 
 
 def test_hook_tables_are_live() -> None:
@@ -145,8 +155,15 @@ def test_hooks_of_mirrorcs_own_are_called_and_not_counted() -> None:
     optimizer.register_step_pre_hook(internals.UncountedHook(calls.append))
     optimizer.register_step_post_hook(internals.UncountedHook(calls.append))
     assert not internals.has_step_hooks(optimizer)
+    on_all = register_optimizer_step_post_hook(internals.UncountedHook(calls.append))
+    assert not internals.has_step_hooks(optimizer)
     optimizer.step()
-    assert calls == [optimizer, optimizer]
+    on_all.remove()
+    assert calls == [optimizer, optimizer, optimizer]
+    on_all = register_optimizer_step_post_hook(lambda *_: None)
+    assert internals.has_step_hooks(optimizer)
+    on_all.remove()
+    assert not internals.has_step_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *_: None)
     assert internals.has_step_hooks(optimizer)
 
