@@ -153,7 +153,7 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
     kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
-    guards.clear()
+    _empty(guards)
     for guard in kept:
         guards.add(guard, collect_debug_stack=False)
         if guard.create_fn_name() == "TENSOR_MATCH":  # the graph has this very tensor in it, not one of its type
@@ -164,6 +164,14 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     except AssertionError as error:
         raise GuardsChange(_in_words(str(error).rpartition("reason: ")[2])) from error
     return DynamoGuards(manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)))
+
+
+def _empty(guards: Any) -> None:
+    """Takes all guards out of a set of them."""
+    if hasattr(guards, "clear"):
+        guards.clear()
+    else:  # torch 2.11
+        guards.inner.clear()
 
 
 def _identity(guard: Any) -> Any:
