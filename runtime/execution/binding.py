@@ -70,7 +70,7 @@ class Binder:
         name = str(node.kwargs["variable"])
         if name in self._constants:
             return Constant(_at_home(self._constants[name], self.program.devices[replica].torch_device))
-        return Constant(self._state.store.values(name)[replica])
+        return Constant(self._state.store.read_by(self.program.variables[name])[replica])
 
     @binds(ops.check)
     def _bind_check(self, replica: int, node: fx.Node) -> Callable[..., None]:

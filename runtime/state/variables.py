@@ -11,8 +11,10 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.ir.variables import Aggregation, Synchronization, Variable
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.shown_buffers import CopiesOfShown, ShownBuffers, counted_by, counter_of
+from mirrorc.runtime.state.watched_tensor import Watched
 from mirrorc.shared_memory import refuse_shared_memory
 
 
@@ -49,22 +51,6 @@ def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
     return flat
 
 
-@dataclass
-class _Watched:
-    """A tensor of the user, as mirrorc last saw it. ``home`` is mirrorc's memory, of which the tensor should be a view."""
-
-    tensor: torch.Tensor
-    version: int
-    address: int
-    home: torch.Tensor | None
-
-    def has_changed(self) -> bool:
-        return self.tensor._version != self.version or self.tensor.data_ptr() != self.address
-
-    def note(self) -> None:
-        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
-
-
 class Moved(enum.Enum):
     """Which variables got other memory when a program was laid out."""
 
@@ -81,7 +67,7 @@ class Layout:
         moved: which variables get other memory than in the layout before.
         buckets: the memory of the buckets.
         values: for each variable, its tensor on every replica.
-        aggregates: per-replica variables as they are shown: how, where, and the memory of all replicas.
+        aggregates: per-replica variables as they are shown.
         own: the variables with a tensor for every replica.
         homes: for each variable that was laid out, the memory that the user's tensor becomes a view of; None if it stays its own.
     """
@@ -89,7 +75,7 @@ class Layout:
     moved: Moved = Moved.NOTHING
     buckets: list[FlatBucket] = field(default_factory=list)
     values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    aggregates: list[tuple[Aggregation, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    aggregates: list[ShownBuffers] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
     homes: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
@@ -115,7 +101,10 @@ class VariableStore:
         self.tensors = dict(tensors)
         self.devices = devices
         self._layout = Layout()
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Watched] = {}
+        self._written: frozenset[str] = frozenset()  # per-replica variables that the present program writes
+        self._copies = CopiesOfShown(devices)
+        self._has_copies = len({device.torch_device for device in devices}) > 1
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
@@ -131,6 +120,19 @@ class VariableStore:
         """A variable on every replica, in order. A shared tensor is listed once for each replica."""
         return self._layout.values[name]
 
+    def read_by(self, variable: Variable) -> list[torch.Tensor]:
+        """What a program that has this variable reads on every replica, in order.
+
+        A program that does not write a per-replica buffer reads what the model shows, as a model in eval mode would.
+        """
+        name = variable.name
+        is_shown = variable.synchronization is Synchronization.MIRRORED and variable.role is Role.BUFFER
+        if not is_shown or name not in self._layout.own:
+            return self.values(name)
+        home = self._watched[name].home
+        assert home is not None, f"{name} is per-replica, so it is shown somewhere"
+        return self._copies.of(name, home)
+
     def lay_out(self, program: Program) -> Layout:
         """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are."""
         old = self._layout
@@ -144,10 +146,12 @@ class VariableStore:
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
+        self._written = frozenset(variable.name for variable in written)
         first_written = [variable for variable in written if variable.name not in new.own]
         if first_written:
             self._make_per_replica(new, first_written)
-        for name in program.variables:
+        counters = [counter_of(name) for name in program.variables] if self._has_copies else []
+        for name in (*program.variables, *counters):
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
             if not is_constant and name not in new.own and (name not in new.values or moved):
                 new.values[name] = self._shared(name)
@@ -199,7 +203,9 @@ class VariableStore:
                 layout.own.add(variable.name)
                 offset += size
             if len(flats) > 1:
-                layout.aggregates.append((aggregation, seen, flats))
+                by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
+                counted = [name for name in by_name if counter_of(name) in self.tensors]
+                layout.aggregates.append(ShownBuffers(aggregation, by_name, seen, flats, counted))
 
     def _shared(self, name: str) -> list[torch.Tensor]:
         """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
@@ -212,7 +218,7 @@ class VariableStore:
 
     def _watch(self, name: str, home: torch.Tensor | None) -> None:
         tensor = self.tensors[name]
-        self._watched[name] = _Watched(tensor, tensor._version, tensor.data_ptr(), home)
+        self._watched[name] = Watched(tensor, tensor._version, tensor.data_ptr(), home)
 
     def holds(self, program: Program) -> bool:
         """Whether memory is laid out for a program."""
@@ -229,11 +235,17 @@ class VariableStore:
             ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
         """
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
+        for shown in self._layout.aggregates:
+            changed += [name for name in shown.written_by_user() if name not in changed]
+        changed += counted_by(changed, self._watched)
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
             self._leave_homes_of_others(changed)
         for name in changed:
             self._mirror(name)
+        for shown in self._layout.aggregates if changed else ():
+            shown.note()
+        self._copies.renew()
         return not self._layout.own.issuperset(changed)
 
     def mirror_all(self) -> None:
@@ -269,13 +281,9 @@ class VariableStore:
         watched.note()
 
     def aggregate(self) -> None:
-        """Shows per-replica variables, aggregated, in the user's model."""
-        for aggregation, shown, flats in self._layout.aggregates:
-            shown.copy_(flats[0])
-            if aggregation is Aggregation.MEAN:
-                for flat in flats[1:]:
-                    shown.add_(flat.to(shown.device))
-                shown.div_(len(flats))
+        """Shows the per-replica variables that the step has written, aggregated, in the user's model."""
+        for shown in self._layout.aggregates:
+            shown.aggregate(self._written)
 
 
 def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:

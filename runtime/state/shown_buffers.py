@@ -1,0 +1,138 @@
+"""Buffers of which every replica has its own: how the model shows them, and what the user writes into what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from mirrorc.ir.devices import Device
+from mirrorc.ir.variables import Aggregation
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A buffer's part of what is shown, and of the copy of it; ``is_counted`` if a counter tells of forwards that write it."""
+
+    name: str
+    now: torch.Tensor
+    then: torch.Tensor
+    is_counted: bool
+
+
+class ShownBuffers:
+    """Buffers of one dtype side by side, so that one addition aggregates them all.
+
+    What was shown last is kept, because not every write counts a version: batch normalization writes its running statistics
+    without. Comparing costs the host nothing but time; a GPU would have to be waited for, so there the buffers of modules that
+    count their forwards (``num_batches_tracked``) are not compared, and `VariableStore` looks at the counter.
+
+    Args:
+        aggregation: how the values of the replicas are shown as one.
+        sizes: the number of elements of each buffer, by name, in order.
+        shown: what the model shows, 1-D.
+        flats: the memory of each replica, 1-D.
+        counted: names of buffers whose module counts its forwards.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation,
+        sizes: Mapping[str, int],
+        shown: torch.Tensor,
+        flats: Sequence[torch.Tensor],
+        counted: Collection[str],
+    ) -> None:
+        self._aggregation = aggregation
+        self._shown = shown
+        self._flats = flats
+        self._kept = shown.clone()
+        self._now, self._then = _bits(shown), _bits(self._kept)
+        starts = [0, *accumulate(sizes.values())]
+        self._members = [
+            _Member(name, shown[start : start + size], self._kept[start : start + size], name in counted)
+            for start, (name, size) in zip(starts, sizes.items(), strict=False)
+        ]
+        self._names = frozenset(sizes)
+
+    def aggregate(self, written: Collection[str]) -> None:
+        """Shows the values of the replicas, aggregated.
+
+        Args:
+            written: the buffers that the step has written. Others keep the very bits that are shown: a mean of equal numbers
+                may be rounded.
+        """
+        unwritten = self._names.difference(written)
+        if len(unwritten) == len(self._names):
+            return
+        shown, flats = self._shown, self._flats
+        shown.copy_(flats[0])
+        if self._aggregation is Aggregation.MEAN:
+            for flat in flats[1:]:
+                shown.add_(flat.to(shown.device))
+            shown.div_(len(flats))
+        for member in self._members if unwritten else ():
+            if member.name in unwritten:
+                member.now.copy_(member.then)
+        self._kept.copy_(shown)
+
+    def note(self) -> None:
+        """Keeps what is shown now, after it was mirrored."""
+        self._kept.copy_(self._shown)
+
+    def written_by_user(self) -> list[str]:
+        """The names of the buffers that no longer have the bits that were shown last."""
+        members = self._members
+        if self._shown.is_cuda:
+            members = [member for member in members if not member.is_counted]
+        elif torch.equal(self._now, self._then):
+            return []
+        return [member.name for member in members if not torch.equal(_bits(member.now), _bits(member.then))]
+
+
+class CopiesOfShown:
+    """What the model shows of per-replica buffers, on devices of other memory, for programs that read it and do not write it.
+
+    Args:
+        devices: the devices, in order of replicas.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._pairs: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, name: str, shown: torch.Tensor) -> list[torch.Tensor]:
+        """A buffer on every replica: the memory that the model shows, or a copy of it, which `renew` renews."""
+        found = []
+        for device in self._devices:
+            place = device.torch_device
+            if place != shown.device and (name, place) not in self._pairs:
+                self._pairs[(name, place)] = shown, shown.to(place)
+            found.append(shown if place == shown.device else self._pairs[(name, place)][1])
+        return found
+
+    def renew(self) -> None:
+        """Copies anew what the model shows now."""
+        for shown, copy in self._pairs.values():
+            copy.copy_(shown)
+
+
+def counter_of(name: str) -> str:
+    """The buffer that counts the forwards which write a statistic, if the module of that name has one."""
+    return f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix(".")
+
+
+def counted_by(changed: Collection[str], names: Iterable[str]) -> list[str]:
+    """The other buffers of the modules whose counter of forwards has changed."""
+    counters = {name for name in changed if counter_of(name) == name}
+    return [name for name in names if counter_of(name) in counters and name not in changed] if counters else []
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as integers, so that not a number equals itself."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real

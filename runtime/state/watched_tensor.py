@@ -1,0 +1,25 @@
+"""A tensor of the user's, and how it was when mirrorc last saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Watched:
+    """A tensor, as mirrorc last saw it. ``home`` is mirrorc's memory, of which the tensor should be a view; None for its own."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+    home: torch.Tensor | None
+
+    def has_changed(self) -> bool:
+        """Whether it was written in place, as far as torch counts that, or has other memory."""
+        return self.tensor._version != self.version or self.tensor.data_ptr() != self.address
+
+    def note(self) -> None:
+        """Takes the present tensor for unchanged."""
+        self.version, self.address = self.tensor._version, self.tensor.data_ptr()

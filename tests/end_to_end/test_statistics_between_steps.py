@@ -1,0 +1,181 @@
+"""Statistics that the user's forwards write between steps count, though no version tells; eval mode uses what is shown."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_model, train_step
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Role, Variable
+from mirrorc.runtime.state.variables import VariableStore
+
+
+class Normed(nn.Module):
+    """A BatchNorm, and statistics of its own that nothing counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(torch.tanh(self.norm(self.first(x))))
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+def batch(seed: int, size: int = 8) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(size, n, dtype=torch.float64, generator=generator) * (1 + seed) for n in (4, 3))
+    return {"x": x, "target": y}
+
+
+def make() -> Normed:
+    torch.manual_seed(0)
+    return Normed()
+
+
+def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options)
+
+
+def forward(model: Normed) -> None:
+    model.train()
+    with torch.no_grad():
+        model(batch(7)["x"])
+
+
+def functional_forward(model: Normed) -> None:
+    F.batch_norm(batch(7)["target"], model.mean, model.var, training=True)
+
+
+def functional_forward_of_a_module(model: Normed) -> None:
+    x = batch(7)["x"].repeat(1, 2)[:, :6]
+    F.batch_norm(x, model.norm.running_mean, model.norm.running_var, training=True)
+
+
+def in_place(model: Normed) -> None:
+    model.mean.add_(1.0)
+    model.norm.running_var.data.mul_(2.0)
+
+
+CHANGES = [forward, functional_forward, functional_forward_of_a_module, in_place]
+
+
+def test_what_is_written_between_steps_goes_to_all_replicas() -> None:
+    for change in CHANGES:
+        model = make()
+        with compiled(model, 3) as step:
+            for seed in range(3):
+                step(**batch(seed, size=9))
+            shown = {name: value.clone() for name, value in model.named_buffers()}
+            own = {name: [v.clone() for v in step.variables[name].values] for name in shown}
+            change(model)
+            written = {name for name, value in model.named_buffers() if not torch.equal(value, shown[name])}
+            expected = {name: value.clone() for name, value in model.named_buffers()}
+            assert written, change
+            step._state.take_over(step.program)  # as the next step begins
+            for name, variable in step.variables.items():
+                if name in written:
+                    assert all(torch.equal(value, expected[name]) for value in variable.values), (change, name)
+                elif name in shown and change is not forward:
+                    kept = zip(variable.values, own[name], strict=True)
+                    is_sibling = name.startswith("norm.") and any(w.startswith("norm.") for w in written)
+                    assert is_sibling or all(torch.equal(a, b) for a, b in kept), (change, name)
+
+
+def test_training_goes_on_from_statistics_of_the_users_forward() -> None:
+    """Between steps on one shard's worth of examples for each replica, as if each had trained alone."""
+    for change in CHANGES:
+        model = make()
+        twin = copy.deepcopy(model)
+        of_twin = torch.optim.SGD(twin.parameters(), lr=0.05)
+        with compiled(model, 2) as step:
+            for seed in range(4):
+                once = batch(seed)
+                twice = {
+                    name: value.repeat(2, 1) for name, value in once.items()
+                }  # equal shards: one device's statistics
+                assert step(**twice).item() == pytest.approx(train_step(twin, of_twin, once, F.mse_loss), rel=1e-10)
+                change(model)
+                change(twin)
+        assert_same_model(model, twin, 1e-10)
+
+
+def test_a_statistic_that_is_not_a_number_is_not_taken_for_written() -> None:
+    model = make()
+    with compiled(model) as step:
+        step(**batch(0))
+        values = step.variables["mean"].values
+        values[0].fill_(float("nan"))
+        values[1].fill_(1.0)
+        step._state.finish()
+        assert model.mean.isnan().all()
+        step._state.take_over(step.program)
+        assert step.variables["mean"].values[1].eq(1.0).all()
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "norm-only"])
+def test_steps_in_eval_mode_use_what_the_model_shows(is_whole: bool) -> None:
+    model = make()
+    with compiled(model, 3) as step:
+        for seed in range(3):
+            step(**batch(seed, size=9))
+        means = [value.clone() for value in step.variables["norm.running_mean"].values]
+        assert not torch.equal(means[0], means[1])
+        (model if is_whole else model.norm).eval()
+        for seed in range(3):
+            shown = copy.deepcopy(dict(model.norm.named_buffers()))
+            twin = copy.deepcopy(model)
+            loss = step(**batch(seed, size=9))
+            if is_whole:
+                expected = train_step(
+                    twin, torch.optim.SGD(twin.parameters(), lr=0.05), batch(seed, size=9), F.mse_loss
+                )
+                assert loss.item() == pytest.approx(expected, rel=1e-10)
+                assert_same_model(model, twin, 1e-10)
+            assert all(torch.equal(value, shown[name]) for name, value in model.norm.named_buffers())
+            model.norm.running_mean.add_(0.1)
+        model.train()
+        step(**batch(5, size=9))
+
+
+def test_written_statistics_keep_their_bits_in_eval_mode_on_three_devices() -> None:
+    """The mean of three equal numbers may be another number."""
+    model = make()
+    with compiled(model, 3) as step:
+        step(**batch(0, size=9))
+        model.norm.eval()
+        model.norm.running_mean.copy_(torch.rand(6, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+        written = model.norm.running_mean.clone()
+        for seed in range(2):
+            step(**batch(seed, size=9))
+            assert torch.equal(model.norm.running_mean, written)
+
+
+@pytest.mark.parametrize("forward", [lambda norm: norm(torch.randn(5, 2)), lambda norm: norm.running_mean.data.add_(0)])
+def test_copies_in_other_memory_follow_the_counter_of_forwards(forward: Callable[[nn.Module], Any]) -> None:
+    norm = nn.BatchNorm1d(2)
+    devices: Any = [SimpleNamespace(torch_device=torch.device(name)) for name in ("cpu", "meta")]
+    store = VariableStore(dict(norm.named_buffers()), devices)
+    variable = Variable("running_mean", (2,), (1,), torch.float32, Role.BUFFER)
+    program: Program = SimpleNamespace(buckets=(), variables={"running_mean": variable})  # type: ignore[assignment]
+    store.adopt(store.lay_out(program))
+    copies = store.read_by(variable)
+    assert [value.device.type for value in copies] == ["cpu", "meta"]
+    assert not store.mirror_changes()
+    norm.train()
+    tracked = norm.num_batches_tracked.item()
+    forward(norm)
+    has_counted = norm.num_batches_tracked.item() != tracked
+    assert store.mirror_changes() == has_counted
+    assert (store.read_by(variable)[1] is not copies[1]) == has_counted
