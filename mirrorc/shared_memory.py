@@ -21,7 +21,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
     Raises:
         ValueError: names the two tensors and the remedy.
     """
-    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta)
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
         device, start, _, name = span
@@ -30,6 +30,10 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
             if (name in moving or other in moving) and _have_common_elements(tensors[name], tensors[other]):
                 raise ValueError(_objection(tensors, *sorted((other, name), key=list(tensors).index)))
         reaching.append(span)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class CallKind:
     @classmethod
     def of(cls, call: Call, types: ShardTypes) -> CallKind:
         """The kind of a call whose tensors have these types on the first replica."""
-        constants = {constant.path: _shortened(repr(constant.value)) for constant in _constants_of(call.structure)}
+        constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants)
 
     def __str__(self) -> str:
@@ -82,7 +83,11 @@ def _change_of(name: str, kinds: Sequence[CallKind]) -> str:
     return ""
 
 
-def _shortened(text: str) -> str:
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - of the user's class, which a step can do without
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 

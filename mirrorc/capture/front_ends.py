@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
+from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import JointGraph
 
 
@@ -99,6 +101,24 @@ def front_end_named(name: object) -> FrontEnd:
     return front_end
 
 
+_CAPTURING = threading.RLock()
+_LONGEST_CAPTURE_SECONDS = 3600
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Lets one thread of the process trace at a time: torch's tracers change settings of the process and put them back."""
+    if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
+        raise CaptureError(
+            f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
+            "time: see what its model waits for in forward"
+        )
+    try:
+        yield
+    finally:
+        _CAPTURING.release()
+
+
 def capture(
     front_end: FrontEnd,
     call: TrainingCall,
@@ -123,7 +143,7 @@ def capture(
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
     """
-    with kept_as_it_is(call), contextlib.ExitStack() as stack:
+    with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         traced = front_end.trace(stack, call, leaves, decompositions)

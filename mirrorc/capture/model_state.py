@@ -11,6 +11,7 @@ from torch import nn
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 
+_ABSENT = object()
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -92,10 +93,10 @@ class ModelState:
             if len(module.__dict__) != size:
                 self._plain[i] = _plain_attributes(module)
         plain = tuple(
-            (type(attributes[key]), attributes[key] or repr(attributes[key]))  # -0.0 == 0.0, but prints differently
+            (type(value), value if value or type(value) is not float else repr(value))  # -0.0 == 0.0
             for _, watched in self._plain
             for attributes, key in watched
-            if key in attributes
+            if (value := attributes.get(key, _ABSENT)) is not _ABSENT
         )
         tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
         return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks)

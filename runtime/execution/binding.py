@@ -66,10 +66,12 @@ class Binder:
         return binds.of(node.target)(self, replica, node)
 
     @binds(ops.read)
-    def _bind_read(self, replica: int, node: fx.Node) -> Constant:
+    def _bind_read(self, replica: int, node: fx.Node) -> Constant | Callable[..., torch.Tensor]:
         name = str(node.kwargs["variable"])
         if name in self._constants:
-            return Constant(_at_home(self._constants[name], self.program.devices[replica].torch_device))
+            constant = self._constants[name]
+            own = _at_home(constant, self.program.devices[replica].torch_device)
+            return Constant(own) if own is constant else _following(constant, own)
         return Constant(self._state.store.read_by(self.program.variables[name])[replica])
 
     @binds(ops.check)
@@ -212,6 +214,20 @@ class Binder:
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A constant on its replica's device. One of another kind stays: regions were compiled for a number on the host, say."""
     return constant.to(device) if constant.device.type == device.type else constant
+
+
+def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Gives the copy of a constant, in which is what was written into the constant since."""
+    version = constant._version
+
+    def read(**_: Any) -> torch.Tensor:
+        nonlocal version
+        if constant._version != version:
+            version = constant._version
+            copy.copy_(constant)
+        return copy
+
+    return read
 
 
 def _factors(*factors: torch.Tensor, **_: Any) -> Factors:

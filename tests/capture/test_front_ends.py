@@ -1,11 +1,14 @@
 """A front end that is declared outside of the package works like those within it."""
 
 import contextlib
+import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from references import train_step
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 
@@ -86,3 +89,31 @@ def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontE
         register_front_end(CountingFrontEnd())
     with pytest.raises(ValueError, match="capture is 'no-such': choose one of auto, dynamo, counting"):
         front_end_named("no-such")
+
+
+def test_steps_may_be_compiled_in_several_threads_at_once() -> None:
+    models = [make_mlp() for _ in range(3)]
+    twins = copy.deepcopy(models)
+    batches = [mlp_batch(5 + i, seed=i) for i in range(2)]
+    losses: list[list[float]] = [[] for _ in models]
+    errors: list[Exception] = []
+
+    def train(model: torch.nn.Module, found: list[float]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+                found += [step(**batch).item() for batch in batches]
+        except Exception as error:  # noqa: BLE001 - a thread's error is the test's
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in zip(models, losses, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert errors == [] and not torch.is_anomaly_enabled()
+    for twin, found in zip(twins, losses, strict=True):
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        assert found == pytest.approx(
+            [train_step(twin, optimizer, batch, F.cross_entropy) for batch in batches], rel=1e-10
+        )

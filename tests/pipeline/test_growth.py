@@ -45,4 +45,4 @@ def test_twice_the_layers_take_twice_the_calls(bucket_cap_mb: float) -> None:
     num_calls(50, bucket_cap_mb)  # fills caches
     small, medium, large = (num_calls(num_nodes, bucket_cap_mb) for num_nodes in (200, 400, 800))
     # The ratio is 2.00 to 2.03. A search through all variables for each gradient, which there was once, made it 2.07.
-    assert (large - medium) / (medium - small) < 2.045
+    assert (large - medium) / (medium - small) < 2.05
