@@ -237,7 +237,7 @@ class VariableStore:
         changed = [name for name, watched in self._watched.items() if watched.has_changed()]
         for shown in self._layout.aggregates:
             changed += [name for name in shown.written_by_user() if name not in changed]
-        changed += counted_by(changed, self._watched)
+        changed += counted_by(changed, self._watched) if changed else []
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
             self._leave_homes_of_others(changed)
@@ -245,7 +245,8 @@ class VariableStore:
             self._mirror(name)
         for shown in self._layout.aggregates if changed else ():
             shown.note()
-        self._copies.renew()
+        if self._has_copies:
+            self._copies.renew()
         return not self._layout.own.issuperset(changed)
 
     def mirror_all(self) -> None:
