@@ -23,12 +23,8 @@ GROUPS = (
 )  # importing these registers their events
 
 KNOWN_TO_FAIL: dict[str, str] = {
-    **dict.fromkeys(("replace_state", "pop_momentum", "clear_state", "replace_count"), "the former state is used"),
-    "turn_on_amsgrad": "a KeyError without a word",
     **dict.fromkeys(("write_through_data", "write_state_through_data", "write_buffer_through_data"), "not mirrored"),
-    **dict.fromkeys(("run_forward", "train_by_hand", "train_with_another_optimizer"), "not mirrored"),
     "asserts": "the assert is not in the graph",
-    "change_mode": "replicas use their own statistics in eval mode",
     **dict.fromkeys(("interrupt", "interrupt_at_random", "fail_to_allocate"), "a step is done in parts"),
 }
 """Events and features that are left out because runs with them fail today, each with the reason."""
