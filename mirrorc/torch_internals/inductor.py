@@ -72,12 +72,14 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
         _expand(graph_module.graph)
-        joint_graph_passes(graph_module)
+        with V.set_fake_mode(fake_mode):  # torch 2.11 traces replacements in it, newer versions find it themselves
+            joint_graph_passes(graph_module)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         graph_module.meta["mirrorc"] = (

@@ -11,7 +11,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,12 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
     names = traced_globals(module)
     before = set(names)
     try:
-        with config.patch(options), warnings.catch_warnings(record=True) as caught, captured_output() as outputs:
+        with (
+            config.patch(options),
+            _no_log_of_metrics(),
+            warnings.catch_warnings(record=True) as caught,
+            captured_output() as outputs,
+        ):
             warnings.simplefilter("always")
             traced = dynamo_graph_capture_for_export(module)(*leaves)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
@@ -54,6 +59,17 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
             if name.startswith("__compiled_fn"):
                 del names[name]
+
+
+@contextlib.contextmanager
+def _no_log_of_metrics() -> Iterator[None]:
+    """Keeps torch 2.11 from reporting an error where it cannot log functions in Dynamo's configuration as metrics."""
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
