@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.changing_arguments import CallKind
+from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
@@ -67,6 +68,7 @@ class Specializer:
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
         self._specializations = Specializations()
         self._has_warned_of_differences = False
+        self._noted: set[Note] = set()
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
     def executor_for(self, call: Call, shards: Shards) -> Executor:
@@ -115,6 +117,13 @@ class Specializer:
                 stacklevel=users_stack_level(),
             )
 
+    def _warn_of_notes(self, notes: Sequence[Note]) -> None:
+        """Gives each warning once, at the user's line that it is about."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                warnings.warn_explicit(note.message, UserWarning, note.filename, note.lineno)
+
     def _compile(self, call: Call, shards: Shards) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         self._model.check_memory()
@@ -160,6 +169,7 @@ class Specializer:
         if options.cuda_graphs:
             check_captured_program(captured.program, options.optimizer)
         self._warn_of_differences(captured.differences)
+        self._warn_of_notes(captured.notes)
         program = captured.program.with_remarks(*options.remarks)
         program, pipeline = self._with_measured_sizes(program)
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.asserts import keep_asserts
+from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
@@ -36,6 +37,7 @@ class CapturedGraph:
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
         weighted_means: the losses that average over something else than examples.
         guards: whether the Python state that the graph depends on is as it was.
+        notes: warnings to give, once.
     """
 
     graph: fx.Graph
@@ -43,6 +45,7 @@ class CapturedGraph:
     constants: Mapping[str, torch.Tensor]
     weighted_means: tuple[WeightedMean, ...] = ()
     guards: Guards = NO_GUARDS
+    notes: tuple[Note, ...] = ()
 
 
 def restructure(

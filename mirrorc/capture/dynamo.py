@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mirrorc.capture.asserts import refuse_effects
-from mirrorc.capture.errors import check_loss, check_writes, explain
+from mirrorc.capture.dropped_effects import dropped_effects
+from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.training_call import TrainingCall
@@ -36,13 +37,13 @@ class DynamoFrontEnd(FrontEnd):
         refuse_modules(call, what)
         with _explained(what, leaves):
             traced = trace_full_graph(call, leaves)
-        check_writes(traced, what)
+        notes = dropped_effects(traced, what)
         check_loss(traced, what)
         refuse_effects(traced.graph, what)
         with _explained(what, leaves):
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         joint.weighted_means = weighted_means_of(traced)
-        return Traced(joint, guards_of(traced))
+        return Traced(joint, guards_of(traced), notes)
 
 
 @contextlib.contextmanager

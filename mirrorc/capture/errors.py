@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_line
-from mirrorc.torch_internals import JointGraph, user_frames, written_modules
+from mirrorc.torch_internals import JointGraph, user_frames
 
 
 def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -59,17 +59,6 @@ def _reason(text: str) -> str:
     if "exception" in found[0].lower():  # the user's own exception: its text is in the context
         found.append(parts["Developer debug context:"])
     return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
-
-
-def check_writes(traced: fx.GraphModule, what: str) -> None:
-    """Refuses a forward that assigns attributes of modules."""
-    for name in written_modules(traced):
-        where = f"its module {name.removeprefix('model.')!r}" if name != "model" else "itself"
-        raise CaptureError(
-            f"forward of {what} assigns an attribute of {where} (self.x = ...), which a captured graph does not do again in "
-            "every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
-            "use local variables for what need not last"
-        )
 
 
 def check_loss(traced: fx.GraphModule, what: str) -> None:

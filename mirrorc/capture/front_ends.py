@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from mirrorc.capture.captured_graph import CapturedGraph, restructure
+from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.training_call import TrainingCall
@@ -29,10 +30,12 @@ class Traced:
         joint: one functional graph of forward, loss and backward, in operators of ATen.
         guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
             nothing but the key of its specialization.
+        notes: warnings to give, once.
     """
 
     joint: JointGraph
     guards: Guards = NO_GUARDS
+    notes: tuple[Note, ...] = ()
 
 
 class FrontEnd(ABC):
@@ -150,4 +153,4 @@ def capture(
     captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    return replace(captured, graph=graph, guards=traced.guards)
+    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes)

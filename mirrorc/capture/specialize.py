@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.capture.arguments import Call, Shards
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
 from mirrorc.capture.guards import AllGuards, Guards
@@ -37,6 +38,7 @@ class CapturedProgram:
         program: the program.
         constants: the tensors in it that are neither parameters nor buffers.
         guards: whether the Python state that its graphs depend on is as it was.
+        notes: warnings to give, once.
         differences: sentences on what makes a step on this batch differ from that of one device.
     """
 
@@ -44,6 +46,7 @@ class CapturedProgram:
     constants: Mapping[str, torch.Tensor]
     guards: Guards
     differences: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
@@ -114,7 +117,8 @@ def capture_program(
     means = captured[0].weighted_means
     program = program.with_remarks(*remarks_on(means, len(devices)))
     guards = AllGuards([graph.guards for graph in captured])
-    return CapturedProgram(program, constants, guards, differences_in(means, shards))
+    notes = tuple(dict.fromkeys(note for graph in captured for note in graph.notes))
+    return CapturedProgram(program, constants, guards, differences_in(means, shards), notes)
 
 
 def _unique(names: list[str]) -> list[str]:

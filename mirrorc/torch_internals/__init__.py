@@ -11,10 +11,11 @@ from mirrorc.torch_internals.graphs import (
     quiet_fake_tensors,
     traced_on_fake_tensors,
 )
-from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
+from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange, in_users_words
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.operators import replaced_operators
+from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.state import (
     UncountedHook,
     calls_step_hooks,
@@ -35,15 +36,17 @@ from mirrorc.torch_internals.tracing import (
     guards_of,
     is_users_file,
     leaf_of_placeholder,
+    python_effects_of,
     trace_full_graph,
     user_frames,
-    written_modules,
 )
 
 __all__ = [
     "DynamoGuards",
     "GuardsChange",
     "JointGraph",
+    "PythonCall",
+    "PythonWrite",
     "UncountedHook",
     "add_node",
     "calls_step_hooks",
@@ -56,6 +59,7 @@ __all__ = [
     "has_step_hooks",
     "has_torchs_step",
     "hook_tables",
+    "in_users_words",
     "inductor_decompositions",
     "inductor_wrapper",
     "is_dense",
@@ -69,6 +73,7 @@ __all__ = [
     "observe_clipping",
     "peak_allocation",
     "prepare_cpp_compiler",
+    "python_effects_of",
     "quiet_fake_tensors",
     "replaced_operators",
     "storage_key",
@@ -78,5 +83,4 @@ __all__ = [
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",
-    "written_modules",
 ]

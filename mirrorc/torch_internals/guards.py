@@ -22,9 +22,13 @@ class DynamoGuards:
     Not watched, because others do: the arguments, the types of the module's parameters and buffers, torch's modes.
     Watched besides what Dynamo guards: which tensors a graph took from elsewhere, methods of the modules' classes, and the
     sign of zeros, since -0.0 == 0.0.
+
+    Attributes:
+        names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
     """
 
     def __init__(self, manager: Any, module: nn.Module, traced_code: Sequence[CodeType], names: Sequence[str]) -> None:
+        self.names = frozenset(names)
         self._manager = manager
         self._values = {"self": module}
         self._scope = {**_names_in_guards(), "L": self._values, "G": traced_globals(module)}
@@ -58,10 +62,10 @@ class DynamoGuards:
                 return f"{owner.__name__}.{name} was replaced"
         with torch.enable_grad():
             parts = self._manager.check_verbose(self._values).verbose_code_parts
-        return _in_words(parts[0]) if parts else "the sign of a zero"
+        return in_users_words(parts[0]) if parts else "the sign of a zero"
 
 
-def _in_words(part: str) -> str:
+def in_users_words(part: str) -> str:
     """A guard as Dynamo prints it, with the names that users know."""
     condition, _, place = part.partition("  # ")
     condition = re.sub(r"G\['__import_\w+'\]\.", "", condition.strip())
@@ -162,7 +166,7 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
         with get_metrics_context(), dynamo_timed("build_guards"):
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
-        raise GuardsChange(_in_words(str(error).rpartition("reason: ")[2])) from error
+        raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2])) from error
     return DynamoGuards(manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)))
 
 

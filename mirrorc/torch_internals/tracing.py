@@ -20,6 +20,7 @@ from torch import fx, nn
 from mirrorc.torch_internals.effect_tokens import remove_effect_tokens
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
+from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
 
 
 def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -36,7 +37,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
     options = {
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
-        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods(),
+        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
     }
     names = traced_globals(module)
     before = set(names)
@@ -44,16 +45,17 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         with (
             config.patch(options),
             _no_log_of_metrics(),
-            warnings.catch_warnings(record=True) as caught,
+            warnings.catch_warnings(),
             captured_output() as outputs,
+            observed_effects(module, names) as effects,
         ):
-            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             traced = dynamo_graph_capture_for_export(module)(*leaves)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
         traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module)
-        traced.meta["mirrorc_written_modules"] = _written_modules(caught)
+        traced.meta["mirrorc_effects"] = effects
         return traced
     finally:
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
@@ -72,32 +74,16 @@ def _no_log_of_metrics() -> Iterator[None]:
         logger.disabled = before
 
 
-def _written_modules(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """The modules whose attributes the traced forward assigns, found in Dynamo's warnings; other warnings are issued again.
-
-    If forward writes to other objects (a configuration, a Python module), torch's own warning says so.
-    """
-    written: list[str] = []
-    for warning in caught:
-        if "side effects" in str(warning.message):
-            for source in re.findall(
-                r"L\['self'\]((?:\._modules\['[^']+'\])+)(?:\._buffers|\._parameters)?[\"',\]]", str(warning.message)
-            ):
-                written.append(".".join(re.findall(r"'([^']+)'", source)))
-        if not written:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return written
-
-
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
     """The guards on what Python read in the forward of `trace_full_graph`'s result, besides its arguments."""
     guards: DynamoGuards = traced.meta["mirrorc_guards"]
     return guards
 
 
-def written_modules(traced: fx.GraphModule) -> list[str]:
-    """The modules whose attributes the forward of `trace_full_graph`'s result assigns."""
-    return list(traced.meta["mirrorc_written_modules"])
+def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
+    """What the forward of `trace_full_graph`'s result does to Python objects, and what it prints."""
+    effects: PythonEffects = traced.meta["mirrorc_effects"]
+    return effects
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:

@@ -87,32 +87,3 @@ def test_users_files_are_those_of_nobody_else() -> None:
     assert internals.is_users_file(pytest.__file__)  # an installed package is a user's, too
     assert not any(map(internals.is_users_file, (nn.__file__, json.__file__, internals.__file__, "<eval>")))
     assert not any(map(internals.is_users_file, (passes.__file__, runtime.__file__)))
-
-
-class Counting(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-        self.count = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return self.layer(x)
-
-
-class Around(torch.nn.Module):
-    """As `mirrorc.capture.training_call.TrainingCall` holds a model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
-
-
-def test_written_modules_are_found() -> None:
-    written = internals.trace_full_graph(Around(Counting()), [torch.zeros(1, 2)])
-    clean = internals.trace_full_graph(Around(torch.nn.Linear(2, 2)), [torch.zeros(1, 2)])
-    assert internals.written_modules(written) == ["model"]
-    assert internals.written_modules(clean) == []

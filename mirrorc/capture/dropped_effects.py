@@ -1,0 +1,111 @@
+"""Says what forward and loss do in Python that a captured step does not do again."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mirrorc.errors import CaptureError
+from mirrorc.torch_internals import (
+    PythonCall,
+    PythonWrite,
+    guards_of,
+    in_users_words,
+    is_users_file,
+    python_effects_of,
+)
+
+_OF_A_MODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])*(\._buffers|\._parameters)?$")
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to warn of, once, at a line of the user's."""
+
+    message: str
+    filename: str
+    lineno: int
+
+
+def dropped_effects(traced: fx.GraphModule, what: str) -> tuple[Note, ...]:
+    """Notes on what a trace did to Python objects, and on what it printed.
+
+    Args:
+        traced: what the tracer gave.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
+    """
+    effects, read = python_effects_of(traced), guards_of(traced).names
+    for write in effects.writes:
+        _refuse_state(write, read, what)
+    return tuple(
+        dict.fromkeys([*(_of_write(write, what) for write in effects.writes), *_of_calls(effects.calls, what)])
+    )
+
+
+def _refuse_state(write: PythonWrite, read: frozenset[str], what: str) -> None:
+    frame = _users_frame(write.stack)
+    where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+    if _OF_A_MODULE.match(write.source):
+        module = re.sub(r"\._(buffers|parameters)$", "", write.source)
+        name = in_users_words(module).removeprefix("model").removeprefix(".")
+        owner = f"its module {name!r}" if name and module != "L['self']" else "itself"
+        raise CaptureError(
+            f"forward of {what} assigns an attribute of {owner} (self.x = ...){where}, which a captured graph does not do again "
+            "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
+            "use local variables for what need not last"
+        )
+    if any(name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read):
+        raise CaptureError(
+            f"forward of {what} reads and changes {_named(write)}{where}: each step would go on from the last one, which a "
+            "captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or change it between "
+            "steps."
+        )
+
+
+def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
+    """How expressions begin that read a part of an object, or of its class."""
+    of_class = f"dict(type({write.source}).__dict__)[{part[1:]!r}]" if part.startswith(".") else write.source + part
+    return write.source + part, of_class
+
+
+def _named(write: PythonWrite) -> str:
+    part = write.parts[0] if len(write.parts) == 1 and write.parts[0] != "[" else ""
+    return in_users_words(write.source + part)
+
+
+def _of_write(write: PythonWrite, what: str) -> Note:
+    frame = _users_frame(write.stack) or traceback.FrameSummary("<unknown>", 0, "forward", line="")
+    return Note(
+        f"{what} changes {_named(write)} in forward or loss ({frame.line}), which a captured step does not do. "
+        "Return what you want to see with the output, keep it in a buffer, or collect it with the plain model between steps",
+        frame.filename,
+        frame.lineno or 0,
+    )
+
+
+def _of_calls(calls: Sequence[PythonCall], what: str) -> list[Note]:
+    notes = []
+    for call in calls:
+        frame = _users_frame(call.stack)
+        if frame is None or not call.repeats or "site-packages" in frame.filename:
+            continue  # a library says such things once, if at all
+        done = "ran while the step was traced" if call.has_run else "was left out"
+        notes.append(
+            Note(
+                f"{call.name} in {what} {done}: a captured step does not call it ({frame.line}). Call it between steps",
+                frame.filename,
+                frame.lineno or 0,
+            )
+        )
+    return notes
+
+
+def _users_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    return next((frame for frame in reversed(stack) if is_users_file(frame.filename)), None)

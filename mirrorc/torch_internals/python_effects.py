@@ -1,0 +1,232 @@
+"""Observes what a traced forward does to Python objects, and the prints and logs that it calls, which no graph has."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_MISSING = object()
+_WARNED: dict[Any, Any] = {}  # by Python's filters, a warning of one line is shown once
+
+
+@dataclass(frozen=True)
+class PythonWrite:
+    """A change that forward makes to an object that was there before it.
+
+    Attributes:
+        source: the expression that reads the object, from ``L['self']`` or globals ``G``.
+        parts: what follows it in the expressions of what is changed: ``.name``, ``['key']``, or ``[`` in a list or set.
+        stack: the frames of the change, outermost first.
+    """
+
+    source: str
+    parts: tuple[str, ...]
+    stack: Sequence[traceback.FrameSummary]
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """A call of ``print`` or its like.
+
+    Attributes:
+        name: what is called.
+        stack: the frames of the call, outermost first.
+        has_run: whether it ran while tracing; it cannot where its arguments are not known then.
+        repeats: whether a step without mirrorc would make it again: what is switched off, or said only once, would not.
+    """
+
+    name: str
+    stack: Sequence[traceback.FrameSummary]
+    has_run: bool
+    repeats: bool
+
+
+@dataclass
+class PythonEffects:
+    """What was observed of one trace."""
+
+    writes: list[PythonWrite] = field(default_factory=list)
+    calls: list[PythonCall] = field(default_factory=list)
+
+
+def reported_functions() -> set[Callable[..., Any]]:
+    """The functions that a trace may call without being stopped by it."""
+    return {builtins.print, warnings.warn, *(getattr(logging, name) for name in _METHODS)}
+
+
+@contextlib.contextmanager
+def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[PythonEffects]:
+    """Observes the trace of a module's call in this thread. ``names`` are the globals of what is traced."""
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
+
+    found, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
+    clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
+
+    def observed_clear(self: Any) -> None:
+        if threading.get_ident() == thread:
+            found.writes = _writes(self, scope)  # of the last attempt, if there are several
+        clear(self)
+
+    def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == thread and self.value in reported_functions():
+            is_warning = self.value is warnings.warn  # Python shows a warning of one line once
+            name = (
+                self.value.__name__
+                if self.value is builtins.print
+                else f"{self.value.__module__}.{self.value.__name__}"
+            )
+            found.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
+        return call(self, tx, args, kwargs)
+
+    def observed_log(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == thread and (name in _METHODS or name == "warning_once"):
+            repeats = name in _METHODS and name != "log" and self.value.isEnabledFor(_level(name))
+            found.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
+        return log(self, tx, name, args, kwargs)
+
+    patched: list[tuple[Any, str, Any]] = [
+        (SideEffects, "clear", observed_clear),
+        (IgnoredFunctionVariable, "call_function", observed_call),
+        (LoggingLoggerVariable, "call_method", observed_log),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    for owner, name, function in patched:
+        setattr(owner, name, function)
+    try:
+        yield found
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def _warn(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
+    """Warns as `warnings.warn` does, at the line that is traced."""
+    from torch._guards import TracingContext
+
+    frame = TracingContext.extract_stack()[-1]
+    kind = type(message) if isinstance(message, Warning) else category or UserWarning
+    warnings.warn_explicit(message, kind, frame.filename, frame.lineno or 0, registry=_WARNED)
+
+
+def _level(name: str) -> int:
+    return int(getattr(logging, "ERROR" if name == "exception" else name.upper()))
+
+
+def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
+    """Calls a function while it is traced, if its arguments are known; tensors are shown as fake ones."""
+    from torch._guards import TracingContext
+
+    stack, has_run = list(TracingContext.extract_stack()), False
+    with contextlib.suppress(Exception):  # its arguments are the tracer's, and may know too little
+        given, named = [_value_of(arg) for arg in args], {key: _value_of(arg) for key, arg in kwargs.items()}
+        function(*given, **named)
+        has_run = True
+    return PythonCall(name, stack, has_run, repeats)
+
+
+def _value_of(variable: Any) -> Any:
+    """The value of a tracer's variable: a constant, a formatted text, or a fake tensor.
+
+    Raises:
+        Exception: it has none while it is traced.
+    """
+    if hasattr(variable, "realize"):
+        variable = variable.realize()
+    if hasattr(variable, "format_string"):
+        named = {key: _value_of(value) for key, value in variable.sym_kwargs.items()}
+        return variable.format_string.format(*map(_value_of, variable.sym_args), **named)
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
+    """The changes that stay when forward is over: not those of new objects, nor those that put back what was there."""
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    writes = []
+    for variable in effects._get_modified_vars():
+        if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
+            continue
+        name = _source_name(variable)
+        stored = effects.store_attr_mutations.get(variable, {})
+        real = _evaluated(name, scope)
+        parts = [f".{key}" for key, value in stored.items() if not _is_same(value, _attribute(real, key), scope)]
+        if not stored or isinstance(real, dict):
+            parts += _changed_items(variable, real, scope)
+        stacks = effects.mutation_user_stacks.get(variable) or [[]]
+        if parts:
+            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1])))
+    return writes
+
+
+def _changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[str]:
+    """The parts of a container that have changed."""
+    if not isinstance(real, list | dict | set | deque):
+        return ["["]
+    if not isinstance(real, dict) or not isinstance(getattr(variable, "items", None), dict):
+        return [] if _is_same(variable, real, scope) else ["["]
+    found = _items_of(variable)
+    if found is None:
+        return ["["]
+    keys = [key for key in {**found, **real} if not _is_same(found.get(key), real.get(key, _MISSING), scope)]
+    return [f"[{key!r}]" for key in keys]
+
+
+def _items_of(variable: Any) -> dict[Any, Any] | None:
+    """The items of a tracer's dict or set; None if a key has no value while it is traced."""
+    keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
+    if not all(key.is_python_constant() for key in keys.values()):
+        return None
+    return {keys[key].as_python_constant(): value for key, value in variable.items.items()}
+
+
+def _attribute(real: Any, key: str) -> Any:
+    own = getattr(real, "__dict__", {})
+    return own[key] if key in own else getattr(real, key, _MISSING)
+
+
+def _is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
+    """Whether a tracer's variable stands for what is there already."""
+    if real is _MISSING or variable is None:
+        return False
+    if hasattr(variable, "is_realized"):
+        if not variable.is_realized():  # nobody has looked at it
+            return bool(variable.peek_value() is real)
+        variable = variable.realize()
+    if isinstance(real, list | tuple | deque) and hasattr(variable, "items") and isinstance(variable.items, list):
+        pairs = zip(variable.items, real, strict=False)
+        return len(variable.items) == len(real) and all(_is_same(v, r, scope) for v, r in pairs)
+    if isinstance(real, dict | set) and isinstance(getattr(variable, "items", None), dict):
+        found = _items_of(variable)
+        if found is None or found.keys() != set(real):
+            return False
+        return not isinstance(real, dict) or all(_is_same(found[key], real[key], scope) for key in found)
+    if getattr(variable, "is_python_constant", lambda: False)():
+        value = variable.as_python_constant()
+        return type(value) is type(real) and repr(value) == repr(real)
+    name = _source_name(variable)
+    return bool(name) and _evaluated(name, scope) is real
+
+
+def _source_name(variable: Any) -> str:
+    source = getattr(variable, "source", None)
+    return str(source.name) if source is not None else ""
+
+
+def _evaluated(name: str, scope: Mapping[str, Any]) -> Any:
+    with contextlib.suppress(Exception):
+        return eval(name, dict(scope)) if name else _MISSING
+    return _MISSING

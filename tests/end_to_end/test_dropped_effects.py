@@ -1,0 +1,117 @@
+"""What a captured step does not do again is refused, or said once, at the user's line; what is harmless is not spoken of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import unchanged
+from torch import nn
+
+import mirrorc
+from mirrorc import CaptureError
+
+counts = {"steps": 0}
+activations: list[torch.Tensor] = []
+
+
+class Net(nn.Module):
+    def __init__(self, does: Callable[[Any, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(3, 3), does
+        self.acts: list[torch.Tensor] = []
+        self.metrics: dict[str, Any] = {}
+        self.steps = 0
+        self.auxiliary: list[torch.Tensor] = []
+
+    def log(self, name: str, value: torch.Tensor) -> None:
+        self.metrics[name] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        added = self.does(self, y)
+        return y if added is None else y + added
+
+
+def count(net: Net, y: torch.Tensor) -> None:
+    net.steps += 1
+
+
+def count_elsewhere(net: Net, y: torch.Tensor) -> None:
+    counts["steps"] += 1
+
+
+def add_auxiliary_losses(net: Net, y: torch.Tensor) -> torch.Tensor:
+    net.auxiliary.append(y.mean())
+    total = torch.stack(net.auxiliary).sum()
+    net.auxiliary.clear()
+    return total
+
+
+def train(model: nn.Module) -> list[warnings.WarningMessage]:
+    """The warnings of three steps, of which the last has another shape, and uneven shards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+    ):
+        warnings.simplefilter("always")
+        for num_examples in (4, 4, 5):
+            step(torch.ones(num_examples, 3), target=torch.zeros(num_examples, 3))
+    return caught
+
+
+SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
+    (
+        lambda net, y: net.acts.append(y),
+        ("Net changes model.acts", "net.acts.append(y)", "Return what you want to see"),
+    ),
+    (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
+    (lambda net, y: print("shape", y.shape), ("print in Net ran while the step was traced", "Call it between steps")),  # noqa: T201
+]
+
+
+def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
+    for does, words in SAID:
+        model = Net(does)
+        (warning,) = train(model)
+        assert warning.filename == __file__ and all(word in str(warning.message) for word in words), warning.message
+        assert not model.acts and not model.metrics
+
+
+def test_a_hook_that_stores_activations_is_spoken_of() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_hook(lambda module, given, output: activations.append(output))
+    (warning,) = train(model)
+    assert "Sequential changes activations in forward" in str(warning.message) and warning.filename == __file__
+    assert activations == []
+
+
+def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
+    assert train(Net(add_auxiliary_losses)) == []
+    assert train(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))) == []
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (
+            count,
+            ("assigns an attribute of itself", "test_dropped_effects.py:", "net.steps += 1", "write buffers in place"),
+        ),
+        (
+            count_elsewhere,
+            ("reads and changes counts['steps']", "test_dropped_effects.py:", "Remedy: keep it in a buffer"),
+        ),
+    ],
+)
+def test_state_that_steps_would_go_on_from_is_refused(does: Any, words: tuple[str, ...]) -> None:
+    model = Net(does)
+    with unchanged(model), pytest.raises(CaptureError) as refused:
+        train(model)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert model.steps == 0 == counts["steps"]

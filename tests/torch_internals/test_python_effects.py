@@ -1,0 +1,126 @@
+"""What a trace is seen to do to Python objects, and which prints and logs it calls."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.side_effects import SideEffects
+
+from mirrorc import torch_internals as internals
+
+LOGGER = logging.getLogger("mirrorc_tests.effects")
+seen: list[torch.Tensor] = []
+
+
+class Config:
+    steps = 0
+
+
+class Does(nn.Module):
+    """Does something in forward, as a function of itself and a tensor."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(3, 3), does
+        self.acts: list[Any] = []
+        self.table: dict[str, Any] = {"a": 1}
+        self.last: collections.deque[Any] = collections.deque(maxlen=2)
+        self.config, self.flag = Config(), True
+        self.register_buffer("kept", torch.ones(3))
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        y = self.layer(leaves[0])
+        self.does(self, y)
+        return y.sum()
+
+
+def flip(model: Any, y: torch.Tensor) -> None:
+    model.flag = False
+    model.flag = True
+
+
+def use_up(model: Any, y: torch.Tensor) -> None:
+    model.acts.append(y)
+    model.acts.clear()
+
+
+def keep(model: Any, y: torch.Tensor) -> None:
+    model.kept = model.kept
+
+
+def set_flag(model: Any, y: torch.Tensor) -> None:
+    model.flag = False
+
+
+def set_table(model: Any, y: torch.Tensor) -> None:
+    model.table["b"] = y
+
+
+def set_config(model: Any, y: torch.Tensor) -> None:
+    model.config.steps += 1
+
+
+WRITES: list[tuple[Callable[[Any, torch.Tensor], object], list[tuple[str, tuple[str, ...]]]]] = [
+    (lambda model, y: None, []),
+    (flip, []),
+    (use_up, []),
+    (keep, []),
+    (set_flag, [("L['self']", (".flag",))]),
+    (lambda model, y: model.acts.append(y), [("L['self'].acts", ("[",))]),
+    (lambda model, y: model.last.append(y), [("L['self'].last", ("[",))]),
+    (set_table, [("L['self'].table", ("['b']",))]),
+    (set_config, [("L['self'].config", (".steps",))]),
+    (lambda model, y: seen.append(y), [("G['seen']", ("[",))]),
+]
+
+
+def effects_of(does: Callable[[Any, torch.Tensor], object]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said in torch's own words
+        return internals.python_effects_of(internals.trace_full_graph(Does(does), (torch.ones(2, 3),)))
+
+
+def test_writes_are_found_with_their_lines_unless_they_change_nothing() -> None:
+    clear = SideEffects.clear
+    for does, expected in WRITES:
+        writes = effects_of(does).writes
+        assert [(write.source, write.parts) for write in writes] == expected
+        assert all(write.stack[-1].filename in (__file__, nn.Module.__init__.__code__.co_filename) for write in writes)
+    assert seen == [] and SideEffects.clear is clear
+
+
+def test_prints_and_logs_run_while_they_are_traced(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    def says(model: Any, y: torch.Tensor) -> None:
+        print("a shape", y.shape, f"{y}")  # noqa: T201 - forward does
+        LOGGER.warning("of %s", "words")
+        LOGGER.debug("switched off")
+
+    calls = effects_of(says).calls
+    assert [(call.name, call.has_run, call.repeats) for call in calls] == [
+        ("print", True, True),
+        ("logger.warning", True, True),
+        ("logger.debug", True, False),
+    ]
+    assert "a shape torch.Size([2, 3]) FakeTensor" in capsys.readouterr().out
+    assert [record.getMessage() for record in caplog.records if record.name == LOGGER.name] == ["of words"]
+
+
+def test_a_warning_is_given_at_its_own_line() -> None:
+    def warns(model: Any, y: torch.Tensor) -> None:
+        warnings.warn("of the user's", DeprecationWarning, stacklevel=2)
+
+    with pytest.warns(DeprecationWarning, match="of the user's") as caught:
+        internals.trace_full_graph(Does(warns), (torch.ones(2, 3),))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_guards_are_named_in_users_words() -> None:
+    assert internals.in_users_words("L['self']._modules['model']._modules['fc'].p == 2.0") == "model.fc.p == 2.0"
+    assert internals.in_users_words("G['__import_my_dot_net'].warm['beta']") == "warm['beta']"
