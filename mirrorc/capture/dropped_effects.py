@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -31,25 +31,44 @@ class Note:
     lineno: int
 
 
-def dropped_effects(traced: fx.GraphModule, what: str) -> tuple[Note, ...]:
+def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.GraphModule]) -> tuple[Note, ...]:
     """Notes on what a trace did to Python objects, and on what it printed.
+
+    What is read and changed is state, unless a trace after the change gives the same graph and does not change it again: then it
+    was noted once what Python would find out anew, as libraries do in their configurations.
 
     Args:
         traced: what the tracer gave.
         what: the name of the model.
+        again: traces the same call once more.
 
     Raises:
         CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
+    lasting = []
     for write in effects.writes:
-        _refuse_state(write, read, what)
-    return tuple(
-        dict.fromkeys([*(_of_write(write, what) for write in effects.writes), *_of_calls(effects.calls, what)])
-    )
+        is_read = any(
+            name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read
+        )
+        if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, traced, again):
+            _refuse_state(write, is_read, what)
+            lasting.append(write)
+    return tuple(dict.fromkeys([*(_of_write(write, what) for write in lasting), *_of_calls(effects.calls, what)]))
 
 
-def _refuse_state(write: PythonWrite, read: frozenset[str], what: str) -> None:
+def _settles(write: PythonWrite, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+    """Whether the next trace, after the change, gives the same graph and leaves alone what was changed."""
+    with write.applied() as is_applied:
+        if not is_applied:
+            return False
+        second = again()
+        later = {(other.source, part) for other in python_effects_of(second).writes for part in other.parts}
+    is_same = str(second.graph) == str(traced.graph)
+    return is_same and later.isdisjoint((write.source, part) for part in write.parts)
+
+
+def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
     frame = _users_frame(write.stack)
     where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
     if _OF_A_MODULE.match(write.source):
@@ -61,7 +80,7 @@ def _refuse_state(write: PythonWrite, read: frozenset[str], what: str) -> None:
             "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
             "use local variables for what need not last"
         )
-    if any(name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read):
+    if is_read:
         raise CaptureError(
             f"forward of {what} reads and changes {_named(write)}{where}: each step would go on from the last one, which a "
             "captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or change it between "

@@ -37,7 +37,7 @@ class DynamoFrontEnd(FrontEnd):
         refuse_modules(call, what)
         with _explained(what, leaves):
             traced = trace_full_graph(call, leaves)
-        notes = dropped_effects(traced, what)
+        notes = dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
         check_loss(traced, what)
         refuse_effects(traced.graph, what)
         with _explained(what, leaves):

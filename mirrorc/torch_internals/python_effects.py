@@ -28,11 +28,30 @@ class PythonWrite:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
         parts: what follows it in the expressions of what is changed: ``.name``, ``['key']``, or ``[`` in a list or set.
         stack: the frames of the change, outermost first.
+        owner: the object.
+        values: what the attributes are assigned, by name, as far as these are constants.
     """
 
     source: str
     parts: tuple[str, ...]
     stack: Sequence[traceback.FrameSummary]
+    owner: Any = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[bool]:
+        """Makes the change for a while; gives whether that can be done: all that is changed are attributes with constants."""
+        own = getattr(self.owner, "__dict__", None)
+        if own is None or {f".{key}" for key in self.values} != set(self.parts):
+            yield False
+            return
+        before = dict(own)
+        try:
+            own.update(self.values)
+            yield True
+        finally:
+            own.clear()
+            own.update(before)
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,12 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
             parts += _changed_items(variable, real, scope)
         stacks = effects.mutation_user_stacks.get(variable) or [[]]
         if parts:
-            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1])))
+            constants = {
+                key: value.as_python_constant()
+                for key, value in stored.items()
+                if f".{key}" in parts and value.is_python_constant()
+            }
+            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), real, constants))
     return writes
 
 
