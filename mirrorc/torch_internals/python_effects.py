@@ -185,7 +185,7 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
         parts = [f".{key}" for key, value in stored.items() if not _is_same(value, _attribute(real, key), scope)]
         if not stored or isinstance(real, dict):
             parts += _changed_items(variable, real, scope)
-        stacks = effects.mutation_user_stacks.get(variable) or [[]]
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [[]]
         if parts:
             constants = {
                 key: value.as_python_constant()
