@@ -180,11 +180,11 @@ class Specializer:
                 "'lower-devices' gives it"
             )
         times.append(time.perf_counter())
-        with self._regions.together():
-            regions = [
-                {name: self._regions.compile(program.regions[name], device.torch_device) for name in _called(module)}
-                for device, module in zip(options.devices, program.device_graphs.values(), strict=True)
-            ]
+        places = zip(options.devices, program.device_graphs.values(), strict=True)
+        called = [(device.torch_device, _called(module)) for device, module in places]
+        wanted = [(program.regions[name], device) for device, names in called for name in names]
+        functions = iter(self._regions.compile_all(wanted))
+        regions = [{name: next(functions) for name in names} for _, names in called]
         times.append(time.perf_counter())
         _log_times(self._what, program, times)
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None else None

@@ -14,6 +14,7 @@ from mirrorc.torch_internals.graphs import (
 from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange, in_users_words
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
+from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.operators import replaced_operators
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.state import (
@@ -52,6 +53,7 @@ __all__ = [
     "calls_step_hooks",
     "compile_with_inductor",
     "export_joint_graph",
+    "fresh_kernel_files",
     "global_hook_tables",
     "guards_of",
     "has_cpp_compiler",

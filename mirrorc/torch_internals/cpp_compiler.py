@@ -21,6 +21,8 @@ def kernels_compiled_together() -> Iterator[None]:
 
     The C++ compiler works while more regions are lowered. Compiled regions must not be called before the end of the context.
 
+    If it fails, for lack of memory for example, Inductor forgets what it has loaded: modules without their kernels would stay.
+
     Raises:
         Exception: at the end, what Inductor raises if a kernel cannot be compiled.
     """
@@ -28,11 +30,42 @@ def kernels_compiled_together() -> Iterator[None]:
     waits: list[Callable[[], None]] = []
     token = _unfinished.set(waits)
     try:
-        yield
-    finally:
-        _unfinished.reset(token)
-    for wait in waits:
-        wait()
+        try:
+            yield
+        finally:
+            _unfinished.reset(token)
+        for wait in waits:
+            wait()
+    except BaseException as error:
+        if waits:
+            forget_loaded_kernels()
+        if isinstance(
+            error, MemoryError | OSError | RuntimeError
+        ):  # trials of instructions may have failed for the same reason
+            forget_instructions()
+        raise
+
+
+def forget_loaded_kernels() -> None:
+    """Lets Inductor load or compile every kernel anew. Functions that are in use stay."""
+    from torch._inductor.utils import clear_inductor_caches
+
+    clear_inductor_caches()
+
+
+def forget_instructions() -> None:
+    """Lets Inductor try the processor's vector instructions again."""
+    from torch._inductor import cpu_vec_isa
+
+    kinds = [cpu_vec_isa.VecISA]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for owner in (*kinds, cpu_vec_isa):
+        for value in vars(owner).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    with _preparing:
+        _prepared.clear()
 
 
 @functools.cache
@@ -83,6 +116,7 @@ def _let_instructions_be_tried_together() -> None:
         _instructions_tried(os.getpid()).wait(_MOST_SECONDS)  # then Inductor tries them itself
         return try_one_by_one()
 
+    valid_vec_isa_list.cache_clear = try_one_by_one.cache_clear  # type: ignore[attr-defined]
     cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
 
 

@@ -42,6 +42,10 @@ class Backend(ABC):
         """A context in which regions may be compiled in parallel; their functions must not be called before its end."""
         return contextlib.nullcontext()
 
+    def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
+        """A context in which regions are compiled again after an error; None if that would change nothing."""
+        return None
+
     @abstractmethod
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
         """Makes a region executable.

@@ -13,6 +13,7 @@ from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.torch_internals import (
     compile_with_inductor,
+    fresh_kernel_files,
     has_cpp_compiler,
     inductor_decompositions,
     kernels_compiled_together,
@@ -42,6 +43,10 @@ class InductorBackend(Backend):
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
         return kernels_compiled_together()
+
+    def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
+        """Without the files that Inductor keeps of earlier compilations, as these may have been overwritten or cut off."""
+        return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]

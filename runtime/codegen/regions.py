@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import fx
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.torch_internals import lazy_graph_module
+
+logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
@@ -41,6 +44,33 @@ class RegionCompiler:
         except BaseException:
             self._compiled = before  # the others have no kernels
             raise
+
+    def compile_all(self, wanted: Sequence[tuple[Region, torch.device]]) -> list[RegionFunction]:
+        """The functions of several regions, which are compiled in parallel.
+
+        If that fails, and the backend has another way to compile, it is tried once more.
+
+        Raises:
+            Exception: the error of the first try.
+        """
+        try:
+            with self.together():
+                return [self.compile(region, device) for region, device in wanted]
+        except Exception as error:
+            again = self.backend.second_try(error)
+            if again is None:
+                raise
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            logger.warning(
+                "regions could not be compiled (%s); trying without the files of earlier compilations", reason
+            )
+            logger.debug("the first try has failed", exc_info=error)
+            try:
+                with again, self.together():
+                    return [self.compile(region, device) for region, device in wanted]
+            except Exception as other:
+                logger.debug("the second try has failed, too", exc_info=other)
+                raise error from None
 
     def keep_only(self, regions: Iterable[Region]) -> None:
         """Forgets all compiled regions except these."""

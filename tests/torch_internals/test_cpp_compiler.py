@@ -67,3 +67,29 @@ def test_prepare_cpp_compiler_tries_once_what_the_processor_has(monkeypatch: pyt
         assert sorted(tried) == [("avx2", False), ("avx512", False)]
     finally:
         cpp_compiler._prepared.clear()
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_after_a_failure_kernels_can_be_compiled() -> None:
+    """Modules whose kernels were never waited for must not be found again."""
+    given = torch.randn(11, 3)
+    with pytest.raises(KeyError), internals.kernels_compiled_together():
+        internals.compile_with_inductor(*sine_of(11), num_threads=1)
+        raise KeyError
+    with internals.kernels_compiled_together():
+        function = internals.compile_with_inductor(*sine_of(11), num_threads=1)
+    torch.testing.assert_close(function([given])[0], given.sin())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_instructions_are_tried_again_after_a_lack_of_memory() -> None:
+    from torch._inductor import cpu_vec_isa
+
+    known = cpu_vec_isa.valid_vec_isa_list()
+    for instructions in cpu_vec_isa.supported_vec_isa_list:
+        assert bool(instructions) in (False, True)
+    with pytest.raises(MemoryError), internals.kernels_compiled_together():
+        raise MemoryError
+    found = cpu_vec_isa.valid_vec_isa_list()
+    assert found is not known and found == known

@@ -1,3 +1,6 @@
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import fx
@@ -5,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.backends import Backend, RegionFunction, backend_named
 from mirrorc.runtime.codegen.regions import RegionCompiler, retarget
 from mirrorc.torch_internals import has_cpp_compiler
 
@@ -162,3 +165,45 @@ def test_eager_needs_no_decompositions() -> None:
     assert backend_named("eager").decompositions() == {}
     assert aten.native_dropout.default not in backend_named("inductor").decompositions()
     assert len(backend_named("inductor").decompositions()) > 100
+
+
+class FailsAtFirst(Backend):
+    """Compiles like the eager backend, but only on a second try."""
+
+    name = "fails at first"
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.is_second = error, False
+
+    def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        if not self.is_second:
+            raise self.error
+        return backend_named("eager").compile(graph_module, name, num_threads)
+
+    def second_try(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        @contextlib.contextmanager
+        def otherwise() -> Iterator[None]:
+            self.is_second = True
+            yield
+
+        return None if isinstance(error, MemoryError) else otherwise()
+
+
+def test_regions_that_cannot_be_compiled_are_compiled_in_the_backends_other_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (function,) = RegionCompiler(FailsAtFirst(OSError("cut off")), 1).compile_all([(small_region(), CPU)])
+    torch.testing.assert_close(function(arguments()), expected())
+    assert "could not be compiled (cut off); trying without the files of earlier compilations" in caplog.text
+    with pytest.raises(MemoryError):
+        RegionCompiler(FailsAtFirst(MemoryError()), 1).compile_all([(small_region(), CPU)])
+    failing = FailsAtFirst(OSError("cut off"))
+    failing.second_try = lambda error: contextlib.nullcontext()  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="cut off"):
+        RegionCompiler(failing, 1).compile_all([(small_region(), CPU)])
+
+
+def test_inductor_is_tried_again_without_its_files_but_not_where_memory_is_short() -> None:
+    backend = inductor.InductorBackend()
+    assert backend.second_try(MemoryError()) is None
+    assert backend.second_try(SyntaxError("this is (no kernel")) is not None
