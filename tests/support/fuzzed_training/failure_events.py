@@ -143,19 +143,29 @@ def interrupted_after(seconds: float) -> Iterator[list[str]]:
     """Sends SIGINT after a time; if the block has ended by then, nothing comes of it."""
     where: list[str] = []
 
-    def raise_once(number: int, frame: FrameType | None) -> None:
-        where.append(f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "no line")
-        raise KeyboardInterrupt
+    def raise_within_a_step(number: int, frame: FrameType | None) -> None:
+        inner: FrameType | None = sys._getframe()
+        while inner is not None and inner.f_code is not mirrorc.Step.__call__.__code__:
+            inner = inner.f_back
+        if inner is not None:
+            where.append(f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "no line")
+            raise KeyboardInterrupt
 
-    former_handler = signal.signal(signal.SIGINT, raise_once)
+    def note_what_is_lost(unraisable: Any) -> None:
+        """Python drops what is raised while it runs the callback of a weak reference, say."""
+        if unraisable.exc_type is KeyboardInterrupt:
+            where.clear()
+
+    former_handler = signal.signal(signal.SIGINT, raise_within_a_step)
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
     try:
-        yield where
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "unraisablehook", note_what_is_lost)
+            yield where
     finally:
-        signal.signal(signal.SIGINT, lambda number, frame: None)  # late ones
         timer.cancel()
         timer.join()
         signal.signal(signal.SIGINT, former_handler)
