@@ -23,8 +23,6 @@ GROUPS = (
 )  # importing these registers their events
 
 KNOWN_TO_FAIL: dict[str, str] = {
-    **dict.fromkeys(("write_through_data", "write_state_through_data", "write_buffer_through_data"), "not mirrored"),
-    "asserts": "the assert is not in the graph",
     **dict.fromkeys(("interrupt", "interrupt_at_random", "fail_to_allocate"), "a step is done in parts"),
 }
 """Events and features that are left out because runs with them fail today, each with the reason."""
