@@ -47,9 +47,9 @@ def write_data(pair: Pair, draw: Random) -> None:
 
 @event
 def write_through_data(pair: Pair, draw: Random) -> None:
-    """Writes in place through ``data``, which counts no version."""
+    """Writes in place through ``data``, which counts no version: this is seen where replicas share parameters."""
     name, seed = draw_name(pair, draw), draw_seed(draw)
-    for side in pair.sides:
+    for side in pair.sides if pair.is_held_once(name) else ():
         side.parameters()[name].data.add_(normal(seed, side.parameters()[name]))
 
 

@@ -81,13 +81,13 @@ def write_state(pair: Pair, draw: Random) -> None:
 
 @event
 def write_state_through_data(pair: Pair, draw: Random) -> None:
-    """The same through ``data``, which counts no version."""
+    """The same through ``data``, which counts no version: this is seen where replicas share parameters."""
     _write_state(pair, draw, is_counted=False)
 
 
 def _write_state(pair: Pair, draw: Random, *, is_counted: bool) -> None:
     name, seed = draw_held(pair, draw), draw_seed(draw)
-    if name is None or not _tensors(pair.twin, name):
+    if name is None or not _tensors(pair.twin, name) or not (is_counted or pair.is_held_once(name)):
         return
     key = draw.choice(_tensors(pair.twin, name))
     for side in pair.sides:

@@ -46,7 +46,8 @@ class Pair:
         mine, twin: the two sides.
         sides: both, for events that do the same to each.
         num_steps: steps that mirrorc has made.
-        num_calls: calls of the present step.
+        num_calls: calls of the present step object.
+        num_steps_of_step: those that were made.
         log: what happened, for the message of a failure.
     """
 
@@ -77,7 +78,7 @@ class Pair:
 
     def _compile(self, distribution: Distribution) -> None:
         self.distribution = distribution
-        self.num_calls = 0
+        self.num_calls = self.num_steps_of_step = 0
         self.step = self._step_for(self.mine, distribution)
         if self.setting.is_repeated:
             self._trainer = Repetition(self._step_for(self.twin, distribution))
@@ -101,6 +102,13 @@ class Pair:
         """Ends the step."""
         self.step.close()
         self._trainer.close()
+
+    def is_held_once(self, name: str) -> bool:
+        """Whether all replicas read the user's own memory of a parameter, so that writes that no version counts reach them."""
+        own = self.mine.parameters()[name]
+        if self.num_steps_of_step == 0:
+            return True
+        return all(value.data_ptr() == own.data_ptr() for value in self.step.variables[name].values)
 
     def doubt(self, pattern: str, undo: Callable[[], None]) -> None:
         """Says that the next step may refuse what an event has done."""
@@ -135,6 +143,7 @@ class Pair:
         assert torch.equal(after, torch.random.get_rng_state()), "random streams differ"
         assert loss is None or is_close(loss, expected, self._tolerance), f"the loss is {loss}, not {expected}"
         self.num_steps += 1
+        self.num_steps_of_step += 1
         self.check()
         self.check_replicas()
 
