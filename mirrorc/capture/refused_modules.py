@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from mirrorc.errors import CaptureError
+from mirrorc.torch_internals import hook_tables
 
 
 def refuse_modules(root: nn.Module, what: str) -> None:
@@ -20,7 +24,7 @@ def refuse_modules(root: nn.Module, what: str) -> None:
     for path, module in root.named_modules():
         name = path.removeprefix("model.")
         kind = type(module).__name__
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             if module.training and module.track_running_stats and module.momentum is None:
                 raise CaptureError(
                     f"{kind} {name!r} of {what} has momentum=None: its average over all steps so far reads the number of steps "
@@ -32,3 +36,25 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                 "attribute sparse to False, and use an optimizer for dense gradients; on CPUs only rows that were looked up "
                 "are added all the same."
             )
+        elif kind == _SPECTRAL_NORM and module.training:
+            raise CaptureError(
+                f"spectral_norm {name!r} of {what} assigns its vectors anew in forward, which a captured step does not do again. "
+                "Remedy: put this module in eval mode for the step, and let it iterate in a forward of your own now and then."
+            )
+        for hook in [hook for table in hook_tables(module) for hook in table.values()]:
+            remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
+            if remedy:
+                raise CaptureError(
+                    f"{kind} {name!r} of {what} has a hook of torch.nn.utils ({type(hook).__name__}), which assigns an attribute "
+                    f"in forward, and a captured step does not do that again. Remedy: {remedy}."
+                )
+
+
+_SPECTRAL_NORM = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers
+
+_HOOKS: dict[type, str] = {
+    WeightNorm: "use torch.nn.utils.parametrizations.weight_norm",
+    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm, in eval mode for the step",
+    prune.BasePruningMethod: "multiply with the mask in a parametrization (torch.nn.utils.parametrize), or make the pruning "
+    "permanent with torch.nn.utils.prune.remove",
+}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import mirrorc
 from mirrorc import CaptureError
@@ -84,6 +84,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "slogdet": lambda: WithMatrices(lambda a, b: torch.linalg.slogdet(a)[1][:, None] * b.squeeze(-1)),
     "bag": lambda: Words(nn.EmbeddingBag(10, 4)),
     "weight_norm": lambda: between(parametrizations.weight_norm(nn.Linear(4, 4))),
+    "spectral_norm": lambda: between(in_eval_mode(parametrizations.spectral_norm(nn.Linear(4, 4)))),
     "orthogonal": lambda: between(parametrizations.orthogonal(nn.Linear(4, 4))),
 }
 
@@ -104,12 +105,26 @@ def test_kinds_of_models_train_as_on_one_device() -> None:
             raise AssertionError(f"{name} does not train as on one device") from error
 
 
+def pruned() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+def in_eval_mode(layer: nn.Module) -> nn.Module:
+    layer.parametrizations.eval()
+    return layer
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "momentum of None": (lambda: between(nn.BatchNorm1d(4, momentum=None)), batch(), "'layers.0' .*momentum=None.*0.1"),
     "a shard of one": (lambda: between(nn.BatchNorm1d(4)), batch(3), r"shard \(float64\[1, 4\].*more than 1 value.*two examples"),
     "sparse": (lambda: Words(nn.Embedding(10, 4, sparse=True)), batch(), "Embedding 'table' .*sparse=True.*sparse to False"),
     "sparse bag": (lambda: Words(nn.EmbeddingBag(10, 4, sparse=True)), batch(), "EmbeddingBag 'table' .*sparse=True"),
     "sparse function": (lambda: Words(LooksUp()), batch(), "gradient of 'table.weight' .*is sparse.*without sparse=True"),
+    "weight_norm": (lambda: between(weight_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*WeightNorm.*parametrizations"),
+    "spectral_norm": (lambda: between(spectral_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*SpectralNorm.*parametrizations"),
+    "spectral norm": (lambda: between(parametrizations.spectral_norm(nn.Linear(4, 4))), batch(), "spectral_norm 'layers.0.*eval"),
+    "pruned": (lambda: between(pruned()), batch(), "'layers.0' .*L1Unstructured.*prune.remove"),
     "shape": (
         lambda: between(nn.Identity()),
         batch(4, 5),
