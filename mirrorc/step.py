@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +22,7 @@ from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
 from mirrorc.runtime.profiling.explain_steps import explain_steps
@@ -34,6 +34,9 @@ from mirrorc.runtime.state.mirrored_variable import MirroredVariable
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.specializer import Specializer
+
+_T = TypeVar("_T")
+_LONGEST_CLOSING_SECONDS = 5.0
 
 
 class Step:
@@ -59,7 +62,9 @@ class Step:
         self._last: Executor | None = None
         self._pool: DevicePool | None = None
         self._pid = os.getpid()
-        self._busy = threading.Lock()
+        self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
+        self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
+        self._guard = InterruptGuard()
         self._is_closed = False
         self._signature = inspect.signature(options.model.forward)
         parameters = self._signature.parameters.values()
@@ -84,11 +89,7 @@ class Step:
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
-        with self._exclusive():
-            call, shards = self._split(args, kwargs)
-            executor = self._specializer.executor_for(call, shards)
-            self._state.take_over(executor.program)
-            return self._run(executor, shards)
+        return self._exclusively(lambda: self._train(args, kwargs))
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self._options.devices)
@@ -98,29 +99,63 @@ class Step:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it."""
-        with self._exclusive():
+
+        def compiled() -> Program:
             call, shards = self._split(args, kwargs)
             self._last = self._specializer.executor_for(call, shards)
             return self._last.program
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._is_closed:
-            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+        return self._exclusively(compiled)
+
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        """Calls a function while no other call of the step runs, and with Ctrl-C in the hands of the guard.
+
+        An interrupt may come between any two calls of Python. So taking and giving back are one operation each, within the
+        ``try``, and what is in the ``finally`` is done with interrupts kept.
+        """
         if os.getpid() != self._pid:
             raise ExecutionError(
                 "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
                 "the child, or start the process with the 'spawn' method"
             )
-        if not self._busy.acquire(blocking=False):
-            raise ExecutionError(
-                "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
-                "call it from one thread, or guard it with a lock"
-            )
+        caller, guard = threading.get_ident(), self._guard
+        own = [caller]
         try:
-            yield
+            if self._callers.setdefault("now", own) is not own:
+                raise ExecutionError(
+                    "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
+                    "call it from one thread, or guard it with a lock"
+                )
+            self._check_open()
+            guard.begin()
+            return function()
         finally:
-            self._busy.release()
+            if "now" in self._callers and self._callers["now"] is own:
+                guard.is_ending = True
+                del self._callers["now"]
+                if self._is_closed:
+                    self._end_threads()
+                    self._has_ended.set()
+                guard.end()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        call, shards = self._split(args, kwargs)
+        executor = self._specializer.executor_for(call, shards)
+        self._check_open()  # compiling takes long
+        self._state.take_over(executor.program)
+        executor.commit.begin()
+        self._guard.commit = executor.commit
+        stream = torch.get_rng_state() if executor.needs_seed else None
+        try:
+            return self._run(executor, shards)
+        except BaseException:
+            if stream is not None and not executor.commit.is_committed:
+                torch.set_rng_state(stream)
+            raise
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
         if self._options.loss_fn is not None and "target" not in kwargs:
@@ -145,8 +180,7 @@ class Step:
         weights = [n / total if is_mean else 1.0 for n in shards.num_examples]
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
-        loss = executor.run(self._pool, shards.tensors, weights, seed)
-        self._state.finish()
+        loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard)
         self._habits.has_trained = True
         return loss
 
@@ -167,8 +201,7 @@ class Step:
         """The variables of the last call's program, by name; tied weights by each of their names."""
         program = self.program
         if not self._state.store.holds(program):
-            with self._exclusive():
-                self._state.take_over(program)
+            self._exclusively(lambda: self._state.take_over(program))
         found = {
             name: MirroredVariable(variable, self._options.devices, self._state.store)
             for name, variable in program.variables.items()
@@ -223,8 +256,21 @@ class Step:
         return last.program, steps
 
     def close(self) -> None:
-        """Ends the threads. The model and the optimizer keep their values; the step cannot be called again."""
+        """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
+
+        A call that runs in another thread is stopped, unless it is committed, and is waited for, at most 5 seconds: it ends the
+        threads when it ends.
+        """
         self._is_closed = True
+        running, last = self._callers.get("now"), self._last
+        if running is not None and running[0] != threading.get_ident():
+            if last is not None:
+                last.interrupt()
+            self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
+        if "now" not in self._callers:
+            self._end_threads()
+
+    def _end_threads(self) -> None:
         self._habits.close()
         self._state.optimizers.user_steps.close()
         if self._pool is not None:

@@ -26,6 +26,8 @@ class InsertUpdate:
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
+        commit(replica=0)
+        commit(replica=1)
         update(wait, bucket=0, replica=0)                 # or, for an optimizer that is not element-wise:
         update(wait_1, bucket=0, replica=1)               #   new = step_optimizer(wait, buckets=(0,), replica=0)
         write(m, variable=bn.mean, replica=0)             #   broadcast = broadcast(new[0], bucket=0, root=0)
@@ -33,8 +35,10 @@ class InsertUpdate:
         output {losses: (l, l_1)}                         #   w_1 = wait(broadcast, bucket=0, replica=1)
                                                           #   store(w_1, bucket=0, replica=1)
 
+    A replica commits when all replicas have done what can fail, so that a failure leaves all variables as they were.
+
     Needs: reduced buckets.
-    Guarantees: each parameter is updated once per replica, after every read of it in this step.
+    Guarantees: each parameter is updated once per replica, after every read of it in this step, and after its commit.
     """
 
     name: str = field(default="insert-update", init=False)
@@ -44,6 +48,8 @@ class InsertUpdate:
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
         output = copy_into(graph, program.mirrored_graph)
+        for replica in range(program.num_replicas):
+            call(graph, ops.commit, (), {"replica": replica})
         for bucket in program.buckets:
             if bucket.rule.elementwise:
                 for replica, gradient in enumerate(output["reduced"][bucket.index]):

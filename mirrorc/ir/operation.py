@@ -57,6 +57,7 @@ class Effect(enum.Enum):
     SENDS = "gives a value to another replica"
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"
+    COMMITS = "decides with all other replicas that the step takes place"
     UPDATES = "writes the parameters of its buckets"
     WRITES = "writes a variable"
 

@@ -193,6 +193,14 @@ def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
 
 
+@operation(Kind.WAIT, since=Stage.UPDATED, effects=(Effect.COMMITS,), gives=nothing, stem="commit")
+def commit(*, replica: int) -> None:
+    """Waits until every replica has come here: the step is then decided, and nothing stops it any more.
+
+    What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
+    """
+
+
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
 def update(gradient: Any, *, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element."""

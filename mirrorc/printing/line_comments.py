@@ -111,32 +111,18 @@ def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    writes = list(calls_to(graph, ops.update, ops.step_optimizer, ops.store))
-    calls = region_calls(graph)
-    if not writes or not calls or writes[0] < calls[-1]:
+    commit = next(calls_to(graph, ops.commit), None)
+    if commit is None:
         return {}
-    if not any(bucket.is_written_last for bucket in program.buckets):
-        alone = "" if program.num_replicas == 1 else ", and each device writes a copy of its own"
-        return {writes[0]: [f"parameters may be written from here on: backward is done{alone}"]}
-    last = next((n for n in calls_to(graph, ops.wait) if _is_after(_launch_of(n), calls[-1])), None)
-    if last is None or writes[0] < last:
-        return {}
-    lines = [
-        f"parameters may be written from here on: when the next wait returns, every device has launched b{bucket_of(last)}, its",
-        "last reduction, so it is done with backward, and no device reads the one copy of the parameters any more in this step;",
-        "therefore the bucket that was launched last is waited for first, and the others in the reverse order of their launches",
-    ]
-    waits = list(dict.fromkeys(bucket_of(node) for node in calls_to(graph, ops.wait)))
-    is_reversed = waits == sorted(waits, reverse=True) and len(waits) > 1
-    return {last: lines if is_reversed else [lines[0], lines[1].replace(";", "")]}
-
-
-def _is_after(launch: Any, call: fx.Node) -> bool:
-    return isinstance(launch, fx.Node) and launch > call
-
-
-def _launch_of(wait: fx.Node) -> Any:
-    return wait.args[0] if wait.args else None
+    who = "backward is done" if program.num_replicas == 1 else "all devices are done with backward"
+    lines = {commit: [f"parameters may be written from here on: {who}, and nothing stops the step any more"]}
+    waits = [node for node in calls_to(graph, ops.wait) if node > commit]
+    order = list(dict.fromkeys(bucket_of(node) for node in waits))
+    if len(order) > 1 and order == sorted(order, reverse=True):
+        lines[waits[0]] = [
+            "the bucket that was launched last is waited for first, and the others in the reverse order of their launches"
+        ]
+    return lines
 
 
 def _bucket(program: Program, node: fx.Node) -> Bucket | None:

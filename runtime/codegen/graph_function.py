@@ -70,10 +70,11 @@ def generate(
     Args:
         title: shown in tracebacks.
         graph: placeholders, calls, and an output.
-        bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`.
+        bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`;
+            for one in two parts, a `Meeting`.
         boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
         clock: marks the end of every call; None for a function without marks.
-        pauses: whether the generated function yields before a call, which makes it a generator.
+        pauses: whether the generated function yields before a call, or within a `Meeting`, which makes it a generator.
     """
     return _Generator(graph, bind, boxed, clock, pauses).generate(title)
 
@@ -93,6 +94,16 @@ class Constant:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class Meeting:
+    """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
+
+    A generated function that pauses does so between them.
+    """
+
+    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any]) -> None:
+        self.arrive, self.leave = arrive, leave
 
 
 class _Generator:
@@ -147,7 +158,9 @@ class _Generator:
                 return
             function = f"f_{name}"
             self.namespace[function] = bound
-            if self.boxed(node):
+            if isinstance(bound, Meeting):
+                self._emit_meeting(node, name, bound)
+            elif self.boxed(node):
                 self._emit_boxed(node, function)
             else:
                 if self.pauses(node):
@@ -169,6 +182,14 @@ class _Generator:
         results = "".join(f"{self.names[part]}, " for part in parts)
         self._emit(f"    {results + '= ' if parts else ''}{function}(box)", node)
         self._mark(node)
+
+    def _emit_meeting(self, node: fx.Node, name: str, bound: Meeting) -> None:
+        self.namespace |= {f"arrive_{name}": bound.arrive, f"leave_{name}": bound.leave}
+        self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
+        if self.pauses(node):
+            self._emit("    yield", None)
+        self._emit(f"    {name} = leave_{name}()", node)  # not marked: its time belongs to the wait after it
+        self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _mark(self, node: fx.Node) -> None:
         if self.clock is not None:

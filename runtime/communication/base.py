@@ -49,7 +49,7 @@ class Communicator:
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
-        return Rendezvous(tag, self.devices, self.timeout_seconds)
+        return Rendezvous(f"{tag[0]} of bucket {tag[1]}", self.devices, self.timeout_seconds)
 
     def release(self) -> None:
         """Drops the tensors of a step that all replicas have finished, so that their memory is free until the next one."""

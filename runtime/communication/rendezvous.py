@@ -21,10 +21,16 @@ class Aborted(Exception):
 
 
 class Rendezvous:
-    """Serves one collective: each replica leaves a tensor, announces itself, and waits until the others have done so."""
+    """Serves one collective: each replica leaves a tensor, announces itself, and waits until the others have done so.
 
-    def __init__(self, tag: Tag, devices: Sequence[Device], timeout_seconds: float) -> None:
-        self.tag = tag
+    Args:
+        what: what it is for, in words of a message.
+        devices: the devices, in order of replicas.
+        timeout_seconds: the longest time that a replica waits.
+    """
+
+    def __init__(self, what: str, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self.what = what
         self.tensors: list[Any] = [None] * len(devices)
         self.events: list[Any] = [None] * len(devices)
         self._devices = devices
@@ -56,9 +62,8 @@ class Rendezvous:
         try:
             came = self._inboxes[replica].get(timeout=self._timeout_seconds)
         except queue.Empty:
-            what = f"{self.tag[0]} of bucket {self.tag[1]}"
             missed = [self._devices[r] for r in sorted(missing)]
-            raise _too_late(self._devices[replica], self._timeout_seconds, what, missed) from None
+            raise _too_late(self._devices[replica], self._timeout_seconds, self.what, missed) from None
         if came is None:
             raise Aborted
         return came

@@ -17,7 +17,9 @@ from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.process_memory import keep_what_is_freed
 
 Job = Callable[[], Any]
-Order = tuple[Job, int, list[Any]] | None  # a job, and where its result goes: index and list; None ends the thread
+Order = (
+    tuple[dict[int, Job], int, list[Any]] | None
+)  # jobs, which of them to take, and the list of results; None ends the thread
 Message = tuple[int, Exception] | None  # which device's thread could not begin, and why; None for anything else
 _STOP = None
 
@@ -42,15 +44,16 @@ class DevicePool:
         self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         before = torch.get_num_threads()
-        self._threads = []
+        self._threads: list[threading.Thread] = []
         self.is_stuck = False  # whether a device never answered
+        self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
         for replica, device in enumerate(devices):
             arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
             thread = threading.Thread(target=_serve, args=arguments, name=f"mirrorc {device.name}", daemon=True)
             self._threads.append(thread)
-            thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
         try:
+            for thread in self._threads:
+                thread.start()
             for _ in devices:
                 self._await_ready()
         except BaseException:
@@ -74,50 +77,55 @@ class DevicePool:
                 f"the thread of {self.devices[replica]} cannot use its device: {type(error).__name__}: {error}"
             ) from error
 
-    def run(self, jobs: Sequence[Job], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
+    def run(
+        self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
+    ) -> list[tuple[bool, Any]]:
         """Runs one job on each device.
 
         Args:
             jobs: one for each device.
-            on_failure: called once, when the first job fails or the caller is interrupted; it must wake waiting jobs.
+            on_failure: called when the first job fails or the caller is interrupted; it must wake waiting jobs.
+            results: an empty list to be filled with the results, which can then be read after an interrupt, too.
 
         Returns:
             For each device, whether its job succeeded, and its result or exception.
 
         Raises:
             ExecutionError: a job did not end in time.
-            KeyboardInterrupt: after all jobs have ended.
+            BaseException: what has interrupted the caller, after all jobs have ended.
         """
         self._check_free()
-        results: list[tuple[bool, Any] | None] = [None] * len(jobs)
-        try:
-            for replica, job in enumerate(jobs):
-                self._inboxes[replica].put((job, replica, results))
-        except KeyboardInterrupt:  # some devices have begun and will wait for the others
-            self.is_stuck = True
-            on_failure()
-            raise
-        interrupted: KeyboardInterrupt | None = None
-        is_stopping = False
-        deadline = time.monotonic() + self.timeout_seconds
+        results = [] if results is None else results
+        results.extend([None] * len(jobs))
+        waiting, deadline = dict(enumerate(jobs)), time.monotonic() + self.timeout_seconds
+        interruption: BaseException | None = None
+        is_handed_out = is_stopping = False
         while None in results:
             try:
+                if not is_handed_out:  # if this is interrupted, it is repeated: a device finds a job only once
+                    for replica, inbox in enumerate(self._inboxes):
+                        inbox.put((waiting, replica, results))
+                    is_handed_out = True
+                if not is_stopping and (interruption or any(result and not result[0] for result in results)):
+                    on_failure()
+                    is_stopping = True
                 self._await_a_result(deadline, results)
             except ExecutionError:
                 self.is_stuck = True
                 on_failure()
                 raise
-            except KeyboardInterrupt as error:
-                if interrupted is not None:
+            except BaseException as error:
+                if interruption is not None:
                     self.is_stuck = True
                     raise
-                interrupted = error
-            if not is_stopping and (interrupted or any(result and not result[0] for result in results)):
-                is_stopping = True
-                on_failure()
-        if interrupted is not None:
-            raise interrupted
+                interruption = error
+        if interruption is not None:
+            raise interruption
         return [result for result in results if result is not None]
+
+    def wake(self) -> None:
+        """Wakes the caller of `run`, as a device does."""
+        self._outbox.put(None)
 
     def run_here(self, job: Job) -> Any:
         """Runs a job of CPU devices in the calling thread, with the settings of a device's thread.
@@ -126,8 +134,8 @@ class DevicePool:
         """
         self._check_free()
         before = torch.get_num_threads()
-        torch.set_num_threads(self.num_threads)
         try:
+            torch.set_num_threads(self.num_threads)
             with torch.no_grad():
                 return job()
         finally:
@@ -155,15 +163,16 @@ class DevicePool:
             ) from None
 
     def close(self) -> None:
-        """Ends the threads and waits for them."""
-        self._finalizer()
+        """Ends the threads and waits for them; may be repeated, if an interrupt ended it."""
+        _stop(self._inboxes, self._threads)
+        self._finalizer.detach()
 
 
 def _stop(inboxes: Sequence[queue.SimpleQueue[Order]], threads: Sequence[threading.Thread]) -> None:
     for inbox in inboxes:
         inbox.put(_STOP)
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.ident is not None:
             thread.join(timeout=5.0)
 
 
@@ -197,7 +206,10 @@ def _serve(
             order = inbox.get()  # idle: ends by _STOP, which comes with close(), garbage collection or exit
             if order is _STOP:
                 return
-            job, replica, results = order
+            jobs, replica, results = order
+            job = jobs.pop(replica, None)
+            if job is None:  # it was handed out twice
+                continue
             try:
                 results[replica] = (True, job())
             except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -205,4 +217,4 @@ def _serve(
             if not results[replica][0] or None not in results:
                 # the caller is woken only once, because each time it takes the interpreter from threads that still run
                 outbox.put(None)
-            del order, job, results
+            del order, job, jobs, results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,10 @@ from mirrorc.ir.nodes import bucket_of, is_compute
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.graph_function import Constant
+from mirrorc.runtime.codegen.graph_function import Constant, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
@@ -37,9 +39,10 @@ class Binder:
     Args:
         program: a LOWERED program.
         regions: for each device, its compiled regions by name.
-        state: the variables and the optimizer; it is told when a function changes variables.
+        state: the variables and the optimizer.
         constants: tensors that the capture found outside of parameters and buffers.
         communicators: the communicators by link.
+        commit: where the replicas decide on a step.
 
     Attributes:
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
@@ -52,9 +55,10 @@ class Binder:
         state: StepState,
         constants: Mapping[str, torch.Tensor],
         communicators: Mapping[str, Communicator],
+        commit: CommitPoint,
     ) -> None:
         self.program, self.regions, self._state = program, regions, state
-        self._constants, self._communicators = constants, communicators
+        self._constants, self._communicators, self._commit = constants, communicators, commit
         self.pieces: list[Piece] = []
 
     def bind(self, replica: int, node: fx.Node) -> Any:
@@ -173,12 +177,15 @@ class Binder:
 
         return wait
 
+    @binds(ops.commit)
+    def _bind_commit(self, replica: int, node: fx.Node) -> Meeting:
+        return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
+
     @binds(ops.update)
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
         apply = self._state.optimizers.updater(bucket_of(node), replica)
 
         def update(gradient: torch.Tensor, **_: Any) -> None:
-            self._state.has_updated = True
             apply(gradient)
 
         return update
@@ -186,7 +193,6 @@ class Binder:
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
-            self._state.has_updated = True
             self._state.optimizers.step_by_itself(buckets, *gradients)
             return tuple(self._state.store.buckets[index].parameters[replica] for index in buckets)
 

@@ -12,7 +12,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
-from mirrorc.ir.source_lines import source_line
+from mirrorc.ir.source_lines import source_line, users_stack_level
 from mirrorc.optimizers import check_capturable
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
@@ -151,7 +151,7 @@ class StepGraph:
                 f"cuda_graphs=True: the step's graph was dropped {_MANY_RENEWALS} times, now because {' and '.join(changed)} "
                 f"changed; after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph: change "
                 "less often, or compile with cuda_graphs=False",
-                stacklevel=6,
+                stacklevel=users_stack_level(),
             )
 
     def release(self) -> None:

@@ -10,21 +10,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.custom_ops.random import mix
-from mirrorc.ir import ops
-from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
+from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import communicators_of
-from mirrorc.runtime.devices.events import kept_for_caller, record_event, wait_device, wait_event
+from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
+from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure
-from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
+from mirrorc.runtime.execution.interleaving import (
+    InterleavingTrial,
+    PausingStep,
+    can_interleave,
+    interleave,
+    pauses_at,
+)
+from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import is_plain_thread
@@ -41,6 +50,9 @@ class Executor:
         timeout_seconds: the longest time that a replica waits for another one.
         recorder: keeps the times of the last steps; None for no recording.
         step_graph: captures and replays the steps of a program of one device; None to make all calls in every step.
+
+    Attributes:
+        commit: decides whether a step takes place.
     """
 
     def __init__(
@@ -58,16 +70,18 @@ class Executor:
         self._step_graph = step_graph
         self.regions = regions
         self._state = state
+        self.commit = CommitPoint(program.devices, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
-        self._binder = Binder(program, regions, state, constants, self._communicators)
+        self._binder = Binder(program, regions, state, constants, self._communicators, self.commit)
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
+        self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds = timeout_seconds
         self._layout = -1
-        self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._losses = Losses(program)
 
     @property
     def needs_seed(self) -> bool:
@@ -93,15 +107,21 @@ class Executor:
         ]
 
     def run(
-        self, pool: DevicePool, shards: Sequence[Sequence[torch.Tensor]], weights: Sequence[float], seed: int | None
+        self,
+        pool: DevicePool,
+        shards: Sequence[Sequence[torch.Tensor]],
+        weights: Sequence[float],
+        seed: int | None,
+        guard: InterruptGuard,
     ) -> torch.Tensor:
-        """Runs one step.
+        """Runs one step, which `commit` has begun.
 
         Args:
             pool: the devices' threads.
             shards: for each replica, its tensors in order of the call's leaves.
             weights: for each replica, the weight of its loss in the batch's loss.
             seed: the seed of the step's random streams, if the program draws random numbers.
+            guard: handles Ctrl-C.
 
         Returns:
             The weighted sum of the replicas' losses, a scalar on the first device.
@@ -110,44 +130,92 @@ class Executor:
             ExecutionError: a replica failed; names device, operation and source line.
             ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
         """
-        self._state.begin()
         self.bind()
         self._renew_step_graph()
         self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
-        weight_tensors = self._weight_tensors(tuple(weights))
+        weight_tensors = self._losses.weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
-        given = [
-            (replica, start, shards[replica], weight_tensors[replica], seed)
-            for replica in range(self.program.num_replicas)
-        ]
-        began = time.perf_counter()
+        given = [(r, start, shards[r], weight_tensors[r], seed) for r in range(self.program.num_replicas)]
+        self._state.begin()
+        results: list[tuple[bool, Any] | None] = []
+        loss = None
         try:
-            if self.is_interleaved:
-                results = pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given]))
-            else:
-                results = pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort)
+            seconds = self._run_replicas(pool, given, guard, results)
+            if self._has_taken_place(results):
+                loss = completed(functools.partial(self._finish, results, weights, seconds))
         except BaseException:
-            if not pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
-                self._begin_afresh(pool)
+            if self._has_taken_place(results):
+                completed(functools.partial(self._finish, results, weights, 0.0))
+            else:
+                self._give_up(pool)
             raise
-        failures = {replica: error for replica, (succeeded, error) in enumerate(results) if not succeeded}
-        if failures:
-            self._begin_afresh(pool)
-            raise explain_failure(self.program.devices, failures, self._state.has_updated)
-        if self.is_interleaved == self.trial.interleaves:
-            self.trial.record(time.perf_counter() - began)
+        if loss is None:
+            self._give_up(pool)
+            if guard.raised is not None and not self.commit.is_committed:
+                raise guard.raised
+            failures = {replica: result[1] for replica, result in enumerate(results) if result and not result[0]}
+            raise explain_failure(self.program.devices, failures, self.commit.is_committed)
+        if guard.raised is not None:
+            raise guard.raised
+        return loss
+
+    def _has_taken_place(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
+        num_done = sum(result is not None and result[0] for result in results)
+        return self.commit.is_committed and num_done == self.program.num_replicas
+
+    def _run_replicas(
+        self, pool: DevicePool, given: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
+    ) -> float:
+        """Runs the replicas, fills in their results, and gives the seconds that they took."""
+        began = time.perf_counter()
+        if self.is_interleaved:
+            results.extend(pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given])))
+        else:
+            self._run_in_threads(pool, given, guard, results)
+        return time.perf_counter() - began
+
+    def _run_in_threads(
+        self, pool: DevicePool, given: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
+    ) -> None:
+        """Runs the replicas in the devices' threads, which an interrupt ends if the step is not committed."""
+
+        def stop() -> None:
+            if self.commit.stop():
+                self._abort()
+                pool.wake()
+
+        self._stop = stop
+        guard.stop_by(stop)
+        try:
+            pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort, results)
+        finally:
+            self._stop = self.commit.stop
+            guard.stop_by(None)
+
+    def interrupt(self) -> None:
+        """Stops the step that runs in another thread, unless it is committed."""
+        self._stop()
+
+    def _finish(
+        self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float
+    ) -> torch.Tensor:
+        """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
+        self._state.finish()
         for communicator in self._communicators.values():
             communicator.release()
-        return self._global_loss([value for _, value in results], weights)
+        loss = self._losses.total([result[1] for result in results if result is not None], weights)
+        if self.is_interleaved == self.trial.interleaves and seconds:
+            self.trial.record(seconds)
+        return loss
 
     def _choose_way(self) -> None:
         """Chooses threads or interleaving; if the last step was of the other mode or of another program, forgets its records."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved and not self._pausing_functions:
-            self._pausing_functions = self._generate(lambda node: node.target is ops.wait)
+            self._pausing_functions = self._generate(pauses_at)
         if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
@@ -173,7 +241,8 @@ class Executor:
 
     def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor, Any]:
         """Runs a replica's step in its thread; returns its loss, and an event that tells when a GPU has done the step."""
-        values = self._arguments(replica, *given)
+        copies = self._host_copies[replica] if self._step_graph is None else None
+        values = replica_arguments(self.program, replica, copies, *given)
         call = self._functions[replica].call
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
@@ -182,25 +251,8 @@ class Executor:
 
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """Runs a replica's step on a CPU in the caller's thread."""
-        loss = yield from self._pausing_functions[replica].call(self._arguments(replica, *given))
-        return loss, None
-
-    def _arguments(
-        self, replica: int, start: Sequence[Any], shard: Sequence[torch.Tensor], weight: torch.Tensor, seed: int | None
-    ) -> list[torch.Tensor]:
-        for event in start:
-            wait_event(event)
-        values: list[torch.Tensor] = []
-        for argument in self.program.arguments:
-            if argument.kind is ArgumentKind.BATCH:
-                own = shard[argument.leaf]  # type: ignore[index]
-                values.append(own if self._step_graph is not None else self._host_copies[replica].to_device(own))
-            elif argument.kind is ArgumentKind.LOSS_WEIGHT:
-                values.append(weight)
-            else:
-                assert seed is not None
-                values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
-        return values
+        values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
+        return (yield from self._pausing_functions[replica].call(values)), None
 
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
@@ -210,39 +262,17 @@ class Executor:
         if any(value.device.type == "cpu" and value.is_pinned() for value in values):
             self._host_copies[0].note_reads()
         if step_graph.is_due:
-            try:
-                with self._state.optimizers.capturing():
-                    step_graph.capture(function)
-            finally:
-                self._state.has_updated = False  # the calls were made, but nothing has run
-        self._state.has_updated = step_graph.is_captured
+            with self._state.optimizers.capturing(), self.commit.suspended():
+                step_graph.capture(function)  # the calls are made, but nothing runs
+        if step_graph.is_captured:
+            self.commit.commit()
         return step_graph.run(function)
 
-    def _weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
-        if weights not in self._weights:
-            graph = next(iter(self.program.device_graphs.values())).graph
-            (argument,) = placeholders_of(graph, self.program.arguments, ArgumentKind.LOSS_WEIGHT)
-            like = argument.meta["val"]
-            self._weights[weights] = [
-                torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
-                for weight, device in zip(weights, self.program.devices, strict=True)
-            ]
-        return self._weights[weights]
-
-    def _global_loss(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
-        home = self.program.devices[0].torch_device
-        for (loss, event), device in zip(results, self.program.devices, strict=True):
-            kept_for_caller(loss)
-            wait_event(event, home)
-            wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
-        dtype = results[0][0].dtype
-        exact = torch.float32 if dtype.itemsize < 4 else dtype
-        with torch.no_grad():
-            parts = [loss.to(home, exact) * weight for (loss, _), weight in zip(results, weights, strict=True)]
-            return functools.reduce(torch.add, parts).to(dtype).reshape(())
-
     def _abort(self) -> None:
+        """Stops the step, unless it is committed, and wakes the replicas that wait."""
+        self.commit.stop()
         self._forget_step()
+        self.commit.abort()
         for communicator in self._communicators.values():
             communicator.abort()
 
@@ -250,13 +280,18 @@ class Executor:
         if self.recorder is not None:
             self.recorder.forget()
 
-    def _begin_afresh(self, pool: DevicePool) -> None:
+    def _give_up(self, pool: DevicePool) -> None:
         """Cleans up after a failed step: waits for the GPUs' queued work, because the memory of the step will be used again."""
-        for device in dict.fromkeys(device.torch_device for device in self.program.devices):
+        self.commit.stop()
+        for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
                 pool.is_stuck = True  # no further step may use its memory
+        if self._state.abandon(has_committed=self.commit.is_committed):
+            self.commit.revoke()
+        if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
+            return
         self._forget_step()
-        self._state.abandon()
+        self.commit.begin_afresh()
         for communicator in self._communicators.values():
             communicator.begin_afresh()
 

@@ -14,17 +14,20 @@ from mirrorc.runtime.communication import Aborted
 
 
 def explain_failure(
-    devices: Sequence[Device], failures: Mapping[int, BaseException], has_updated: bool
+    devices: Sequence[Device], failures: Mapping[int, BaseException], has_committed: bool
 ) -> MirrorcError:
     """The error to raise for a step that failed.
 
     Args:
         devices: the program's devices, in order of replicas.
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
-        has_updated: whether variables may have changed.
+        has_committed: whether the step had committed, so that variables may have changed.
     """
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
-    assert error is not None, "every replica was stopped by another"
+    if error is None:
+        return ExecutionError(
+            "the step was stopped: another thread has closed it while it ran. No parameter was changed."
+        )
     nodes = list(failing_nodes(error.__traceback__))
     where = (
         f" in {' > '.join(str(node.target) if node.op == 'call_module' else _name(node) for node in nodes)}"
@@ -33,7 +36,11 @@ def explain_failure(
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     at = f", at {line}" if line else ""
-    state = "Parameters may have been updated in part." if has_updated else "No parameter was changed."
+    state = (
+        "It had committed: parameters and the optimizer's state may have been updated in part, so load a checkpoint."
+        if has_committed
+        else "No parameter was changed."
+    )
     explained: MirrorcError
     if isinstance(error, MirrorcError):
         explained = type(error)(f"{error} (replica {replica}, {devices[replica]}{where}{at}). {state}")

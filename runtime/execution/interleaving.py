@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from torch import fx
+
 from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -18,11 +20,21 @@ NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
 """The number of steps after which the choice between threads and interleaving is final."""
 
 PausingStep = Generator[None, None, Any]
-"""A replica's step, which pauses before each of its waits and returns a result."""
+"""A replica's step, which pauses where it needs the others, see `pauses_at`, and returns a result."""
+
+
+def pauses_at(node: fx.Node) -> bool:
+    """Whether a replica's step pauses at a node: at its commit, and before waits that come earlier.
+
+    Later waits need launches of other replicas, which come before the commit.
+    """
+    if node.target is ops.commit:
+        return True
+    return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
 
 
 def can_interleave(program: Program) -> bool:
-    """Whether replicas that pause before each wait, until all others pause there too, never block.
+    """Whether replicas that pause where `pauses_at` says, until all others pause there too, never block.
 
     That holds if all replicas wait for the same buckets in the same order, and each wait needs nothing but the launches of
     the others.

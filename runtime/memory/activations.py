@@ -207,6 +207,10 @@ class _Walk:
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         return temporary_bytes(pieces_of_share(bucket, factored_slots(pack), self.replica, num_replicas), factors)
 
+    @accounts(ops.commit)
+    def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (), 0
+
     @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         bucket = self.program.buckets[bucket_of(node)]

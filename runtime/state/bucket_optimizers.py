@@ -56,6 +56,7 @@ class BucketOptimizers:
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
+        self.is_fresh = False  # whether the next step makes state
 
     @property
     def leave_gradients(self) -> bool:
@@ -73,6 +74,7 @@ class BucketOptimizers:
     def adopt(self, laid: Laid) -> None:
         """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
         self._state = laid.state
+        self.is_fresh = not laid.state.is_complete and all(flat.bucket.rule.elementwise for flat in self._store.buckets)
         self._show(laid.shown)
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
@@ -160,6 +162,10 @@ class BucketOptimizers:
         """The function that applies a reduced bucket of gradients on a replica."""
         return self._state.optimizers[(bucket, replica)].update
 
+    def held(self) -> list[torch.Tensor]:
+        """The state that updates write, of replica 0."""
+        return [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+
     def finish_step(self) -> None:
         """Shows the new state in the user's optimizer; may be repeated from any point."""
         if self._entries != self._state.entries():  # an optimizer makes its state in its first step
@@ -169,6 +175,7 @@ class BucketOptimizers:
         for shown, value in self._scalars:
             shown.copy_(value)
         self._shown.count_versions()
+        self.is_fresh = False
 
     def _show(self, shown: Shown) -> None:
         self._scalars, self._entries = shown.scalars, self._state.entries()

@@ -102,6 +102,11 @@ class FlatState:
                 else:
                     held[key] = value
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the optimizers of all buckets have state; some never have any."""
+        return all(self._first(flat).state for flat in self.buckets)
+
     def entries(self) -> list[int]:
         """What changes when an optimizer makes its state, in its first step."""
         return [id(value) for flat in self.buckets for value in self._first(flat).state.values()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
+
 from mirrorc.ir.program import Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
@@ -15,8 +17,8 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 class StepState:
     """The state that all programs of one step share. Only this object knows whether the state is whole, and what changed last.
 
-    A step calls `take_over`, `begin`, and then `finish` or `abandon`. The state is whole from `finish` to the next `begin`. If a
-    step did not finish but changed variables, `take_over` makes the state whole again.
+    A step calls `take_over`, and then `finish` or `abandon`. The state is whole unless a step was abandoned after it had
+    committed; then `take_over` makes the state whole again.
 
     Args:
         store: the variables of all replicas.
@@ -24,15 +26,14 @@ class StepState:
 
     Attributes:
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
-        has_updated: whether the present step, or otherwise the last one, has changed variables.
     """
 
     def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
         self.store = store
         self.optimizers = optimizers
         self.layout = 0
-        self.has_updated = False
         self._is_whole = True
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
 
     def take_over(self, program: Program) -> None:
@@ -67,20 +68,34 @@ class StepState:
         return is_to_move and not self.optimizers.fits(program.buckets)
 
     def begin(self) -> None:
-        """Records that a step begins, which may change variables from now on."""
-        self._is_whole = False
-        self.has_updated = False
+        """Called before a step. One in which the optimizer makes its state, which may fail for lack of memory, can be undone."""
+        if self.optimizers.is_fresh:
+            self._kept = [(own, own.to("cpu", copy=True)) for own in (*self.store.written(), *self.optimizers.held())]
 
     def finish(self) -> None:
-        """Called when all replicas are done; shows the new state in the user's model and optimizer."""
+        """Called when all replicas are done; shows the new state in the user's model and optimizer. May be repeated."""
+        self._kept = None
         self.optimizers.finish_step()
         self.store.aggregate()
         mark_optimizer_stepped(self.optimizers.user_optimizer)
         self._is_whole = True
 
-    def abandon(self) -> None:
-        """Records that the step has failed: the content of the gradient buckets is unknown, and replicas may differ."""
+    def abandon(self, *, has_committed: bool) -> bool:
+        """Records that the step has failed: the content of the gradient buckets is unknown.
+
+        If it had committed, variables may have changed in part, and replicas may differ.
+
+        Returns:
+            Whether the model and the optimizer are as they were before the step.
+        """
         self._gradients_writer = None
+        kept, self._kept = self._kept, None
+        if not has_committed:
+            return True
+        self._is_whole = False
+        for own, copy in kept or ():
+            own.copy_(copy)
+        return kept is not None
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
         """Whether the gradient buckets still hold what this writer has left there.

@@ -249,6 +249,12 @@ class VariableStore:
             self._copies.renew()
         return not self._layout.own.issuperset(changed)
 
+    def written(self) -> list[torch.Tensor]:
+        """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""
+        names = [name for name in self._layout.own if not isinstance(self.tensors[name], torch.nn.Parameter)]
+        parameters = [flat.parameters[0] for flat in self.buckets]
+        return [*parameters, *(value for name in names for value in self._layout.values[name])]
+
     def mirror_all(self) -> None:
         """Copies replica 0's parameters to all replicas, after a step that did not finish."""
         for flat in self.buckets:

@@ -117,7 +117,7 @@ def test_names_of_modules_may_be_odd() -> None:
 
 def test_the_parts_of_a_line() -> None:
     read = read_program_text(every_stage(captured_two_layers())["lower-devices"].to_text())
-    forward, backward, pack, launch, wait, update = read.functions[0].lines
+    forward, backward, pack, launch, commit, wait, update = read.functions[0].lines
     assert (
         forward.results == (PrintedValue("loss", "f32[]"), PrintedValue("activations", count=6))
         and forward.operation == "fwd_0"
@@ -132,6 +132,7 @@ def test_the_parts_of_a_line() -> None:
     assert pack.details == {"bucket": "0"} and pack.arguments == ("4 gradients",)
     assert launch.results == (PrintedValue("b0_pending", "pending f32[96]"),) and launch.arguments == ("b0",)
     assert launch.details == {"bucket": "0", "op": "sum", "link": "shared-memory"}
+    assert commit.operation == "commit" and not (commit.results or commit.arguments or commit.details)
     assert wait.results == (PrintedValue("b0_share", "share of f32[96]"),)
     assert update.results == () and update.comment == "SGD group 0, this device's share of 2"
     assert read.functions[0].arguments[0] == PrintedValue("x", "f32[4, 4]") and read.functions[0].outcome == "loss"

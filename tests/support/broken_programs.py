@@ -226,6 +226,18 @@ def update_before_a_region(graph: fx.Graph) -> None:
     update_early(graph)
 
 
+def wait_early(graph: fx.Graph) -> None:
+    launched = first(graph, ops.all_reduce)
+    for node in reversed(targets(graph, ops.wait)):
+        if node.kwargs["bucket"] == 0:
+            launched.append(node)
+
+
+def optimize_before_the_commit(program: Program) -> None:
+    graph = program.graphs()[0]
+    first(graph, ops.step_optimizer).append(first(graph, ops.commit))
+
+
 def update_early(graph: fx.Graph) -> None:
     launched = first(graph, ops.all_reduce)
     for node in reversed(targets(graph, ops.wait, ops.update)):
@@ -658,6 +670,17 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", use_a_view_after_the_update),
         at("schedule-overlap", update_before_a_region),
         on_every_device("lower-devices", update_before_a_region),
+    ],
+    "a_step_commits_once": [
+        at("insert-update", lambda graph: erase(graph, first(graph, ops.commit))),
+        at("lower-devices", lambda graph: erase(graph, first(graph, ops.commit))),
+        at("insert-update", lambda graph: repeat(graph, first(graph, ops.commit))),
+        at("lower-devices", lambda graph: first(graph, ops.pack).prepend(first(graph, ops.commit))),
+        at("schedule-overlap", lambda graph: first(graph, ops.all_reduce).prepend(first(graph, ops.commit))),
+        at("schedule-overlap", lambda graph: first(graph, ops.update).append(first(graph, ops.commit))),
+        at("lower-devices", lambda graph: first(graph, ops.update).append(first(graph, ops.commit))),
+        at("schedule-overlap", update_early),
+        whole("lower-devices", optimize_before_the_commit),
     ],
     "every_bucket_is_updated_once": [
         whole("lower-collectives", send_gradients),

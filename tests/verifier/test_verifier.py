@@ -5,7 +5,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from broken_programs import BAD, CAPS, first, read_early, two_buckets, update_early, whole_optimizer
+from broken_programs import BAD, CAPS, first, read_early, two_buckets, update_early, wait_early, whole_optimizer
 from tiny_programs import (
     MUON,
     SMALL_BUCKETS,
@@ -59,13 +59,16 @@ def test_a_program_that_breaks_a_rule_is_refused(
         verify(mutant, after="mine", before=before if rule in PASS_RULES else None)
 
 
-def test_an_update_while_backward_reads_other_parameters_is_allowed() -> None:
+def test_a_sum_while_backward_runs_is_allowed_and_an_update_is_not() -> None:
     program = run_up_to("schedule-overlap", two_buckets(), **CAPS)
     read_early(program.mirrored_graph)
     verify(program)
     program = run_up_to("schedule-overlap", two_buckets(), **CAPS)
-    update_early(program.mirrored_graph)
+    wait_early(program.mirrored_graph)
     verify(program)
+    update_early(program.mirrored_graph)
+    with pytest.raises(VerifyError, match="a_step_commits_once"):
+        verify(program)
 
 
 def test_every_rule_is_provoked() -> None:

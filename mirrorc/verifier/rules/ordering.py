@@ -18,6 +18,7 @@ from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 
+_COMMIT = ("commit", 0)
 Step = tuple[str, fx.Node]  # a device, and a node of its program
 
 
@@ -93,17 +94,22 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
-    """Waits form no cycle: a wait comes after the earlier nodes of its own device, and after all launches and sends it needs."""
+    """Waits form no cycle: a wait comes after the earlier nodes of its own device, and after all launches and sends it needs;
+    a commit comes after what is before the commits of all devices."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []
     for device, module in program.device_graphs.items():
-        nodes = list(calls_to(module.graph, *ops.COLLECTIVES, ops.send, ops.wait))
-        order.add_nodes_from((device, node.name) for node in nodes)
-        order.add_edges_from(((device, a.name), (device, b.name)) for a, b in pairwise(nodes))
+        nodes = list(calls_to(module.graph, *ops.COLLECTIVES, ops.send, ops.wait, ops.commit))
+        places = [place for node in nodes for place in _places(device, node)]
+        order.add_nodes_from(places)
+        order.add_edges_from(pairwise(places))
         for node in nodes:
             place = (device, node.name)
-            if node.target is ops.wait:
+            if node.target is ops.commit:
+                waits.append((_COMMIT, place))
+                givers.setdefault(_COMMIT, []).append(_places(device, node)[0])
+            elif node.target is ops.wait:
                 waits.extend((key, place) for key in _awaited(program, node))
             else:
                 giver = route_of(program, node) if node.target is ops.send else tag(node)
@@ -112,6 +118,12 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
     if not nx.is_directed_acyclic_graph(order):
         circle = " -> ".join(f"{device}: {name}" for (device, name), _ in nx.find_cycle(order))
         yield Violation(f"devices would wait for each other forever: {circle}")
+
+
+def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
+    """The places of a node in the order of its device: a commit has two, its arrival and its end."""
+    arrival = [(device, f"before {node.name}")] if node.target is ops.commit else []
+    return [*arrival, (device, node.name)]
 
 
 def _awaited(program: Program, wait: fx.Node) -> list[Any]:

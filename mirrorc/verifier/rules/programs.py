@@ -55,6 +55,11 @@ def tag(node: fx.Node) -> tuple[str, int]:
     return name_of(node), bucket_of(node)
 
 
+def writes_variables(node: fx.Node) -> bool:
+    """Whether a node writes parameters or other variables."""
+    return node.target in ops.UPDATES or node.target is ops.write
+
+
 def written_buckets(node: fx.Node) -> list[int]:
     """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
     if node.target not in ops.UPDATES:

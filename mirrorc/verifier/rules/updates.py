@@ -12,16 +12,17 @@ from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, owners_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
-from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
     say,
     scopes,
     tag,
+    writes_variables,
     written_buckets,
 )
 
@@ -78,6 +79,37 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
     here = place_of(program, graph) if replica is None else replica
     return int(bucket.is_updated_by(here, program.num_replicas))
+
+
+@rule(since=Stage.UPDATED, order=Order.OWNERS)
+def a_step_commits_once(program: Program) -> Iterator[Violation]:
+    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, operators on variables),
+    and before everything that writes a variable."""
+    variables = ViewedVariables(program)
+    for where, graph, replicas in scopes(program):
+        commits = Counter(replica_of(node) for node in calls_to(graph, ops.commit))
+        for replica in replicas:
+            if commits[replica] != 1:
+                last = max((n for n in calls_to(graph, ops.commit) if replica_of(n) == replica), default=None)
+                yield Violation(f"{where(replica)} commits {commits[replica]} times, not once", last)
+        committed: set[int | None] = set()
+        owners = owners_of(graph)
+        for node in graph.nodes:
+            replica = owners.get(node)
+            if node.target is ops.commit:
+                committed.add(replica)
+            elif replica not in committed and writes_variables(node):
+                yield Violation(f"{node.name} on {where(replica)} writes variables before the commit", node)
+            elif committed and _can_fail(variables, node):
+                early = committed if node.target in ops.REDUCTIONS else committed & {replica}
+                for one in sorted(early, key=str)[:1]:
+                    yield Violation(f"{node.name} on {where(one)} can fail, but comes after the commit", node)
+
+
+def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
+    if is_region_call(node) or node.target in (ops.check, ops.pack) or node.target in ops.REDUCTIONS:
+        return True
+    return is_compute(node) and any(variables.of(source) is not None for source in node.all_input_nodes)
 
 
 @rule(since=Stage.SCHEDULED)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.runtime.devices.host_copies import HostCopies
-from mirrorc.runtime.execution import executor
+from mirrorc.runtime.execution import executor, losses
 
 
 def train(gpu: LateGpu, copies: Any, num_steps: int, waits: bool) -> list[float]:
@@ -83,7 +83,7 @@ def test_a_step_returns_when_its_batch_was_read(monkeypatch: pytest.MonkeyPatch)
             done.append(("waited", None))
 
     monkeypatch.setattr(executor, "HostCopies", Recorded)
-    monkeypatch.setattr(executor, "kept_for_caller", lambda loss: done.append(("kept", tuple(loss.shape))))
+    monkeypatch.setattr(losses, "kept_for_caller", lambda loss: done.append(("kept", tuple(loss.shape))))
     monkeypatch.setattr(executor, "can_interleave", lambda program: False)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,7 +14,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.variables import Placement
 from mutations.places import (
     IN_FLIGHT,
     insert_like,
@@ -22,7 +21,6 @@ from mutations.places import (
     placed_nodes,
     region_calls,
     timelines,
-    variables_read,
     with_bucket,
 )
 from mutations.table import Edit, keeps
@@ -129,29 +127,17 @@ def wait_late(program: Program) -> Iterator[Edit]:
 
 
 @keeps
-def update_early(program: Program) -> Iterator[Edit]:
-    """A bucket is waited for and updated, by all replicas, as soon as it is reduced: nothing reads its variables any more."""
+def wait_on_all_replicas_before_the_commit(program: Program) -> Iterator[Edit]:
+    """A bucket is waited for, by all replicas, as soon as it is reduced: the sum is there before the step is decided."""
 
-    def edit(found: list[tuple[fx.Node, fx.Node]]) -> None:
-        for wait, update in reversed(found):
-            wait.all_input_nodes[0].append(update)
+    def edit(found: list[fx.Node]) -> None:
+        for wait in reversed(found):
             wait.all_input_nodes[0].append(wait)
 
-    lines = (
-        [(line, variables_read(program, line)) for line in timelines(program)] if program.stage >= Stage.UPDATED else []
-    )
-    for bucket in program.buckets:
-        found, names = [], {slot.variable for slot in bucket.slots}
-        may_read = bucket.placement is Placement.SHARED
-        for timeline, reads in lines:
-            for update in (n for n in timeline if n.target is ops.update and bucket_of(n) == bucket.index):
-                wait = update.all_input_nodes[0]
-                if wait.target is ops.wait:
-                    launch = wait.all_input_nodes[0]
-                    may_read = may_read or any(launch < call and names & read for call, read in reads.items())
-                    found.append((wait, update))
-        if found and not may_read:
-            yield partial(edit, found)
+    for bucket in program.buckets if program.stage >= Stage.UPDATED else ():
+        waits = [wait for wait in placed_nodes(program, ops.wait) if bucket_of(wait) == bucket.index]
+        if waits and all(wait.all_input_nodes[0].target in ops.REDUCTIONS for wait in waits):
+            yield partial(edit, waits)
 
 
 @keeps
@@ -166,7 +152,7 @@ def run_a_region_early(program: Program) -> Iterator[Edit]:
 
 @keeps
 def launch_late(program: Program) -> Iterator[Edit]:
-    """A reduction is launched, on all devices, right before its first wait or the next launch."""
+    """A reduction is launched, on all devices, right before its first wait, the commit or the next launch."""
 
     def edit(place: int) -> None:
         for edits in later():
@@ -174,7 +160,7 @@ def launch_late(program: Program) -> Iterator[Edit]:
 
     def later() -> list[list[Edit]]:
         graphs = [[node for node in graph.nodes if node.op != "output"] for graph in program.graphs()]
-        return [list(_moves_later(nodes, ops.REDUCTIONS, IN_FLIGHT)) for nodes in graphs]
+        return [list(_moves_later(nodes, ops.REDUCTIONS, (*IN_FLIGHT, ops.commit))) for nodes in graphs]
 
     if program.stage >= Stage.REDUCED:
         for place in range(min(map(len, later()))):

@@ -53,6 +53,46 @@ def drop_an_update(program: Program) -> Iterator[Edit]:
 
 
 @breaks
+def drop_a_commit(program: Program) -> Iterator[Edit]:
+    """A replica does not commit, so that others wait for it in vain."""
+    for node in placed_nodes(program, ops.commit):
+        yield partial(node.graph.erase_node, node)
+
+
+@breaks
+def commit_twice(program: Program) -> Iterator[Edit]:
+    """A replica commits twice."""
+    for node in placed_nodes(program, ops.commit):
+        yield partial(repeat, node)  # type: ignore[arg-type]
+
+
+@breaks
+def commit_too_early(program: Program) -> Iterator[Edit]:
+    """A replica commits before its last pack, after which something may still fail."""
+    for commit in placed_nodes(program, ops.commit):
+        packs = [
+            n
+            for n in placed_nodes(program, ops.pack)
+            if n.graph is commit.graph and replica_of(n) == replica_of(commit)
+        ]
+        if packs:
+            yield partial(packs[-1].prepend, commit)
+
+
+@breaks
+def commit_too_late(program: Program) -> Iterator[Edit]:
+    """A replica commits after its first update, which a failure of another one cannot undo."""
+    for commit in placed_nodes(program, ops.commit):
+        own = [
+            n
+            for n in placed_nodes(program, *_UPDATES)
+            if n.graph is commit.graph and replica_of(n) == replica_of(commit)
+        ]
+        if own:
+            yield partial(own[0].append, commit)
+
+
+@breaks
 def update_twice(program: Program) -> Iterator[Edit]:
     """A replica's parameters are updated, or stored, twice."""
     for node in placed_nodes(program, *_UPDATES):

@@ -1,0 +1,48 @@
+"""The arguments of a replica's program in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.custom_ops.random import mix
+from mirrorc.ir.program import ArgumentKind, Program
+from mirrorc.runtime.devices.events import wait_event
+from mirrorc.runtime.devices.host_copies import HostCopies
+
+
+def replica_arguments(
+    program: Program,
+    replica: int,
+    copies: HostCopies | None,
+    start: Sequence[Any],
+    shard: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    seed: int | None,
+) -> list[torch.Tensor]:
+    """The arguments in the order of the program, on the replica's device.
+
+    Args:
+        program: a LOWERED program.
+        replica: whose.
+        copies: copies the batch to the device; None to leave it, because a CUDA graph has memory of its own for it.
+        start: events that come before the step.
+        shard: the replica's tensors in order of the call's leaves.
+        weight: of the replica's loss, a scalar.
+        seed: of the step's random streams, if the program draws random numbers.
+    """
+    for event in start:
+        wait_event(event)
+    values: list[torch.Tensor] = []
+    for argument in program.arguments:
+        if argument.kind is ArgumentKind.BATCH:
+            own = shard[argument.leaf]  # type: ignore[index]
+            values.append(own if copies is None else copies.to_device(own))
+        elif argument.kind is ArgumentKind.LOSS_WEIGHT:
+            values.append(weight)
+        else:
+            assert seed is not None
+            values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
+    return values

@@ -1,0 +1,99 @@
+"""Ctrl-C during a step: it stops the step as long as that is possible, and waits for the step's end otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from mirrorc.runtime.execution.commit import CommitPoint
+
+_LONGEST_SECONDS = 5.0  # if a step does not end for so long after Ctrl-C, the next Ctrl-C is passed on
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def _set_handler_function() -> Callable[[int, Any], Any]:
+    """The function that `signal.signal` wraps: this takes a quarter of the time, where there is such a module."""
+    try:
+        found: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
+    except (ImportError, AttributeError):
+        return signal.signal
+    return found
+
+
+_set_handler = _set_handler_function()
+
+
+class InterruptGuard:
+    """The handler of Ctrl-C (SIGINT) while a step runs in the main thread.
+
+    Until the step is committed, the user's handler is called, which usually raises KeyboardInterrupt. From then on the signal is
+    kept, and the user's handler is called when the step has ended. While devices' threads run, what the user's handler raises is
+    kept, too: it stops the threads, and is raised when they have ended.
+
+    Only the main thread gets signals; in another one this does nothing. Likewise if no Python function handles the signal.
+
+    Attributes:
+        commit: decides on the step; None until the step has one.
+        is_ending: keeps signals from now on; must be followed by `end`.
+        raised: what the user's handler has raised while devices' threads ran.
+    """
+
+    def __init__(self) -> None:
+        self.commit: CommitPoint | None = None
+        self.raised: BaseException | None = None
+        self._stop: Callable[[], None] | None = None
+        self._users: Handler | None = None
+        self._own: Handler | None = None
+        self.is_ending = False
+        self._kept_at: float | None = None
+
+    def begin(self) -> None:
+        """Begins to handle the signal."""
+        self.commit = self.raised = self._stop = self._users = self._own = self._kept_at = None
+        self.is_ending = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        users = signal.getsignal(signal.SIGINT)
+        if callable(users):
+            self._users, self._own = users, self._handle
+            _set_handler(signal.SIGINT, self._own)
+
+    def end(self) -> None:
+        """Gives the signal back to the user's handler, and calls that if the signal came meanwhile. May be repeated."""
+        own = self._own
+        if own is None:
+            return
+        replaced = _set_handler(signal.SIGINT, self._users)
+        if replaced is not own:  # the user has set another handler during the step
+            _set_handler(signal.SIGINT, replaced)
+        users, self._users, self._own = self._users, None, None
+        kept, self._kept_at = self._kept_at, None
+        if kept is not None and users is not None:
+            users(signal.SIGINT, None)
+
+    def stop_by(self, stop: Callable[[], None] | None) -> None:
+        """Says what stops devices' threads; None when they have ended."""
+        self._stop = stop
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        users = self._users
+        assert users is not None, "it is set while the handler is"
+        is_decided = self.commit is not None and self.commit.is_committed
+        if is_decided or self.is_ending:
+            if self._kept_at is None:
+                self._kept_at = time.monotonic()
+            elif time.monotonic() - self._kept_at > _LONGEST_SECONDS:
+                users(number, frame)
+        elif self._stop is None or self.raised is not None:
+            users(number, frame)
+        else:
+            try:
+                users(number, frame)
+            except BaseException as error:  # noqa: BLE001 - raised when the threads have ended
+                self.raised = error
+                self._stop()

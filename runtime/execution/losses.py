@@ -1,0 +1,49 @@
+"""The loss of a batch: the weights of its replicas' losses, and their sum."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
+from mirrorc.runtime.devices.events import kept_for_caller, wait_event
+
+
+class Losses:
+    """Weighs and adds the losses of a program's replicas.
+
+    Args:
+        program: a LOWERED program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
+        """The weights of the replicas' losses, a scalar on each replica's device."""
+        if weights not in self._weights:
+            graph = next(iter(self._program.device_graphs.values())).graph
+            (argument,) = placeholders_of(graph, self._program.arguments, ArgumentKind.LOSS_WEIGHT)
+            like = argument.meta["val"]
+            self._weights[weights] = [
+                torch.full(like.shape, weight, dtype=like.dtype, device=device.torch_device)
+                for weight, device in zip(weights, self._program.devices, strict=True)
+            ]
+        return self._weights[weights]
+
+    def total(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
+        """The weighted sum of the replicas' losses, on the first device. Each loss is given with the event of its GPU's end."""
+        home = self._program.devices[0].torch_device
+        for (loss, event), device in zip(results, self._program.devices, strict=True):
+            kept_for_caller(loss)
+            wait_event(event, home)
+            wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
+        dtype = results[0][0].dtype
+        exact = torch.float32 if dtype.itemsize < 4 else dtype
+        with torch.no_grad():
+            parts = [loss.to(home, exact) * weight for (loss, _), weight in zip(results, weights, strict=True)]
+            return functools.reduce(torch.add, parts).to(dtype).reshape(())

@@ -1,0 +1,236 @@
+"""A step takes place on all replicas or not at all, whatever stops it and whenever, and training goes on afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupter, fail, interrupt, python_handles_interrupts
+from lockstep import Lockstep, Training
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import ExecutionError
+from mirrorc.runtime.execution import interrupts
+from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.state import flat_optimizer
+
+BATCH = {"x": torch.linspace(-1, 1, 30).reshape(5, 6).sin(), "target": torch.tensor([0, 1, 2, 0, 1])}
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
+COPIES = {"link": "copy", "disable_passes": ["share-parameters"]}
+WAYS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # the optimizer, options, whether the replicas are interleaved
+    "threads": (ADAMW, {}, False),
+    "one thread": (ADAMW, {}, True),
+    "copies": (ADAMW, COPIES, False),
+    "an optimizer by itself": (ADADELTA, {}, False),
+    "an optimizer by itself, copies": (ADADELTA, COPIES, False),
+}
+
+
+class Net(nn.Module):
+    """Two layers, BatchNorm and dropout: parameters, buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+def maker(
+    optimizer: Any = ADAMW, **options: Any
+) -> Callable[[], tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]]:
+    def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        own, sizes = optimizer(model.parameters()), {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+        step = mirrorc.compile(
+            model, 2, optimizer=own, loss_fn=F.cross_entropy, backend="eager", timeout_seconds=60, **sizes, **options
+        )
+        return step, model, own
+
+    return make
+
+
+def prefer(training: Training, is_interleaved: bool) -> None:
+    """Chooses between threads and one thread."""
+    trial = training.step._last.trial  # type: ignore[union-attr]
+    trial.interleaves, trial.is_decided = is_interleaved, True
+
+
+def lockstep(way: str) -> Lockstep:
+    """Two equal trainings that have made their first steps."""
+    optimizer, options, is_interleaved = WAYS[way]
+    both = Lockstep(maker(optimizer, **options), BATCH)
+    both.go_on()
+    for training in (both.undisturbed, both.disturbed):
+        prefer(training, is_interleaved)
+    both.go_on()
+    return both
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "stride"),
+    [
+        *((way, interrupt, 71) for way in WAYS),
+        *(
+            (way, fail, 101) for way in WAYS if way != "one thread"
+        ),  # where a failure of an update is one of the replicas
+        *(pytest.param(way, interrupt, 1, marks=pytest.mark.exhaustive) for way in WAYS),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_comes_at_any_place_of_the_callers_thread(way: str, how: Any, stride: int) -> None:
+    """Between any two calls of Python: the state is that before the step or that after it, bit for bit."""
+    both, interrupter, counted = lockstep(way), Interrupter(), []
+    outcomes = []
+    with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        both.disturb(lambda run: counted.append(interrupter.count(run)))
+        for place in range(0, counted[0] - 20, stride):  # later runs may take another turn, and have a few places less
+            before = threading.active_count()
+            raised, has_trained = both.disturb(lambda run: interrupter.interrupted(run, place, how))  # noqa: B023
+            assert isinstance(raised, KeyboardInterrupt if how is interrupt else RuntimeError), interrupter.where
+            outcomes.append(has_trained)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interrupter.where
+            assert threading.active_count() == before
+            both.go_on()
+    assert how is fail or {True, False} == set(outcomes), "a step is stopped before its commit and finished after it"
+
+
+class Sender(threading.Thread):
+    """Sends Ctrl-C to the process once, after a random time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def run(self) -> None:
+        threading.Event().wait(self._seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "an optimizer by itself, copies"])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)],
+)
+def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
+    both, chance = lockstep(way), random.Random(0)
+
+    def send(run: Callable[[], Any]) -> None:
+        sender = Sender(chance.random() * 0.004)
+        sender.start()
+        try:
+            run()
+        finally:
+            sender.join()
+
+    with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        for _ in range(count):
+            raised, _ = both.disturb(send)
+            assert isinstance(raised, KeyboardInterrupt)
+            both.go_on()
+
+
+@pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
+def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
+    replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Lockstep(maker(**options), BATCH)
+    update, calls = flat_optimizer.FlatOptimizer.update, []
+
+    def short_of_memory(self: flat_optimizer.FlatOptimizer, gradient: torch.Tensor) -> None:
+        if threading.current_thread().name == f"mirrorc cpu:{replica}":
+            calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("not enough memory")
+        update(self, gradient)
+
+    with both.undisturbed.step, both.disturbed.step:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(flat_optimizer.FlatOptimizer, "update", short_of_memory)
+                calls.clear()
+                raised, has_trained = both.disturb()
+            assert isinstance(raised, ExecutionError) and "No parameter was changed" in str(raised) and not has_trained
+        for _ in range(2):
+            both.go_on()
+
+
+class Careless(torch.optim.Adadelta):
+    """An optimizer that fails half-way when told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.fails:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise RuntimeError("half-way")
+        super().step()
+
+
+@pytest.mark.parametrize("options", [{}, COPIES], ids=["shared", "copies"])
+def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, Any]) -> None:
+    step, model, optimizer = maker(Careless, **options)()
+    with step:
+        step(**BATCH)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.fails = True  # type: ignore[attr-defined]
+        with pytest.raises(ExecutionError, match=r"half-way.*had committed: .*updated in part, so load a checkpoint"):
+            step(**BATCH)
+        assert not torch.equal(before[0], next(model.parameters()))
+        optimizer.fails = False  # type: ignore[attr-defined]
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            parameter.data = kept
+        step(**BATCH)
+        assert all(torch.equal(*step.variables[name].values) for name, _ in model.named_parameters())
+
+
+def test_a_handler_of_the_users_is_called_and_put_back() -> None:
+    """One that raises nothing stops nothing."""
+    both, interrupter, calls = lockstep("threads"), Interrupter(), []
+
+    def handler(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        signal.signal(signal.SIGINT, handler)
+        for place in range(0, 900, 97):
+            raised, has_trained = both.disturb(lambda run: interrupter.interrupted(run, place))  # noqa: B023
+            assert (raised, has_trained) == (None, True) and calls == [signal.SIGINT]
+            assert signal.getsignal(signal.SIGINT) is handler
+            calls.clear()
+        for other in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, other)
+            both.go_on()
+            assert signal.getsignal(signal.SIGINT) is other
+
+
+def test_an_interrupt_is_kept_only_as_long_as_a_step_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, commit = InterruptGuard(), CommitPoint((), 1.0)
+    with python_handles_interrupts():
+        try:
+            guard.begin()
+            guard.commit = commit
+            commit.commit()
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            monkeypatch.setattr(interrupts, "_LONGEST_SECONDS", -1.0)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            with pytest.raises(KeyboardInterrupt):
+                guard.end()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
