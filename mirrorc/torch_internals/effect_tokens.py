@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+
+@contextlib.contextmanager
+def kept_checks_of_linalg() -> Iterator[None]:
+    """While a graph is traced, a check of what ``torch.linalg`` has computed counts as an effect; torch 2.11 would drop it."""
+    from torch._higher_order_ops import effects
+
+    name = "aten::_linalg_check_errors"
+    if effects._get_effect(name) is not None:
+        yield
+        return
+    handle = effects._register_effectful_op(name, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        handle.destroy()
 
 
 def remove_effect_tokens(graph_module: fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.effect_tokens import remove_effect_tokens
+from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
@@ -111,7 +111,8 @@ def export_joint_graph(
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
+    with kept_checks_of_linalg():
+        exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")

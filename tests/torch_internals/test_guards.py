@@ -60,7 +60,10 @@ def test_a_tensor_from_elsewhere_must_be_the_same_one(call: Call) -> None:
 def test_the_sign_of_a_zero_is_seen(call: Call) -> None:
     guards = guards_of(call)
     call.config.offset = -0.0
-    assert not guards.hold() and guards.broken() == "the sign of a zero"
+    assert not guards.hold()
+    assert guards.broken() == "the sign of a zero" or guards.broken().startswith("config.offset == 0.0"), (
+        "torch 2.15 sees it"
+    )
 
 
 def test_methods_are_seen_with_their_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
