@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -333,3 +334,54 @@ def test_memory_is_given_back() -> None:
     del step, model
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
+
+
+def in_background(function: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_closing_while_jobs_are_handed_out_ends_the_step() -> None:
+    """A device that was told to end before it got its job would let the others wait for it."""
+    step = compile_mlp(make_mlp())
+    step(**mlp_batch(4))
+    closing: list[threading.Thread] = []
+
+    class Inbox:
+        """Gives the second device its job when another thread has begun to close the step."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def put(self, order: Any) -> None:
+            if not closing:
+                closing.append(in_background(step.close))
+                while not step._is_closed:
+                    threading.Event().wait(0.001)
+            self.inner.put(order)
+
+    assert step._pool is not None
+    step._pool._inboxes[1] = Inbox(step._pool._inboxes[1])  # type: ignore[call-overload]
+    with contextlib.suppress(ExecutionError):
+        step(**mlp_batch(4))
+    closing[0].join(TIMEOUT_SECONDS)
+    assert not closing[0].is_alive() and device_threads() == []
+
+
+def test_closing_while_the_step_is_compiled_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = compile_mlp(make_mlp())
+    compiled, closing = step._specializer.executor_for, []
+
+    def close_meanwhile(*arguments: Any) -> Any:
+        found = compiled(*arguments)
+        closing.append(in_background(step.close))
+        while not step._is_closed:
+            threading.Event().wait(0.001)
+        return found
+
+    monkeypatch.setattr(step._specializer, "executor_for", close_meanwhile)
+    with pytest.raises(ExecutionError, match="the step is closed"):
+        step(**mlp_batch(4))
+    closing[0].join(TIMEOUT_SECONDS)
+    assert not closing[0].is_alive() and device_threads() == []
