@@ -124,7 +124,7 @@ def _interrupt(pair: Pair, batch: dict[str, Any], interrupted: Any) -> None:
             return
     assert is_interrupted == bool(has_come), f"raised: {is_interrupted}, but the signal has come: {bool(has_come)}"
     if is_interrupted:
-        pair.log.append(f"interrupted at {has_come[0]}")
+        pair.log.append(f"interrupted at {has_come[0]}; then, compared with the state before: {pair.differences()[:3]}")
     if is_interrupted and not pair.differences():
         assert not pair.has_drawn(), "an interrupted step has drawn from torch's generator"
         return
