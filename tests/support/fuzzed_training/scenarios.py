@@ -22,9 +22,7 @@ GROUPS = (
     failure_events,
 )  # importing these registers their events
 
-KNOWN_TO_FAIL: dict[str, str] = {
-    **dict.fromkeys(("interrupt", "interrupt_at_random", "fail_to_allocate"), "a step is done in parts"),
-}
+KNOWN_TO_FAIL: dict[str, str] = {}
 """Events and features that are left out because runs with them fail today, each with the reason."""
 
 NOT_REPEATABLE = ("interrupt_at_random",)  # what depends on time
