@@ -35,6 +35,7 @@ from mirrorc.printing.wording import counted
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.step_state import StepState
@@ -54,13 +55,17 @@ class Specializer:
         model: the user's model, and the state that its graph depends on.
         state: the state that all specializations of the step share.
         num_threads: the number of threads of each device.
+        interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
     """
 
-    def __init__(self, options: StepOptions, model: ModelState, state: StepState, num_threads: int) -> None:
+    def __init__(
+        self, options: StepOptions, model: ModelState, state: StepState, num_threads: int, interrupts: InterruptGuard
+    ) -> None:
         self._options = options
         self._model = model
         self._state = state
         self._num_threads = num_threads
+        self._interrupts = interrupts
         names = ", ".join(device.name for device in options.devices)
         self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
@@ -74,11 +79,20 @@ class Specializer:
     def executor_for(self, call: Call, shards: Shards) -> Executor:
         """The executor for a call; compiles it if the call is the first of its kind."""
         key = self._key(call, shards)
-        found = self._specializations.get(key)
+        try:
+            self._interrupts.hold()
+            found = self._specializations.get(key)
+        finally:
+            self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program):
             return found.executor
         new = self._compile(call, shards)
-        if not new.guards.hold():  # or it would be compiled in every step
+        try:
+            self._interrupts.hold()
+            is_true = new.guards.hold()
+        finally:
+            self._interrupts.let_go()
+        if not is_true:  # or it would be compiled in every step
             raise CaptureError(
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."

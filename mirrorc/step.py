@@ -58,13 +58,13 @@ class Step:
         self._num_threads = (
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
         )
-        self._specializer = Specializer(options, model, self._state, self._num_threads)
+        self._guard = InterruptGuard()
+        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._last: Executor | None = None
         self._pool: DevicePool | None = None
         self._pid = os.getpid()
         self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
         self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
-        self._guard = InterruptGuard()
         self._is_closed = False
         self._signature = inspect.signature(options.model.forward)
         parameters = self._signature.parameters.values()

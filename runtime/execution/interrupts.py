@@ -50,12 +50,13 @@ class InterruptGuard:
         self._users: Handler | None = None
         self._own: Handler | None = None
         self.is_ending = False
+        self._is_holding = False
         self._kept_at: float | None = None
 
     def begin(self) -> None:
         """Begins to handle the signal."""
         self.commit = self.raised = self._stop = self._users = self._own = self._kept_at = None
-        self.is_ending = False
+        self.is_ending = self._is_holding = False
         if threading.current_thread() is not threading.main_thread():
             return
         users = signal.getsignal(signal.SIGINT)
@@ -76,6 +77,17 @@ class InterruptGuard:
         if kept is not None and users is not None:
             users(signal.SIGINT, None)
 
+    def hold(self) -> None:
+        """Keeps the signal until `let_go`: for calls that swallow what the handler raises."""
+        self._is_holding = True
+
+    def let_go(self) -> None:
+        """Ends `hold`: what the user's handler raises for a signal that came meanwhile is raised here."""
+        self._is_holding = False
+        if self._kept_at is not None and self._users is not None and not self.is_ending:
+            self._kept_at = None
+            self._users(signal.SIGINT, None)
+
     def stop_by(self, stop: Callable[[], None] | None) -> None:
         """Says what stops devices' threads; None when they have ended."""
         self._stop = stop
@@ -84,7 +96,7 @@ class InterruptGuard:
         users = self._users
         assert users is not None, "it is set while the handler is"
         is_decided = self.commit is not None and self.commit.is_committed
-        if is_decided or self.is_ending:
+        if is_decided or self.is_ending or self._is_holding:
             if self._kept_at is None:
                 self._kept_at = time.monotonic()
             elif time.monotonic() - self._kept_at > _LONGEST_SECONDS:
