@@ -123,7 +123,9 @@ class _WatchedPool:
     def __init__(self, watched: int) -> None:
         self.watched = watched
 
-    def run(self, jobs: Sequence[Callable[[], Any]], on_failure: Callable[[], None]) -> list[tuple[bool, Any]]:
+    def run(
+        self, jobs: Sequence[Callable[[], Any]], on_failure: Callable[[], None], results: list[Any]
+    ) -> list[tuple[bool, Any]]:
         """As `mirrorc.runtime.devices.thread_pool.DevicePool.run`, but errors are raised."""
         with ThreadPoolExecutor(len(jobs)) as threads:
             others = {i: threads.submit(job) for i, job in enumerate(jobs) if i != self.watched}
@@ -133,7 +135,8 @@ class _WatchedPool:
             except BaseException:
                 on_failure()
                 raise
-            return [(True, own if i == self.watched else others[i].result()) for i in range(len(jobs))]
+            results += [(True, own if i == self.watched else others[i].result()) for i in range(len(jobs))]
+            return results
 
 
 def _peak_in_last_job(profiled: Any) -> int:
