@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
 from mirrorc.capture.guards import Guards
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
 
@@ -33,10 +34,31 @@ _OTHER_PARTS = ("the model's attributes", "the optimizer's groups", "torch's mod
 
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A compiled program, and the guards on what Python read while it was captured."""
+    """A compiled program, and the guards on what Python read while it was captured.
+
+    Attributes:
+        executor: runs the program.
+        guards: ask whether a trace would read the same, with the plain values that `training_call` has.
+        training_call: what was captured.
+        plain: the plain values with which it was captured.
+    """
 
     executor: Executor
     guards: Guards
+    training_call: TrainingCall
+    plain: Mapping[str, Any]
+
+    def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
+        """What differs for a call from what was read: the names of plain values, and in words what it is besides."""
+        self.training_call.plain = self.plain
+        if not self.guards.hold():
+            return [], self.guards.broken()
+        read = []
+        for name, value in plain.items():
+            self.training_call.plain = {**self.plain, name: value}
+            if not self.guards.hold():
+                read.append(name)
+        return read, ""
 
 
 class Specializations:
@@ -48,14 +70,17 @@ class Specializations:
     def __init__(self) -> None:
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
         self._first: list[tuple[Key, CallKind]] | None = []  # the first compilations; None once they were warned of
-        self._read: list[str] = []  # what has made guards fail, in words
+        self._read: list[str] = []  # what has made guards fail besides arguments, in words
+        self._read_plain: set[str] = set()  # the names of plain values that have
 
-    def get(self, key: Key) -> Specialization | None:
-        """What calls of this kind may use now, if there is anything; it counts as used."""
+    def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
+        """What calls of this kind, with these plain values, may use now, if there is anything; it counts as used."""
         own = self._by_key.get(key)
         if own is None:
             return None
         for place in range(len(own) - 1, -1, -1):
+            if plain:
+                own[place].training_call.plain = plain
             if own[place].guards.hold():
                 if own is not next(reversed(self._by_key.values())):  # to hash a key takes long
                     self._by_key.move_to_end(key)
@@ -70,7 +95,10 @@ class Specializations:
         dropped = [instead.executor] if instead is not None else []
         if instead is not None:
             own.remove(instead)
-        self._read += [broken for broken in (other.guards.broken() for other in own[-1:]) if broken]
+        if own:
+            names, besides = own[-1].changes(call.plain)
+            self._read_plain.update(names)
+            self._read += [besides] if besides else []
         own.append(new)
         self._by_key.move_to_end(key)
         while len(self) > MOST_SPECIALIZATIONS:
@@ -103,6 +131,8 @@ class Specializations:
             return
         self._first = None
         keys, kinds = [key for key, _ in first], [kind for _, kind in first]
+        always = set.intersection(*(set(kind.plain) for kind in kinds))
+        kinds = [kind.without(always - self._read_plain) for kind in kinds]
         changing = changing_arguments(kinds)
         changing += [part for i, part in enumerate(_OTHER_PARTS, 2) if len({key[i] for key in keys}) > 1]
         if self._read:

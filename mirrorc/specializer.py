@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.capture.arguments import Call, Shards
+from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import Shards
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import REMEDY
@@ -81,7 +82,7 @@ class Specializer:
         key = self._key(call, shards)
         try:
             self._interrupts.hold()
-            found = self._specializations.get(key)
+            found = self._specializations.get(key, call.plain)
         finally:
             self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program):
@@ -167,8 +168,9 @@ class Specializer:
         logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
         check_optimizer(options.optimizer, self._model.parameters)
         self._regions.prepare(self._home)
+        training_call = TrainingCall(options.model, options.loss_fn, call.structure, call.plain)
         captured = capture_program(
-            TrainingCall(options.model, options.loss_fn, call.structure),
+            training_call,
             call,
             shards,
             options.devices,
@@ -207,7 +209,7 @@ class Specializer:
         executor = Executor(
             program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
         )
-        return Specialization(executor, captured.guards)
+        return Specialization(executor, captured.guards, training_call, call.plain)
 
     def _check_memory(self, captured: CapturedProgram) -> None:
         """Refuses tensors that share memory with variables of a program that get memory of their own."""

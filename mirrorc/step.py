@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from mirrorc.capture.arguments import Call, Shards, flatten_call, split_call
+from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import Shards, split_call
 from mirrorc.errors import ExecutionError
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
@@ -168,7 +169,8 @@ class Step:
         except TypeError as error:
             name = type(self._options.model).__name__
             raise TypeError(f"{name}.forward{self._signature} cannot be called with these arguments: {error}") from None
-        call = flatten_call(self._parameter_names, args, kwargs)
+        is_apart = self._options.front_end.guards_plain_values
+        call = flatten_call(self._parameter_names, args, kwargs, keeps_plain_apart=is_apart)
         return call, split_call(call, len(self._options.devices))
 
     def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Takes the arguments of a call apart into tensors, checks and splits these, and puts arguments together again for the tracer."""
+"""Takes the arguments of a call apart into tensors and plain values, and puts them together again for the tracer."""
 
 from __future__ import annotations
 
@@ -83,26 +83,54 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one step: their tensors, and the structure that holds them."""
+    """The arguments of one step: their tensors, their plain values, and the structure that holds them.
+
+    Attributes:
+        plain: strings, numbers, None and lists of them, by a name that is made of the argument's. The structure does not tell
+            their values: a graph depends on them only where Python has read them while it was traced.
+    """
 
     leaves: tuple[Leaf, ...]
     structure: Structure
+    plain: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Takes a call apart. ``names`` are the names of the positional parameters, for messages and dumps."""
+def flatten_call(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_plain_apart: bool = False
+) -> Call:
+    """Takes a call apart.
+
+    Args:
+        names: the names of the positional parameters, for messages and dumps.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        keeps_plain_apart: plain values become `Call.plain`; else they are constants of the structure.
+    """
     leaves: list[Leaf] = []
+    plain: dict[str, Any] = {}
+    apart = plain if keeps_plain_apart else None
     positional = []
     for i, value in enumerate(args):
         path = names[i] if i < len(names) else f"args[{i}]"
-        positional.append(_flatten(value, path, leaves, "split"))
-    keyword = [(key, _flatten(value, key, leaves, "split")) for key, value in kwargs.items()]
-    return Call(tuple(leaves), (tuple(positional), tuple(keyword)))
+        positional.append(_flatten(value, path, leaves, "split", apart))
+    keyword = [(key, _flatten(value, key, leaves, "split", apart)) for key, value in kwargs.items()]
+    return Call(tuple(leaves), (tuple(positional), tuple(keyword)), plain)
 
 
-def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str) -> Structure:
+_PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a string, a number or None, or a list or tuple of such values, and no subclass of these."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return all(type(item) in _PLAIN or _is_plain(item) for item in value)
+    return kind in _PLAIN
+
+
+def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[str, Any] | None) -> Structure:
     if isinstance(value, Replicated):
-        return _flatten(value.value, path, leaves, "replicated")
+        return _flatten(value.value, path, leaves, "replicated", plain)
     if isinstance(value, PerReplica):
         return _flatten_per_replica(value, path, leaves)
     if isinstance(value, torch.Tensor):
@@ -110,18 +138,23 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str) -> Structure:
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
+    if plain is not None and _is_plain(value):
+        while path in plain:
+            path += "_"
+        plain[path] = value
+        return ("plain", path)
     container = _children(value, path)
     if container is None:
         return ("constant", Constant(value, path))
     kind, detail, children = container
-    return (kind, detail, tuple(_flatten(child, child_path, leaves, mode) for child_path, child in children))
+    return (kind, detail, tuple(_flatten(child, child_path, leaves, mode, plain) for child_path, child in children))
 
 
 def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> Structure:
     structures, per_replica = [], []
     for i, replica_value in enumerate(value.values):
         own: list[Leaf] = []
-        structures.append(_flatten(replica_value, f"{path}[replica {i}]", own, "replicated"))
+        structures.append(_flatten(replica_value, f"{path}[replica {i}]", own, "replicated", None))
         per_replica.append(own)
     if not value.values or any(structure != structures[0] for structure in structures):
         raise ValueError(f"argument {path!r}: a PerReplica needs one value for each replica, all of the same structure")
@@ -161,23 +194,27 @@ def _children(value: Any, path: str) -> tuple[str, Any, Iterator[tuple[str, Any]
     return None
 
 
-def rebuild_call(structure: Structure, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def rebuild_call(
+    structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Puts positional and keyword arguments together again; runs under the tracer."""
     positional, keyword = structure
-    args = [rebuild(child, leaves) for child in positional]
-    kwargs = {key: rebuild(child, leaves) for key, child in keyword}
+    args = [rebuild(child, leaves, plain) for child in positional]
+    kwargs = {key: rebuild(child, leaves, plain) for key, child in keyword}
     return args, kwargs
 
 
-def rebuild(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """Puts one argument together again."""
+def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
+    """Puts one argument together again. Plain values are not looked at, so that the tracer sees whether the user's code does."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
+    if kind == "plain":
+        return plain[structure[1]]
     if kind == "constant":
         return structure[1].value
     detail = structure[1]
-    children = [rebuild(child, leaves) for child in structure[2]]
+    children = [rebuild(child, leaves, plain) for child in structure[2]]
     if kind == "mapping":
         plain = dict(zip(detail[1], children, strict=True))
         return plain if detail[0] is dict else detail[0](plain)
@@ -186,101 +223,3 @@ def rebuild(structure: Structure, leaves: Sequence[Any]) -> Any:
     if kind == "namedtuple":
         return detail(*children)
     return children if detail is list else tuple(children)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """A batch that has been split.
-
-    Attributes:
-        tensors: for each replica, its tensor arguments in order of the call's leaves.
-        num_examples: for each replica, how many examples of the batch it has.
-    """
-
-    tensors: tuple[tuple[torch.Tensor, ...], ...]
-    num_examples: tuple[int, ...]
-
-
-def split_call(call: Call, num_replicas: int) -> Shards:
-    """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
-
-    Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, or fewer examples than replicas.
-    """
-    sizes = _shard_sizes(call, num_replicas)
-    columns: list[Sequence[torch.Tensor]] = []
-    for leaf in call.leaves:
-        if leaf.tensor is None:
-            columns.append([tensor.detach() for tensor in leaf.per_replica])
-        elif leaf.split:
-            columns.append(leaf.tensor.detach().split_with_sizes(sizes))
-        else:
-            columns.append([leaf.tensor.detach()] * num_replicas)
-    return Shards(tuple(zip(*columns, strict=True)), sizes)
-
-
-def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
-    wanted: tuple[int, ...] | None = None
-    first = ""
-    for leaf in call.leaves:
-        if not leaf.split:
-            continue
-        found = _sizes_of(leaf, num_replicas)
-        if wanted is None:
-            wanted, first = found, leaf.path
-        elif found != wanted:
-            say = _per_replica if sum(wanted) == sum(found) else _in_all
-            raise ValueError(
-                f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
-                f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
-                + _if_listed(first, leaf.path)
-            )
-    if wanted is None:
-        raise ValueError(
-            "the call has no tensor to split: data parallelism splits tensor arguments along dim 0; pass the batch as "
-            "tensors, not all of them replicated"
-        )
-    return wanted
-
-
-def _if_listed(*paths: str) -> str:
-    """What to do if an argument is a list of examples, such as images."""
-    lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
-    if not lists:
-        return ""
-    return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
-
-
-def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
-    if leaf.tensor is None:
-        if len(leaf.per_replica) != num_replicas:
-            raise ValueError(
-                f"argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there are "
-                f"{num_replicas} replicas; give one value for each device"
-            )
-        if any(tensor.dim() == 0 for tensor in leaf.per_replica):
-            raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
-        sizes = tuple(tensor.size(0) for tensor in leaf.per_replica)
-        if 0 in sizes:
-            raise ValueError(f"argument {leaf.path!r}: replica {sizes.index(0)} has no example; give each at least one")
-        return sizes
-    if leaf.tensor.dim() == 0:
-        raise ValueError(
-            f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
-            f"mirrorc.replicated({leaf.path})"
-        )
-    total = leaf.tensor.size(0)
-    if total < num_replicas:
-        raise ValueError(
-            f"argument {leaf.path!r} has {total} examples for {num_replicas} replicas: every replica needs at least "
-            f"one; give a larger batch, use fewer devices, or pass mirrorc.replicated({leaf.path}) if it is no batch"
-        )
-    return tuple(total // num_replicas + (i < total % num_replicas) for i in range(num_replicas))
-
-
-def _in_all(sizes: tuple[int, ...]) -> str:
-    return str(sum(sizes))
-
-
-def _per_replica(sizes: tuple[int, ...]) -> str:
-    return " + ".join(str(size) for size in sizes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,21 +22,30 @@ class CallKind:
     Attributes:
         tensors: shape, strides and dtype on the first replica.
         constants: the values of arguments that are no tensors, as text.
+        plain: those of plain values, on which a program depends where it has read them.
     """
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     constants: dict[str, str]
+    plain: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, call: Call, types: ShardTypes) -> CallKind:
         """The kind of a call whose tensors have these types on the first replica."""
         constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
-        return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants)
+        plain = {name: _shown(value) for name, value in call.plain.items()}
+        return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
+
+    def without(self, unread: Set[str]) -> CallKind:
+        """The same, without the plain values of these names; the others are constants."""
+        plain = {name: text for name, text in self.plain.items() if name not in unread}
+        return CallKind(self.tensors, {**self.constants, **plain})
 
     def __str__(self) -> str:
         """The arguments in order, as ``x float32[2, 6], head='a'``."""
         tensors = [f"{name} {_dtype(dtype)}{list(shape)}" for name, (shape, _, dtype) in self.tensors.items()]
-        return ", ".join([*tensors, *(f"{name}={value}" for name, value in self.constants.items())])
+        constants = {**self.constants, **self.plain}
+        return ", ".join([*tensors, *(f"{name}={value}" for name, value in constants.items())])
 
 
 def _constants_of(structure: Structure) -> Iterator[Constant]:
@@ -49,7 +58,7 @@ def _constants_of(structure: Structure) -> Iterator[Constant]:
 def _constants_in(structure: Structure) -> Iterator[Constant]:
     if structure[0] == "constant":
         yield structure[1]
-    elif structure[0] != "leaf":
+    elif structure[0] not in ("leaf", "plain"):
         for child in structure[2]:
             yield from _constants_in(child)
 

@@ -25,6 +25,7 @@ class DynamoFrontEnd(FrontEnd):
     """Captures the whole call without a graph break, or says why it cannot."""
 
     name = "dynamo"
+    guards_plain_values = True
 
     def trace(
         self,

@@ -43,9 +43,12 @@ class FrontEnd(ABC):
 
     Attributes:
         name: the name by which it is chosen.
+        guards_plain_values: whether its guards watch what was read of `TrainingCall.plain`, so that a program serves calls with
+            other values of what was not read. If not, programs are specialized on all plain values.
     """
 
     name: ClassVar[str]
+    guards_plain_values: ClassVar[bool] = False
 
     @abstractmethod
     def trace(

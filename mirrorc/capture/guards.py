@@ -10,8 +10,9 @@ class Guards(Protocol):
     """Watches everything that Python read while a graph was traced, and that the key of a specialization lacks.
 
     The key has the arguments' shapes, strides and dtypes, the plain attributes and hooks of modules, what is trainable, and
-    torch's modes (`mirrorc.specializer`). Guards are asked in the caller's thread before every step, so they must be cheap:
-    some microseconds.
+    torch's modes (`mirrorc.specializer`). It lacks the arguments that are strings and numbers: those of a call are put into
+    `TrainingCall.plain` before guards are asked. Guards are asked in the caller's thread before every step, so they must be
+    cheap: some microseconds.
     """
 
     def hold(self) -> bool:

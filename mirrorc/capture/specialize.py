@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.arguments import Call, Shards
+from mirrorc.capture.arguments import Call
 from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
 from mirrorc.capture.guards import AllGuards, Guards
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import Shards
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
 from mirrorc.errors import CaptureError

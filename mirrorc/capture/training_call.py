@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,17 +12,29 @@ from mirrorc.capture.arguments import Structure, rebuild_call
 
 
 class TrainingCall(nn.Module):
-    """A module whose forward computes the loss from a flat list of tensors, for the tracer."""
+    """A module whose forward computes the loss from a flat list of tensors, for the tracer.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
+    Attributes:
+        plain: what takes the places of plain values in the structure (`mirrorc.capture.arguments.Call.plain`). It may be
+            replaced by that of another call, to ask guards whether a trace would then read the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        structure: Structure,
+        plain: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
+        self.plain = plain or {}
         self.training = model.training  # modes of the model's own modules stay as the user set them
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
-        args, kwargs = rebuild_call(self.structure, leaves)
+        args, kwargs = rebuild_call(self.structure, leaves, self.plain)
         if self.loss_fn is not None:
             target = kwargs.pop("target")
             loss = self.loss_fn(self.model(*args, **kwargs), target)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from mirrorc.capture.arguments import Shards
+from mirrorc.capture.shards import Shards
 from mirrorc.ir.source_lines import last_users_line
 from mirrorc.torch_internals import leaf_of_placeholder
 

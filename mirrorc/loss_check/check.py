@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.arguments import Call, flatten_call, split_call
+from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.model_state import check_model
+from mirrorc.capture.shards import split_call
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for

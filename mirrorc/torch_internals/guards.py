@@ -50,9 +50,9 @@ class DynamoGuards:
             found = getattr(owner, name, None)
             if found is not function or found.__code__ is not code:
                 return False
-        if self._zeros and any(repr(eval(code, self._scope)) != text for code, text in self._zeros):
+        if not self._manager.check(self._values):
             return False
-        return bool(self._manager.check(self._values))
+        return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
 
     def broken(self) -> str:
         """What has changed, in a few words."""
@@ -70,9 +70,10 @@ def in_users_words(part: str) -> str:
     condition, _, place = part.partition("  # ")
     condition = re.sub(r"G\['__import_\w+'\]\.", "", condition.strip())
     condition = re.sub(r"G\['(\w+)'\]", r"\1", condition)
+    condition = re.sub(r"L\['self'\]\.plain\['([^']+)'\]", r"\1", condition)
     condition = re.sub(r"L\['self'\]\._modules\['model'\]", "model", condition)
     condition = re.sub(r"L\['self'\]\.", "", re.sub(r"\._modules\['(\w+)'\]", r".\1", condition))
-    place = re.sub(r"^.*/", "", place.rpartition("# ")[2].strip())
+    place = re.sub(r"^.*/", "", place.rpartition("# ")[2].partition(" (HINT: ")[0].strip())
     return f"{condition}, read at {place}" if place else condition
 
 

@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirrorc
-from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuild_call, replicated, split_call
+from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuild_call, replicated
+from mirrorc.capture.shards import split_call
 from mirrorc.ir.identifiers import identifier
 
 
@@ -57,14 +59,26 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
+def _entries(structure: Any) -> Iterator[Any]:
+    if isinstance(structure, tuple):
+        for entry in structure:
+            yield from _entries(entry)
+    else:
+        yield structure
+
+
 @fuzzed(150)
 @given(st.lists(values_strategy, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values_strategy))
 def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any]) -> None:
     call = flatten_call(["x"], tuple(args), kwargs)
-    positional, keyword = rebuild_call(call.structure, [leaf.tensor for leaf in call.leaves])
+    positional, keyword = rebuild_call(call.structure, [leaf.tensor for leaf in call.leaves], call.plain)
     assert same(positional, args) and same(keyword, kwargs)
     again = flatten_call(["x"], tuple(args), kwargs)
     assert call.structure == again.structure and hash(call.structure) == hash(again.structure)
+    apart = flatten_call(["x"], tuple(args), kwargs, keeps_plain_apart=True)
+    positional, keyword = rebuild_call(apart.structure, [leaf.tensor for leaf in apart.leaves], apart.plain)
+    assert same(positional, args) and same(keyword, kwargs)
+    assert not any(isinstance(constant, Constant) for constant in _entries(apart.structure))
 
 
 @fuzzed(80)
@@ -100,14 +114,14 @@ def test_a_per_replica_value_is_taken_as_split() -> None:
     shards = split_call(call, 2)
     assert shards.num_examples == (3, 1)
     assert torch.equal(shards.tensors[1][0], torch.ones(1, 2))
-    assert rebuild_call(call.structure, ["L"]) == ([{"a": "L", "n": 1}], {})
+    assert rebuild_call(call.structure, ["L"], {}) == ([{"a": "L", "n": 1}], {})
     assert repr(own) == "PerReplica(2 values)"
 
 
 def test_leaves_after_a_per_replica_value_keep_their_numbers() -> None:
     own = PerReplica([(torch.zeros(1), torch.zeros(1)), (torch.zeros(2), torch.zeros(2))])
     call = flatten_call(["x"], (mirrorc.replicated(torch.zeros(5)), [own], mirrorc.replicated(torch.zeros(6))), {})
-    assert rebuild_call(call.structure, [0, 1, 2, 3])[0] == [0, [(1, 2)], 3]
+    assert rebuild_call(call.structure, [0, 1, 2, 3], {})[0] == [0, [(1, 2)], 3]
 
 
 def test_paths_name_the_argument() -> None:

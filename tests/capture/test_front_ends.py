@@ -13,10 +13,11 @@ from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.dynamo import DynamoFrontEnd
 from mirrorc.capture.front_ends import Traced, front_end_named, register_front_end, unregister_front_end
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices

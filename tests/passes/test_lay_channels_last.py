@@ -9,8 +9,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices

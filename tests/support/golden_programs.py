@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.comparison.diff import diff_texts

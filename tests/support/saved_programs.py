@@ -15,8 +15,9 @@ from tiny_programs import MUON, TWO_WEIGHTS, Weight, every_stage, handmade
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops

@@ -12,8 +12,9 @@ from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
 from torch import fx, nn
 
-from mirrorc.capture.arguments import flatten_call, split_call
+from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops

@@ -1,0 +1,108 @@
+"""Splits the tensors of a call into shards, one for each replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from mirrorc.capture.arguments import Call, Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A batch that has been split.
+
+    Attributes:
+        tensors: for each replica, its tensor arguments in order of the call's leaves.
+        num_examples: for each replica, how many examples of the batch it has.
+    """
+
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    num_examples: tuple[int, ...]
+
+
+def split_call(call: Call, num_replicas: int) -> Shards:
+    """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
+
+    Raises:
+        ValueError: no tensor to split, tensors that disagree on dim 0, or fewer examples than replicas.
+    """
+    sizes = _shard_sizes(call, num_replicas)
+    columns: list[Sequence[torch.Tensor]] = []
+    for leaf in call.leaves:
+        if leaf.tensor is None:
+            columns.append([tensor.detach() for tensor in leaf.per_replica])
+        elif leaf.split:
+            columns.append(leaf.tensor.detach().split_with_sizes(sizes))
+        else:
+            columns.append([leaf.tensor.detach()] * num_replicas)
+    return Shards(tuple(zip(*columns, strict=True)), sizes)
+
+
+def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
+    wanted: tuple[int, ...] | None = None
+    first = ""
+    for leaf in call.leaves:
+        if not leaf.split:
+            continue
+        found = _sizes_of(leaf, num_replicas)
+        if wanted is None:
+            wanted, first = found, leaf.path
+        elif found != wanted:
+            say = _per_replica if sum(wanted) == sum(found) else _in_all
+            raise ValueError(
+                f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
+                f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
+                + _if_listed(first, leaf.path)
+            )
+    if wanted is None:
+        raise ValueError(
+            "the call has no tensor to split: data parallelism splits tensor arguments along dim 0; pass the batch as "
+            "tensors, not all of them replicated"
+        )
+    return wanted
+
+
+def _if_listed(*paths: str) -> str:
+    """What to do if an argument is a list of examples, such as images."""
+    lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
+    if not lists:
+        return ""
+    return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
+
+
+def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
+    if leaf.tensor is None:
+        if len(leaf.per_replica) != num_replicas:
+            raise ValueError(
+                f"argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there are "
+                f"{num_replicas} replicas; give one value for each device"
+            )
+        if any(tensor.dim() == 0 for tensor in leaf.per_replica):
+            raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
+        sizes = tuple(tensor.size(0) for tensor in leaf.per_replica)
+        if 0 in sizes:
+            raise ValueError(f"argument {leaf.path!r}: replica {sizes.index(0)} has no example; give each at least one")
+        return sizes
+    if leaf.tensor.dim() == 0:
+        raise ValueError(
+            f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
+            f"mirrorc.replicated({leaf.path})"
+        )
+    total = leaf.tensor.size(0)
+    if total < num_replicas:
+        raise ValueError(
+            f"argument {leaf.path!r} has {total} examples for {num_replicas} replicas: every replica needs at least "
+            f"one; give a larger batch, use fewer devices, or pass mirrorc.replicated({leaf.path}) if it is no batch"
+        )
+    return tuple(total // num_replicas + (i < total % num_replicas) for i in range(num_replicas))
+
+
+def _in_all(sizes: tuple[int, ...]) -> str:
+    return str(sum(sizes))
+
+
+def _per_replica(sizes: tuple[int, ...]) -> str:
+    return " + ".join(str(size) for size in sizes)

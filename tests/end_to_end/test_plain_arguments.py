@@ -1,0 +1,217 @@
+"""Strings, numbers and lists of them in a batch: a step is compiled anew for what Python reads of them, and for nothing else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from references import train_step
+from torch import nn
+
+import mirrorc
+from mirrorc.capture import front_ends
+from mirrorc.capture.dynamo import DynamoFrontEnd
+from mirrorc.errors import CaptureError
+
+Body = Callable[[torch.Tensor, Any], Any]
+
+
+class Reader(nn.Module):
+    """A linear layer whose output is scaled by what a function reads of an argument."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.body = body
+
+    def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+        return self.layer(x) * self.body(x, given)
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    image: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass
+class Record:
+    """A batch as a dataclass."""
+
+    image: torch.Tensor
+    names: list[str]
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+X = torch.ones(4, 3, dtype=torch.float64)
+CASES: dict[str, tuple[Body, list[Any], int]] = {
+    "a string that nothing reads": (lambda x, v: 1.0, ["a", "b", "", "a"], 1),
+    "names that nothing reads": (lambda x, v: 1.0, [["a", "b"], ["c", "d"], [], ["a", "b", "c"], ("a", "b")], 1),
+    "numbers and None that nothing reads": (lambda x, v: 1.0, [1, 2.5, None, True, "a", [1, [2, None]], b"c"], 1),
+    "a string that is compared": (lambda x, v: 2.0 if v == "a" else 3.0, ["a", "b", "a", "b", "c"], 3),
+    "one of the names": (lambda x, v: 2.0 if v[0] == "a" else 3.0, [["a", "b"], ["a", "c"], ["d", "c"], ["a", "e"]], 2),
+    "the number of names": (lambda x, v: len(v), [["a"], ["b"], ["a", "c"], ["d"], ["e", "f"]], 2),
+    "a number": (lambda x, v: v, [1, 2, 1.0, 2.0, True, 1, 0.0, -0.5], 7),
+    "the sign of a zero": (lambda x, v: math.copysign(2.0, v), [0.0, -0.0, 0.0, -0.0], 2),
+    "zeros in a list that becomes shorter": (lambda x, v: v[0] + 1.0 if v else 5.0, [[0.0], [], [-0.0], [0.0]], 3),
+    "not a number": (lambda x, v: 1.0 if v == v else 2.0, [math.nan, 1.0, math.nan, float("nan")], 2),
+    "None or not": (lambda x, v: 2.0 if v is None else 3.0, [None, "a", None, False], 3),
+    "a flag": (lambda x, v: 2.0 if v else 3.0, [True, False, True, False], 2),
+    "its type": (lambda x, v: 2.0 if isinstance(v, str) else 3.0, ["a", "b", 1, "c"], 2),
+    "its text": (lambda x, v: float(len(f"{v}")), ["a", "bb", "a"], 2),
+    "a key": (lambda x, v: {"a": 1.0, "b": 2.0}[v], ["a", "b", "a"], 2),
+    "a member": (lambda x, v: 2.0 if "b" in v else 3.0, [["a", "b"], ["a", "c"], ["a", "b"]], 2),
+    "dims of an operator": (lambda x, v: torch.ones(2, 3).sum(dim=v).mean().double(), [0, 1, (0, 1), [0, 1], 0], 4),
+    "a tensor of them": (lambda x, v: torch.tensor(v, dtype=x.dtype).sum(), [[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]], 2),
+    "a dict with names": (
+        lambda x, v: v["x"].mean() * len(v["mode"]),
+        [
+            {"x": X, "path": ["a"], "mode": "b"},
+            {"x": X, "path": ["c", "d"], "mode": "b"},
+            {"x": X, "path": [], "mode": "cc"},
+        ],
+        2,
+    ),
+    "what a dict has": (lambda x, v: len(v), [{"a": "b"}, {"a": "c"}, {"a": "c", "d": None}], 2),
+    "a dict of one's own": (lambda x, v: len(v.pop("a")), [{"a": "b", "c": 1}, {"a": "b", "c": 2}], 1),
+    "classes that hold names": (
+        lambda x, v: v[0].image.mean() + v[1].image.mean(),
+        [(Pair(X, "a"), Record(X, ["b"])), (Pair(X, "c"), Record(X, ["d"]))],
+        1,
+    ),
+    "names that every replica gets": (lambda x, v: 1.0, [mirrorc.replicated(["a"]), mirrorc.replicated(["b"])], 1),
+    "names of replicas": (
+        lambda x, v: v["x"].mean(),
+        [mirrorc.PerReplica([{"x": X[:2], "n": "a"}] * 2), mirrorc.PerReplica([{"x": X[:2], "n": "b"}] * 2)],
+        2,
+    ),
+}
+
+
+def plain(given: Any) -> Any:
+    """An argument as a loop in plain PyTorch passes it."""
+    if isinstance(given, mirrorc.PerReplica):
+        return {"x": torch.cat([value["x"] for value in given.values]), "n": given.values[0]["n"]}
+    return getattr(given, "value", given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_read_compiles_anew(name: str) -> None:
+    body, values, expected = CASES[name]
+    torch.manual_seed(0)
+    model = Reader(body).double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
+    target = torch.zeros(4, 2, dtype=torch.float64)
+    programs = []
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=mean, backend="eager") as step:
+        for given in values:
+            own = copy.copy(plain(given))
+            loss = train_step(twin, optimizers[1], {"x": X, "given": own, "target": target}, mean)
+            assert step(X, given, target=target).item() == pytest.approx(loss, rel=1e-12), f"{given}"
+            programs.append(step.program)
+    assert len({id(program) for program in programs}) == expected
+
+
+class NamedLoss:
+    """A loss that reads one of the names in its target."""
+
+    def __call__(self, output: dict[str, Any], target: dict[str, Any]) -> torch.Tensor:
+        return mean(output["y"], target["y"]) * len(target["kinds"][0])
+
+
+class Naming(nn.Module):
+    """Gives the names that it was given back with its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, *, names: list[str], scale: float = 1.0, **more: Any) -> dict[str, Any]:
+        return {"y": self.layer(x) * scale, "names": names, **more}
+
+
+def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
+    calls: list[tuple[dict[str, Any], list[str]]] = [
+        ({"names": ["a", "b"]}, ["c"]),
+        ({"names": ["d", "e", "f"], "split": "train"}, ["c"]),  # one more keyword
+        ({"names": [], "split": "test"}, ["c"]),
+        ({"names": ["d"], "split": "train"}, ["hh"]),  # the loss reads it
+        ({"names": ["a"], "scale": 2.0}, ["c"]),
+        ({"names": ["b"], "scale": 3.0}, ["c"]),  # forward reads it
+        ({"names": ["c"], "scale": 2.0}, ["c"]),
+        ({"names": ["g", "h"]}, ["c"]),
+    ]
+    model = Naming().double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
+    programs = []
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=NamedLoss(), backend="eager") as step:
+        for keywords, kinds in calls:
+            batch = {"x": X, "target": {"y": torch.zeros(4, 2, dtype=torch.float64), "kinds": kinds}, **keywords}
+            loss = train_step(twin, optimizers[1], batch, NamedLoss())
+            assert step(**batch).item() == pytest.approx(loss, rel=1e-12), f"{keywords}, {kinds}"
+            programs.append(step.program)
+    assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 4, 0]
+
+
+class WithoutGuards(DynamoFrontEnd):
+    """A front end that does not say what was read."""
+
+    name = "without-guards"
+    guards_plain_values = False
+
+    def trace(self, *args: Any) -> front_ends.Traced:
+        return dataclasses.replace(super().trace(*args), guards=front_ends.NO_GUARDS)
+
+
+def test_without_guards_a_program_is_compiled_for_all_plain_values() -> None:
+    front_ends.register_front_end(WithoutGuards())
+    try:
+        model = Reader(lambda x, v: len(v[0])).double()
+        options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
+        with mirrorc.compile(model, 2, capture="without-guards", backend="eager", **options) as step:
+            programs = []
+            for names in (["a"], ["bb"], ["a"], ["b"]):
+                step(X, names, target=torch.zeros(4, 2, dtype=torch.float64))
+                programs.append(step.program)
+        assert [programs.index(program) for program in programs] == [0, 1, 0, 3]
+    finally:
+        front_ends.unregister_front_end("without-guards")
+
+
+def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
+    options: dict[str, Any] = {"loss_fn": mean, "backend": "eager"}
+    names, target = ["a", "b"], torch.zeros(4, 2)
+    taking, adding = Reader(lambda x, v: len(v.pop())), Reader(lambda x, v: v.append("b") or 1.0)
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (taking, adding)]
+    with (
+        mirrorc.compile(taking, 2, optimizer=sgd[0], **options) as step,
+        pytest.raises(CaptureError, match="forward of Reader reads and changes given"),
+    ):
+        step(X.float(), names, target=target)
+    with (
+        mirrorc.compile(adding, 2, optimizer=sgd[1], **options) as step,
+        pytest.warns(UserWarning, match="Reader changes given in forward or loss"),
+    ):
+        step(X.float(), names, target=target)
+    assert names == ["a", "b"]
+
+
+def test_the_warning_about_many_programs_names_only_what_is_read() -> None:
+    model = Reader(lambda x, v: v["scale"])
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
+    with mirrorc.compile(model, 2, backend="eager", **options) as step, pytest.warns(UserWarning) as caught:
+        for i in range(9):
+            step(X.float(), {"scale": 1.0 + i, "path": f"{i}.png"}, target=torch.zeros(4, 2))
+    (message,) = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
+    assert "because 'given.scale' (1.0, 2.0, 3.0, ...) keep changing" in message
