@@ -1,4 +1,4 @@
-"""Warns of calls that do nothing beside a compiled step, which leaves no gradients: clipping, and the optimizer's own step."""
+"""Warns of what does nothing beside a compiled step: clipping, the optimizer's own step, gradients of the user's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,32 @@ class GradientHabits:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.has_trained = False
-        self._known = {id(parameter) for parameter in parameters}
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._with_gradients: list[torch.Tensor] = []
         self._told: set[str] = set()
         _watching.add(self)
         observe_clipping(_warn_of_clipping)
+
+    def look_for_gradients(self, *, are_used: bool) -> None:
+        """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.
+
+        ``are_used`` says whether an optimizer has made a step with them.
+        """
+        self._with_gradients = [p for p in self._parameters.values() if p.grad is not None]
+        if self._with_gradients and not are_used:
+            self._warn(
+                "gradients",
+                f"{len(self._with_gradients)} of the parameters had gradients from a backward() of yours, and the step has "
+                "dropped them: it trains on the gradients of its own batch alone. To train on both, put the other loss into "
+                "loss_fn or into the model; otherwise call optimizer.zero_grad() before the step",
+            )
+
+    def note_step(self) -> None:
+        """Called after a step: no parameter keeps a gradient."""
+        for parameter in self._with_gradients:
+            parameter.grad = None
+        self._with_gradients = []
+        self.has_trained = True
 
     def warn_of_idle_step(self) -> None:
         """Called after a step of the optimizer that the user made and that found no gradients."""
@@ -45,7 +67,7 @@ class GradientHabits:
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
         """Called when a clipping function is given parameters without gradients."""
-        if any(id(parameter) in self._known and parameter.requires_grad for parameter in parameters):
+        if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
             self._warn(
                 "clipping",
                 f"{function}() found no gradients and did nothing: when mirrorc's step returns, it has made its update already, "

@@ -73,11 +73,18 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
                 "that it is made anew in the next step"
             )
     for entry, value in flat_entries(state).items():
+        if entry in SCALAR_STATE:
+            continue
+        what = f"the state {entry!r} of {kind.__name__} for {name!r}"
         shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if entry not in SCALAR_STATE and shape != list(parameter.shape):
+        if shape != list(parameter.shape):
             raise ValueError(
-                f"the state {entry!r} of {kind.__name__} for {name!r} is {shape}, but the parameter is {list(parameter.shape)}: "
-                "give it a tensor of the parameter's shape"
+                f"{what} is {shape}, but the parameter is {list(parameter.shape)}: give it a tensor of the parameter's shape"
+            )
+        if value.dtype != parameter.dtype:
+            raise ValueError(
+                f"{what} is {value.dtype}, but the parameter is {parameter.dtype}: after a change of the model's dtype, call "
+                "optimizer.load_state_dict(optimizer.state_dict()), which casts the state"
             )
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import fx
@@ -98,6 +98,12 @@ class Step:
         state = "closed" if self._is_closed else f"{counted(kept, 'compiled program')}" if kept else "not compiled yet"
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a compiled step cannot be copied or pickled: it has threads, and it trains one model. Copy or save the model and "
+            "the optimizer (their state_dict() is up to date after every step), and compile the copy"
+        )
+
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it."""
 
@@ -147,6 +153,7 @@ class Step:
         call, shards = self._split(args, kwargs)
         executor = self._specializer.executor_for(call, shards)
         self._check_open()  # compiling takes long
+        self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program)
         executor.commit.begin()
         self._guard.commit = executor.commit
@@ -183,7 +190,7 @@ class Step:
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
         loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard)
-        self._habits.has_trained = True
+        self._habits.note_step()
         return loss
 
     @property

@@ -27,15 +27,22 @@ def split_call(call: Call, num_replicas: int) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, or fewer examples than replicas.
+        ValueError: no tensor to split, tensors that disagree on dim 0, fewer examples than replicas, or a tensor that requires
+            a gradient.
     """
+    for leaf in call.leaves:
+        if any(tensor.requires_grad for tensor in (leaf.per_replica if leaf.tensor is None else (leaf.tensor,))):
+            raise ValueError(
+                f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its model "
+                f"alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds both"
+            )
     sizes = _shard_sizes(call, num_replicas)
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
             columns.append([tensor.detach() for tensor in leaf.per_replica])
         elif leaf.split:
-            columns.append(leaf.tensor.detach().split_with_sizes(sizes))
+            columns.append(leaf.tensor.split_with_sizes(sizes))
         else:
             columns.append([leaf.tensor.detach()] * num_replicas)
     return Shards(tuple(zip(*columns, strict=True)), sizes)

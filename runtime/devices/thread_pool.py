@@ -99,17 +99,11 @@ class DevicePool:
         results.extend([None] * len(jobs))
         waiting, deadline = dict(enumerate(jobs)), time.monotonic() + self.timeout_seconds
         interruption: BaseException | None = None
-        is_handed_out = is_stopping = False
-        while None in results:
+        while True:
             try:
-                if not is_handed_out:  # if this is interrupted, it is repeated: a device finds a job only once
-                    for replica, inbox in enumerate(self._inboxes):
-                        inbox.put((waiting, replica, results))
-                    is_handed_out = True
-                if not is_stopping and (interruption or any(result and not result[0] for result in results)):
-                    on_failure()
-                    is_stopping = True
-                self._await_a_result(deadline, results)
+                self._hand_out(waiting, results)
+                self._await_results(results, deadline, on_failure, is_stopped=interruption is not None)
+                break
             except ExecutionError:
                 self.is_stuck = True
                 on_failure()
@@ -122,6 +116,28 @@ class DevicePool:
         if interruption is not None:
             raise interruption
         return [result for result in results if result is not None]
+
+    def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
+        """Gives each device its job; may be repeated, because a device finds a job only once."""
+        if waiting:
+            for replica, inbox in enumerate(self._inboxes):
+                inbox.put((waiting, replica, results))
+
+    def _await_results(
+        self,
+        results: Sequence[tuple[bool, Any] | None],
+        deadline: float,
+        on_failure: Callable[[], None],
+        *,
+        is_stopped: bool,
+    ) -> None:
+        """Returns when all devices have ended. The first failure stops the others, which ``is_stopped`` does from the start."""
+        is_told = False
+        while None in results:
+            if not is_told and (is_stopped or any(result and not result[0] for result in results)):
+                on_failure()
+                is_told = True
+            self._await_a_result(deadline, results)
 
     def wake(self) -> None:
         """Wakes the caller of `run`, as a device does."""

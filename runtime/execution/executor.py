@@ -22,14 +22,8 @@ from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
-from mirrorc.runtime.execution.failures import explain_failure
-from mirrorc.runtime.execution.interleaving import (
-    InterleavingTrial,
-    PausingStep,
-    can_interleave,
-    interleave,
-    pauses_at,
-)
+from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
+from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave, pauses_at
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.profiling.recorder import Recorder
@@ -146,11 +140,12 @@ class Executor:
             seconds = self._run_replicas(pool, given, guard, results)
             if self._has_taken_place(results):
                 loss = completed(functools.partial(self._finish, results, weights, seconds))
-        except BaseException:
+        except BaseException as error:
             if self._has_taken_place(results):
                 completed(functools.partial(self._finish, results, weights, 0.0))
             else:
                 self._give_up(pool)
+                note_if_torn(error, self.commit.is_committed)
             raise
         if loss is None:
             self._give_up(pool)
@@ -172,7 +167,7 @@ class Executor:
         """Runs the replicas, fills in their results, and gives the seconds that they took."""
         began = time.perf_counter()
         if self.is_interleaved:
-            results.extend(pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given])))
+            pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given], results))
         else:
             self._run_in_threads(pool, given, guard, results)
         return time.perf_counter() - began

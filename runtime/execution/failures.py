@@ -36,11 +36,7 @@ def explain_failure(
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     at = f", at {line}" if line else ""
-    state = (
-        "It had committed: parameters and the optimizer's state may have been updated in part, so load a checkpoint."
-        if has_committed
-        else "No parameter was changed."
-    )
+    state = f"It had committed. {_MAY_BE_TORN}" if has_committed else "No parameter was changed."
     explained: MirrorcError
     if isinstance(error, MirrorcError):
         explained = type(error)(f"{error} (replica {replica}, {devices[replica]}{where}{at}). {state}")
@@ -51,6 +47,15 @@ def explain_failure(
         )
     explained.__cause__ = error
     return explained
+
+
+def note_if_torn(error: BaseException, has_committed: bool) -> None:
+    """Adds to what has interrupted a step, and is raised as it is, that the step may have been done in part."""
+    if has_committed:
+        error.add_note(f"mirrorc's step was interrupted when it had committed. {_MAY_BE_TORN}")
+
+
+_MAY_BE_TORN = "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."
 
 
 def _name(node: fx.Node) -> str:

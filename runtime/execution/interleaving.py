@@ -13,6 +13,7 @@ from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.state.completion import is_raised_by_signal
 
 LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
 _NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps of each way: the first ones are warm-up, the others are compared
@@ -50,15 +51,16 @@ def can_interleave(program: Program) -> bool:
     return needs_only_launches and len({tuple(map(bucket_of, own)) for own in waits}) == 1
 
 
-def interleave(replicas: Sequence[PausingStep]) -> list[tuple[bool, Any]]:
+def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
     """Runs every replica's step to its next pause, and repeats that until all have ended.
 
     The first failure ends all steps. An interrupt ends all steps, too, and is raised.
 
-    Returns:
-        For each replica, whether its step succeeded, and its result or exception.
+    Args:
+        replicas: their steps.
+        results: an empty list, to be filled with whether each replica's step succeeded, and its result or exception.
     """
-    results: list[tuple[bool, Any]] = [(False, Aborted())] * len(replicas)
+    results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))
     while left:
         for replica, steps in list(left.items()):
@@ -67,12 +69,14 @@ def interleave(replicas: Sequence[PausingStep]) -> list[tuple[bool, Any]]:
             except StopIteration as end:
                 results[replica] = (True, end.value)
                 del left[replica]
-            except Exception as error:  # noqa: BLE001 - the caller raises it
-                results[replica] = (False, error)
+            except Exception as error:  # the caller raises it
                 for other in left.values():
                     other.close()
-                return [result if not result[0] else (False, Aborted()) for result in results]
-    return results
+                if is_raised_by_signal(error):
+                    raise
+                results[:] = [(False, Aborted())] * len(replicas)
+                results[replica] = (False, error)
+                return
 
 
 class InterleavingTrial:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,16 +14,26 @@ _NUM_TRIES = 10
 def completed(function: Callable[[], _T]) -> _T:
     """The result of a function that may be repeated from any point. If it is interrupted or fails, it is repeated.
 
-    The first exception is raised when the function has succeeded; likewise if it fails again and again, which is then a fault
-    of its own.
+    An interruption is raised when the function has succeeded. A failure that repeating has cured, such as short memory, is
+    not raised; one that nothing cures is.
     """
-    raised: BaseException | None = None
-    for _ in range(_NUM_TRIES):
+    interruption: BaseException | None = None
+    for is_last in (*[False] * (_NUM_TRIES - 1), True):
         try:
             result = function()
             break
-        except BaseException as error:  # noqa: BLE001 - raised below
-            raised = raised or error
-    if raised is not None:
-        raise raised
+        except BaseException as error:
+            if is_last:
+                raise
+            if not isinstance(error, Exception) or is_raised_by_signal(error):
+                interruption = interruption or error
+    if interruption is not None:
+        raise interruption
     return result
+
+
+def is_raised_by_signal(error: BaseException) -> bool:
+    """Whether a Python function that handles a signal has raised an exception, and not what it has interrupted."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {id(code) for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
+    return any(id(frame.f_code) in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_mirrored, assert_same_model, loss_of, train_step
+from references import assert_mirrored, assert_same_model, loss_of, train_step, unchanged
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
@@ -269,13 +269,26 @@ def test_inputs_that_are_not_contiguous() -> None:
     check_parity(weighted, (X[:1].expand(5, 6), WEIGHTS))
 
 
-def test_inputs_that_require_gradients_are_left_alone() -> None:
-    x = X.clone().requires_grad_()
-    model = OnAnything(weighted)
-    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
-        expected = model(x, WEIGHTS).item()
-        assert step(x, WEIGHTS).item() == pytest.approx(expected, rel=TOLERANCE)
-    assert x.grad is None
+def test_inputs_that_require_gradients_are_refused() -> None:
+    """A loop of one's own would give them gradients, and those of the model that has computed them."""
+    before, model = nn.Linear(6, 6).double(), OnAnything(weighted)
+    optimizer = MOMENTUM(model.parameters())
+    leaf, computed = X.clone().requires_grad_(), before(X)
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        step(X, WEIGHTS)
+        for i, args in (
+            (0, (leaf, WEIGHTS)),
+            (1, (X, WEIGHTS.clone().requires_grad_())),
+            (0, (mirrorc.replicated(computed), mirrorc.replicated(WEIGHTS))),
+            (0, (mirrorc.PerReplica([computed[:2], X[2:]]), WEIGHTS)),
+        ):
+            with unchanged(model, optimizer), pytest.raises(ValueError) as raised:
+                step(*args)
+            assert f"'args[{i}]' requires a gradient" in str(raised.value) and ".detach()" in str(raised.value)
+        expected = model(computed, WEIGHTS).item()
+        assert step(computed.detach(), WEIGHTS).item() == pytest.approx(expected, rel=TOLERANCE)
+        with torch.no_grad():
+            step(before(X), WEIGHTS)
 
 
 class Twins:

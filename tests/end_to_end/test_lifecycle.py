@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import pickle
 import signal
 import subprocess
 import sys
@@ -385,3 +387,23 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(monkeypatch: pytest
         step(**mlp_batch(4))
     closing[0].join(TIMEOUT_SECONDS)
     assert not closing[0].is_alive() and device_threads() == []
+
+
+def test_a_step_is_neither_copied_nor_pickled() -> None:
+    model = make_mlp()
+    with mirrorc.compile(
+        model, 2, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+    ) as step:
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            for _ in range(2):
+                with pytest.raises(TypeError, match=r"cannot be copied or pickled.*compile the copy"):
+                    attempt(step)
+                step(**mlp_batch(5))
+        with mirrorc.compile(
+            (twin := copy.deepcopy(model)),
+            2,
+            optimizer=torch.optim.AdamW(twin.parameters()),
+            loss_fn=F.cross_entropy,
+            backend="eager",
+        ) as other:
+            assert other(**mlp_batch(5)).item() == step(**mlp_batch(5)).item()

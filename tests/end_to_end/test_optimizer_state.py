@@ -659,6 +659,10 @@ def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
         (lambda state: state.pop("step"), "'second.weight' has no 'step'"),
         (lambda state: state.update(exp_avg=torch.zeros(())), r"'exp_avg' of AdamW for 'second.weight' is \[\], but"),
         (lambda state: state.update(exp_avg_sq=0.0), "'exp_avg_sq' of AdamW for 'second.weight' is float, but"),
+        (
+            lambda state: state.update(exp_avg=state["exp_avg"].float()),
+            "'exp_avg' of AdamW for 'second.weight' is torch.float32, but the parameter is torch.float64.*load_state_dict",
+        ),
     ]
     for change, words in changes:
         pair = Pair(make_mlp(), ADAMW)
@@ -671,3 +675,20 @@ def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
         state.update(before)
         pair.train(2)
         pair.check()
+
+
+def test_a_model_that_changes_its_dtype_needs_its_optimizers_state_cast() -> None:
+    """torch's own update would fail half-way."""
+    pair = Pair(make_mlp(), ADAMW)
+    pair.train(2)
+    pair.on_both(lambda model, _: model.float() and None)
+    batch = mlp_batch(5)
+    batch = {**batch, "x": batch["x"].float()}
+    for _ in range(2):
+        with unchanged(pair.model, pair.optimizer), pytest.raises(ValueError, match=r"call optimizer\.load_state_dict"):
+            pair.step(**batch)
+    pair.on_both(lambda _, own: own.load_state_dict(own.state_dict()))
+    for _ in range(2):
+        loss = pair.step(**batch).item()
+        assert loss == pytest.approx(train_step(pair.twin, pair.twin_optimizer, batch, F.cross_entropy), rel=1e-5)
+    assert_same_model(pair.model, pair.twin, 1e-5)

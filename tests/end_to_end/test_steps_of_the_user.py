@@ -208,6 +208,47 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
 
 
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
+    make_optimizer: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A loop of one's own would add them up, unless it begins with zero_grad()."""
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    batches = iter([mlp_batch(5, seed=seed) for seed in range(9)])
+
+    def check() -> None:
+        batch = next(batches)
+        assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
+        assert_same_model(model, twin, 1e-10)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def backward(of: torch.nn.Module) -> None:
+        F.cross_entropy(of(mlp_batch(4)["x"]), mlp_batch(4)["target"]).backward()
+
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        backward(model)  # before the first step they may be left over from training without mirrorc
+        check()
+        for own, its_optimizer in ((model, optimizer), (twin, of_twin)):  # used, and left as loops do
+            backward(own)
+            its_optimizer.step()
+        check()
+        recwarn.clear()
+        for _ in range(2):
+            backward(model)
+            check()
+        (warning,) = recwarn.list
+        assert warning.filename == __file__ and "6 of the parameters had gradients from a backward()" in str(
+            warning.message
+        )
+        backward(model)
+        kept = [parameter.grad for parameter in model.parameters()]
+        with pytest.raises(ValueError):
+            step(torch.ones(1, 6).double(), target=torch.ones(1).long())
+        assert all(own.grad is one for own, one in zip(model.parameters(), kept, strict=True))
+
+
+@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
 ) -> None:

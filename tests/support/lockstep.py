@@ -57,6 +57,11 @@ class Lockstep:
         self.undisturbed, self.disturbed = Training(make), Training(make)
         self._before = self.undisturbed.state()
 
+    def close(self) -> None:
+        """Ends the threads of both."""
+        self.undisturbed.step.close()
+        self.disturbed.step.close()
+
     def go_on(self) -> None:
         """One step of both, without disturbance; all replicas must agree, too."""
         self.undisturbed.run(self._batch)
@@ -89,7 +94,8 @@ class Lockstep:
         self.undisturbed.run(self._batch)
         self._before = self.undisturbed.state()
         from_after = differences(found, self._before)
-        assert not from_after, f"after {raised!r}: {from_before} differ from before, {from_after} from after the step"
+        said = [repr(raised), *getattr(raised, "__notes__", ())]
+        assert not from_after, f"after {said}: {from_before} differ from before, {from_after} from after the step"
         return raised, True
 
 

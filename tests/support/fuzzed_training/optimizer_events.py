@@ -190,14 +190,19 @@ def turn_on_amsgrad(pair: Pair, draw: Random) -> None:
     """PyTorch fails if there is state already; a step must refuse it then."""
     indices = [i for i, group in enumerate(pair.twin.optimizer.param_groups) if group.get("amsgrad") is False]
 
-    def set_to(value: bool) -> None:
-        for side in pair.sides:
-            for index in indices:
-                side.optimizer.param_groups[index]["amsgrad"] = value
+    had_it = [id(group) for side in pair.sides for group in side.optimizer.param_groups if group.get("amsgrad")]
+    for side in pair.sides:
+        for index in indices:
+            side.optimizer.param_groups[index]["amsgrad"] = True
 
-    set_to(True)
+    def turn_off() -> None:
+        """Also for groups that were made from these since."""
+        for side in pair.sides:
+            for group in side.optimizer.param_groups:
+                group.update({"amsgrad": False} if "amsgrad" in group and id(group) not in had_it else {})
+
     if indices and any(pair.twin.optimizer.state.values()):
-        pair.doubt("amsgrad|max_exp_avg_sq", lambda: set_to(False))
+        pair.doubt("amsgrad|max_exp_avg_sq", turn_off)
 
 
 @event
@@ -217,13 +222,15 @@ def move_between_groups(pair: Pair, draw: Random) -> None:
     for side in pair.sides:
         parameter, groups = side.parameters()[name], side.optimizer.param_groups
         own = next((group for group in groups if any(p is parameter for p in group["params"])), None)
+        other = next((group for group in groups if group is not own), None)
         if own is None or len(own["params"]) == 1:
             return
+        if other is not None and other.get("amsgrad") != own.get("amsgrad"):  # it may lack state there
+            return
         own["params"] = [p for p in own["params"] if p is not parameter]
-        if len(groups) == 1:
+        if other is None:
             groups.append({**own, "params": [parameter], "lr": 0.015})
         else:
-            other = next(group for group in groups if group is not own)
             other["params"] = [*other["params"], parameter]
 
 

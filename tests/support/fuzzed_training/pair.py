@@ -108,7 +108,8 @@ class Pair:
         own = self.mine.parameters()[name]
         if self.num_steps_of_step == 0:
             return True
-        return all(value.data_ptr() == own.data_ptr() for value in self.step.variables[name].values)
+        variable = self.step.variables.get(name)  # None if the last program does not read it
+        return variable is not None and all(value.data_ptr() == own.data_ptr() for value in variable.values)
 
     def doubt(self, pattern: str, undo: Callable[[], None]) -> None:
         """Says that the next step may refuse what an event has done."""
