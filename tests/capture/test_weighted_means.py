@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -69,6 +70,26 @@ def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
     messages, remarks = warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 2)))
     assert messages == [] and "leaves out targets that are 0" in remarks, "another batch may differ"
     assert len(warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 1)))[0]) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"weight": torch.tensor([1.0, 2.0, 3.0, 4.0]), "label_smoothing": 0.1}])
+def test_a_shard_without_targets_gives_no_gradient_and_a_loss_that_is_not_a_number(
+    backend: str, options: dict[str, Any]
+) -> None:
+    model = Tagger(**options)
+    twin = copy.deepcopy(model)
+    whole, empty = batch(), batch(per_example=(1, 0, 5, 5))
+    (0.5 * twin(**{name: value[:2] for name, value in empty.items()})).backward()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:
+            step(**whole)
+            model.load_state_dict(twin.state_dict())
+            assert step(**empty).isnan()
+        for found, parameter in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad)
 
 
 def test_other_means_and_other_reductions_are_right() -> None:
