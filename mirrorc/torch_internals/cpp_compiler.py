@@ -21,7 +21,8 @@ def kernels_compiled_together() -> Iterator[None]:
 
     The C++ compiler works while more regions are lowered. Compiled regions must not be called before the end of the context.
 
-    If it fails, for lack of memory for example, Inductor forgets what it has loaded: modules without their kernels would stay.
+    If it fails, for lack of memory for example, Inductor forgets what it has loaded: a kernel that could not be compiled would
+    fail again whenever it is asked for.
 
     Raises:
         Exception: at the end, what Inductor raises if a kernel cannot be compiled.

@@ -101,6 +101,18 @@ def test_memory_that_is_shared_between_steps_is_refused_until_it_is_given_back()
         step.close()
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_shared_memory_is_seen_before_tensors_are_made_dense(num_steps: int) -> None:
+    model = make()
+    with compiled(model) as step:
+        for _ in range(num_steps):
+            step(**batch())
+        strided_parts(model)
+        of_another_shape = {name: value[:4] for name, value in batch().items()}  # so that it is compiled anew
+        with unchanged(model), pytest.raises(ValueError, match="parameter 'a.weight' and parameter 'b.weight' share"):
+            step(**of_another_shape)
+
+
 def test_an_attribute_that_is_a_view_of_a_parameter_is_refused() -> None:
     model = make()
     model.plain = model.a.weight.detach().t()

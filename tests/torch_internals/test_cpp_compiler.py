@@ -1,6 +1,8 @@
 """Kernels that compile side by side, and what is known of the processor before."""
 
+import errno
 import functools
+import secrets
 import threading
 
 import pytest
@@ -70,14 +72,22 @@ def test_prepare_cpp_compiler_tries_once_what_the_processor_has(monkeypatch: pyt
 
 
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
-def test_after_a_failure_kernels_can_be_compiled() -> None:
-    """Modules whose kernels were never waited for must not be found again."""
-    given = torch.randn(11, 3)
-    with pytest.raises(KeyError), internals.kernels_compiled_together():
-        internals.compile_with_inductor(*sine_of(11), num_threads=1)
-        raise KeyError
+def test_after_a_failure_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels whose compiler could not be started, for lack of memory, must not fail forever."""
+    from torch._inductor.cpp_builder import CppBuilder
+
+    rows = 1000 + secrets.randbelow(10**6)  # a kernel that is in no cache
+
+    def build(builder: CppBuilder) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CppBuilder, "build", build)
+        with pytest.raises(OSError, match="Cannot allocate memory"), internals.kernels_compiled_together():
+            internals.compile_with_inductor(*sine_of(rows), num_threads=1)
     with internals.kernels_compiled_together():
-        function = internals.compile_with_inductor(*sine_of(11), num_threads=1)
+        function = internals.compile_with_inductor(*sine_of(rows), num_threads=1)
+    given = torch.randn(rows, 3)
     torch.testing.assert_close(function([given])[0], given.sin())
 
 
