@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
+import importlib
 import pickle
 import signal
 import subprocess
@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -344,47 +344,82 @@ def in_background(function: Any) -> threading.Thread:
     return thread
 
 
-def test_closing_while_jobs_are_handed_out_ends_the_step() -> None:
-    """A device that was told to end before it got its job would let the others wait for it."""
-    step = compile_mlp(make_mlp())
-    step(**mlp_batch(4))
-    closing: list[threading.Thread] = []
+class Inbox:
+    """Does something when a device is given its first job, just before."""
 
-    class Inbox:
-        """Gives the second device its job when another thread has begun to close the step."""
+    def __init__(self, inner: Any, first: Callable[[], None]) -> None:
+        self.inner, self.first = inner, [first]
 
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
+    def put(self, order: Any) -> None:
+        if self.first:
+            self.first.pop()()
+        self.inner.put(order)
 
-        def put(self, order: Any) -> None:
-            if not closing:
-                closing.append(in_background(step.close))
-                while not step._is_closed:
-                    threading.Event().wait(0.001)
-            self.inner.put(order)
 
+def before_the_last_job(step: mirrorc.Step, do: Callable[[], None]) -> None:
+    """Does something when the next step has handed out all jobs but one."""
     assert step._pool is not None
-    step._pool._inboxes[1] = Inbox(step._pool._inboxes[1])  # type: ignore[call-overload]
-    with contextlib.suppress(ExecutionError):
+    step._pool._inboxes[1] = Inbox(step._pool._inboxes[1], do)  # type: ignore[call-overload]
+
+
+def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that was told to end before it got its job would let the others wait for it."""
+    model = make_mlp()
+    step = compile_mlp(model)
+    step(**mlp_batch(4))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    is_stopped, closing, left = threading.Event(), list[threading.Thread](), list[str]()
+    stop = step._last.interrupt  # type: ignore[union-attr]
+    monkeypatch.setattr(step._last, "interrupt", lambda: (stop(), is_stopped.set()))
+
+    def close() -> None:
+        step.close()
+        left.extend(device_threads())
+
+    def close_meanwhile() -> None:
+        closing.append(in_background(close))
+        assert is_stopped.wait(TIMEOUT_SECONDS / 10)
+
+    before_the_last_job(step, close_meanwhile)
+    with pytest.raises(ExecutionError, match="closed"):
         step(**mlp_batch(4))
     closing[0].join(TIMEOUT_SECONDS)
-    assert not closing[0].is_alive() and device_threads() == []
+    assert not closing[0].is_alive() and left == [], "the call is waited for"
+    assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_closing_while_the_step_is_compiled_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
+    """As the handler of a signal may."""
+    model = make_mlp()
+    step = compile_mlp(model, timeout_seconds=5)
+    step(**mlp_batch(4))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before_the_last_job(step, step.close)
+    step(**mlp_batch(4))
+    assert device_threads() == [] and not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("longest_seconds", [TIMEOUT_SECONDS, 0.0])
+def test_closing_while_the_step_is_compiled_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, longest_seconds: float
+) -> None:
+    monkeypatch.setattr(importlib.import_module("mirrorc.step"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
     step = compile_mlp(make_mlp())
-    compiled, closing = step._specializer.executor_for, []
+    step(**mlp_batch(4))
+    compiled, closing = step._specializer.executor_for, list[threading.Thread]()
 
     def close_meanwhile(*arguments: Any) -> Any:
         found = compiled(*arguments)
         closing.append(in_background(step.close))
         while not step._is_closed:
             threading.Event().wait(0.001)
+        if not longest_seconds:  # who closes does not wait, so that the call itself ends the threads
+            closing[0].join(TIMEOUT_SECONDS)
         return found
 
     monkeypatch.setattr(step._specializer, "executor_for", close_meanwhile)
     with pytest.raises(ExecutionError, match="the step is closed"):
-        step(**mlp_batch(4))
+        step(**mlp_batch(6))
     closing[0].join(TIMEOUT_SECONDS)
     assert not closing[0].is_alive() and device_threads() == []
 

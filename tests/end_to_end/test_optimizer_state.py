@@ -596,7 +596,12 @@ def momentum_of_none(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state["momentum_buffer"] = None
 
 
-@pytest.mark.parametrize("change", [popped_momentum, momentum_of_none])
+def renamed_momentum(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["of_old"] = state.pop("momentum_buffer")
+
+
+@pytest.mark.parametrize("change", [popped_momentum, momentum_of_none, renamed_momentum])
 def test_momentum_that_was_removed_begins_afresh(change: Callable[..., None]) -> None:
     pair = Pair(make_mlp(), MOMENTUM)
     pair.train(2)

@@ -109,7 +109,7 @@ def test_shared_memory_is_seen_before_tensors_are_made_dense(num_steps: int) -> 
             step(**batch())
         strided_parts(model)
         of_another_shape = {name: value[:4] for name, value in batch().items()}  # so that it is compiled anew
-        with unchanged(model), pytest.raises(ValueError, match="parameter 'a.weight' and parameter 'b.weight' share"):
+        with unchanged(model), pytest.raises(ValueError, match=r"parameter 'a.weight' and parameter 'b.weight' share"):
             step(**of_another_shape)
 
 
