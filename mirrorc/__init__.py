@@ -4,7 +4,15 @@ from importlib.metadata import version
 
 from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
-from mirrorc.errors import CaptureError, CommunicationError, ExecutionError, MirrorcError, PassError, VerifyError
+from mirrorc.errors import (
+    CaptureError,
+    CommunicationError,
+    ExecutionError,
+    MirrorcError,
+    NonFiniteError,
+    PassError,
+    VerifyError,
+)
 from mirrorc.ir.program import Program
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
@@ -16,6 +24,7 @@ __all__ = [
     "ExecutionError",
     "LossCheck",
     "MirrorcError",
+    "NonFiniteError",
     "PassError",
     "PerReplica",
     "Placed",

@@ -18,6 +18,7 @@ from mirrorc.optimizers import check_optimizer
 from mirrorc.options import (
     Auto,
     BackendName,
+    FiniteCheck,
     FrontEndName,
     LinkName,
     LossReduction,
@@ -26,8 +27,11 @@ from mirrorc.options import (
     check_bucket_sizes,
     check_choices,
     check_cuda_graphs,
+    check_finite_option,
+    check_replicas_option,
     dump_directory,
     example_call,
+    why_replicas_are_not_compared,
 )
 from mirrorc.passes import PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
@@ -59,6 +63,8 @@ def compile(
     timeout_seconds: float = 1800.0,
     record: bool = True,
     cuda_graphs: bool = False,
+    check_finite: FiniteCheck = False,
+    check_replicas_every: int | None = None,
     example_inputs: Any = None,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
@@ -90,6 +96,12 @@ def compile(
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
             meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then. It
             has not run on a GPU yet.
+        check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
+            a number, and changes nothing. "skip" leaves out the update of such a step, returns its loss, and counts it in
+            `Step.num_skipped`.
+        check_replicas_every: before every so many steps, compare parameters and optimizer state of all replicas by checksums,
+            and raise `ExecutionError` if memory of one has gone bad; None or 0 for never. Devices that share their parameters
+            have nothing to compare, a remark says so.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
 
@@ -113,9 +125,13 @@ def compile(
         warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
         chosen_backend = backend_named("eager")
     preferred = chosen_backend.preferences(parsed[0].torch_device)
-    base = default_pipeline(**sizes, link=link, **preferred) if passes is None else passes
+    base = passes
+    if base is None:
+        base = default_pipeline(**sizes, link=link, check_finite=check_finite, **preferred)
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
-    remarks = []
+    check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
+    every = check_replicas_option(check_replicas_every)
+    remarks = [remark] if every and (remark := why_replicas_are_not_compared(parsed, pipeline)) else []
     if exact_order:
         pipeline, remark = in_exact_order(pipeline)
         remarks += [remark] if remark else []
@@ -139,6 +155,7 @@ def compile(
         timeout_seconds=timeout_seconds,
         record=record,
         cuda_graphs=cuda_graphs,
+        check_replicas_every=every,
         remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)

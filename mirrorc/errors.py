@@ -21,5 +21,9 @@ class ExecutionError(MirrorcError):
     """A replica failed while it ran its program, or the step cannot run any more."""
 
 
+class NonFiniteError(ExecutionError):
+    """With ``check_finite=True``, a step's loss or gradient was infinite or not a number; nothing has changed."""
+
+
 class CommunicationError(MirrorcError):
     """A collective could not be launched or did not finish in time."""

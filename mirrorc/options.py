@@ -13,6 +13,8 @@ from torch import nn
 
 from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.ir.devices import Device
+from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.passes import ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
 
@@ -23,6 +25,7 @@ Auto = Literal["auto"]
 BackendName = Literal["inductor", "eager"] | str
 LinkName = Literal["shared-memory", "nccl", "copy"] | str
 FrontEndName = Literal["auto", "dynamo"] | str
+FiniteCheck = bool | Literal["skip"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class StepOptions:
     timeout_seconds: float
     record: bool
     cuda_graphs: bool
+    check_replicas_every: int  # 0 for never
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
@@ -96,6 +100,67 @@ def check_choices(
         raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
     if not isinstance(exact_order, bool):
         raise TypeError(f"exact_order is {exact_order!r}: say True, to leave out passes that change bits, or False")
+
+
+def check_finite_option(
+    check_finite: Any, passes: Any, disable_passes: Sequence[str], pipeline: Sequence[Pass], cuda_graphs: bool
+) -> None:
+    """Refuses values of ``check_finite`` that are invalid, or contradict other options.
+
+    Args:
+        check_finite, passes, disable_passes, cuda_graphs: the options.
+        pipeline: the passes that follow from them.
+
+    Raises:
+        TypeError, ValueError: names the argument and the remedy.
+    """
+    if not (isinstance(check_finite, bool) or check_finite == "skip"):
+        raise TypeError(
+            f"check_finite is {check_finite!r}: say True, to raise an error where a loss or gradient is not finite, 'skip', to "
+            "leave such updates out, or False"
+        )
+    if check_finite and passes is not None:
+        raise ValueError(
+            f"check_finite={check_finite!r} has no part in a pipeline given with passes=: put mirrorc.passes.CheckFinite() "
+            "there, after ShareParameters, or use add_passes and disable_passes in place of passes"
+        )
+    if check_finite and "check-finite" in disable_passes:
+        raise ValueError(
+            f"check_finite={check_finite!r} asks for the pass 'check-finite', which disable_passes leaves out: leave out one"
+        )
+    if cuda_graphs and any(compiler_pass.name == "check-finite" for compiler_pass in pipeline):
+        raise ValueError(
+            "check_finite cannot be used with cuda_graphs=True: the host looks at what is finite in every step, before anything "
+            "is written, and a graph runs without it; leave out one of them"
+        )
+
+
+def check_replicas_option(check_replicas_every: Any) -> int:
+    """The number of steps between two comparisons of the replicas; 0 for none.
+
+    Raises:
+        TypeError, ValueError: it is no such number.
+    """
+    if check_replicas_every is None:
+        return 0
+    if not isinstance(check_replicas_every, int) or isinstance(check_replicas_every, bool):
+        raise TypeError(f"check_replicas_every is {check_replicas_every!r}: give a number of steps, or 0 for never")
+    if check_replicas_every < 0:
+        raise ValueError(
+            f"check_replicas_every is {check_replicas_every}: give a positive number of steps, or 0 for never"
+        )
+    return check_replicas_every
+
+
+def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
+    """A remark for a program whose replicas are to be compared and have one copy of everything; else empty."""
+    if len(devices) == 1:
+        why = "there is one device"
+    elif any(isinstance(one, ShareParameters) for one in pipeline) and not why_memory_is_not_shared(devices):
+        why = "parameters and optimizer state are kept once for all devices"
+    else:
+        return ""
+    return f"check_replicas_every has nothing to compare: {why}"
 
 
 def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:

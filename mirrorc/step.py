@@ -32,7 +32,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.mirrored_variable import MirroredVariable
-from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.specializer import Specializer
 
@@ -52,7 +52,7 @@ class Step:
         self._model = model
         store = VariableStore(model.tensors, options.devices)
         optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
-        self._state = StepState(store, optimizers)
+        self._state = make_state(store, optimizers, options.check_replicas_every)
         self._habits = GradientHabits(model.parameters.values())
         optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
         on_cpu = options.devices[0].torch_device.type == "cpu"
@@ -161,7 +161,7 @@ class Step:
         try:
             return self._run(executor, shards)
         except BaseException:
-            if stream is not None and not executor.commit.is_committed:
+            if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
             raise
 
@@ -220,6 +220,11 @@ class Step:
             if variable in found:
                 found.setdefault(name.removeprefix("model."), found[variable])
         return found
+
+    @property
+    def num_skipped(self) -> int:
+        """With ``check_finite="skip"``, the number of steps that have left their updates out."""
+        return self._state.num_skipped
 
     def explain(self) -> Explanation:
         """Explains where the time of the last steps went; printed, `Explanation` is a table with a row for each bucket.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
+from mirrorc.passes.check_finite import CheckFinite
 from mirrorc.passes.decompose_gelu import DecomposeGelu
 from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
@@ -23,6 +25,7 @@ from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "PASSES",
+    "CheckFinite",
     "DecomposeGelu",
     "FactorGradients",
     "InsertAllReduce",
@@ -54,10 +57,11 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "insert-update": InsertUpdate,
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
+    "check-finite": CheckFinite,
     "lower-collectives": LowerCollectives,
     "lower-devices": LowerDevices,
 }
-"""Every pass of mirrorc, by name."""
+"""Every pass of mirrorc, by name, in the order of the pipeline."""
 
 
 def default_pipeline(
@@ -68,6 +72,7 @@ def default_pipeline(
     min_factored_elements: int = 2**17,
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
+    check_finite: bool | Literal["skip"] = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -78,6 +83,8 @@ def default_pipeline(
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
         gelu_by_sigmoid, channels_last: whether these make the generated code faster, see `DecomposeGelu` and `LayChannelsLast`;
             `mirrorc.compile` determines it from backend and devices.
+        check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
+            the update out otherwise, True raises an error.
     """
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),
@@ -92,6 +99,7 @@ def default_pipeline(
         InsertUpdate(),
         ScheduleOverlap(),
         ShareParameters(),
+        *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite else []),
         LowerCollectives(link=link),
         LowerDevices(),
     ]

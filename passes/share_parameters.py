@@ -32,12 +32,12 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    A device must not write a parameter that another device still reads. The last bucket is launched after all regions. A device
-    that has waited for it therefore knows that every device is done with backward, so this wait comes first. Each element is
-    summed and updated as with a copy for each device, with the same bits. An optimizer that runs by itself updates the one
-    copy, and nothing is broadcast.
+    A device must not write a parameter that another device still reads: waits and updates come after the commit, at which every
+    device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket that was
+    launched last comes first. Each element is summed and updated as with a copy for each device, with the same bits. An
+    optimizer that runs by itself updates the one copy, and nothing is broadcast.
 
-    Needs: updates after all regions.
+    Needs: a commit after all regions, and updates after it.
     Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
     Source: optimizer work and state dealt out as in ZeRO stage 1 (Rajbhandari et al., 2020), here without the gathering.
     """
@@ -46,7 +46,7 @@ class ShareParameters:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     establishes: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (Property.LINKED,)
+    precedes: ClassVar = (Property.CHECKED, Property.LINKED)
 
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):
@@ -77,16 +77,18 @@ class ShareParameters:
 
 
 def _remarks(program: Program) -> list[str]:
-    """Says what is shared, why waits are reversed, and which buckets are reduced whole."""
+    """Says what is shared, when it is written, and which buckets are reduced whole."""
     shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
     kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
     remarks = [kept + (": each device reduces and updates its share of each bucket" if shared else "")]
-    if shared and shared[-1] == program.buckets[-1].index:
-        remarks.append(
-            f"bucket {shared[-1]} is launched last, after all regions, and is waited for first: its sum tells a device that no "
-            "other reads parameters any more, so that it may write them"
+    if shared:
+        writing = "parameters are written after the commit, when no device reads them any more"
+        is_last = len(shared) > 1 and shared[-1] == program.buckets[-1].index
+        order = (
+            f"; bucket {shared[-1]}, launched last, is waited for first, though any order would do" if is_last else ""
         )
+        remarks.append(writing + order)
     if whole:
         names = numbered("bucket", [bucket.index for bucket in whole])
         kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from golden_programs import (
     CAPTURED,
+    CHECKED,
     GOLDEN,
     MODELS,
     NUM_DEVICES,
     UPDATE,
     VERSIONS,
     captured_text,
+    checked_text,
     difference,
     golden_program,
     versions,
@@ -21,7 +23,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CAPTURED]
+FILES = [*LOWERED, CHECKED, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -49,6 +51,8 @@ def golden_text(file: str) -> str:
     """What is to be in a file, made here, with the hashes of this process."""
     if file == CAPTURED:
         return captured_text()
+    if file == CHECKED:
+        return checked_text()
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)
     return golden_program(name, int(num_devices)).to_text(slots=True, sources=False)
 

@@ -21,6 +21,8 @@ from mirrorc.ir.type_rules import (
     nothing,
     of_bucket,
     of_buckets,
+    of_commit,
+    of_finiteness,
     of_index_add,
     of_product,
     of_region,
@@ -193,11 +195,18 @@ def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
 
 
-@operation(Kind.WAIT, since=Stage.UPDATED, effects=(Effect.COMMITS,), gives=nothing, stem="commit")
-def commit(*, replica: int) -> None:
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
+def is_finite(value: Any, *, replica: int) -> Any:
+    """Whether no element of a value is infinite or not a number; `commit` alone takes it."""
+
+
+@operation(Kind.WAIT, since=Stage.UPDATED, effects=(Effect.COMMITS,), gives=of_commit, stem="commit")
+def commit(*finite: Any, otherwise: str | None = None, replica: int) -> None:
     """Waits until every replica has come here: the step is then decided, and nothing stops it any more.
 
     What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
+    If an operand of any replica is false, no replica goes on: ``otherwise`` says whether the step then raises an error
+    (``raise``) or returns its loss (``skip``).
     """
 
 

@@ -44,6 +44,7 @@ class Property(enum.Enum):
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
+    CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
     LINKED = "linked"  # every collective has a link
 
 

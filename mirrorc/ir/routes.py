@@ -37,8 +37,8 @@ class Route(NamedTuple):
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
-    """The replica that runs a lowered graph: the index of its device."""
-    return next(i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph)
+    """The replica that runs a lowered graph: the index of its device; -1 for a graph that no single device runs."""
+    return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 
 def replica_at(program: Program, node: fx.Node) -> int:

@@ -14,6 +14,9 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, send_to
 from mirrorc.ir.value_types import ValueType, is_same_type, say_type, value_type
 
+OTHERWISE = ("raise", "skip")
+"""What a step may do whose losses or gradients are not all finite, see `mirrorc.ir.ops.commit`."""
+
 
 def noted_type(node: Any) -> ValueType:
     """The type that is recorded on a node; an argument that is no node stands for itself."""
@@ -180,6 +183,24 @@ def of_update(program: Program, node: fx.Node) -> None:
     wanted = _flat(node, num_elements, bucket.dtype)
     if not is_same_type(found, wanted):
         raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
+
+
+def of_finiteness(program: Program, node: fx.Node) -> ValueType:
+    """One truth value. The operand must be a tensor of floating-point or complex numbers."""
+    (given,) = (noted_type(source) for source in node.args)
+    if not isinstance(given, tuple) or given[0] != "tensor" or not (given[3].is_floating_point or given[3].is_complex):
+        raise TypeError(f"it is given {say_type(given)}, which is always finite or no tensor")
+    return ("tensor", (), (), torch.bool, given[4])
+
+
+def of_commit(program: Program, node: fx.Node) -> None:
+    """No value. The operands must be truth values, and ``otherwise`` be given if there are any."""
+    given = [noted_type(source) for source in node.args]
+    wrong = [kind for kind in given if not isinstance(kind, tuple) or kind[:4] != ("tensor", (), (), torch.bool)]
+    if wrong:
+        raise TypeError(f"it is given {say_type(wrong[0])}, but decides by truth values")
+    if node.kwargs.get("otherwise") not in (OTHERWISE if given else (None,)):
+        raise TypeError(f"its keyword otherwise is {node.kwargs.get('otherwise')!r}, with {len(given)} truth values")
 
 
 def nothing(program: Program, node: fx.Node) -> None:

@@ -29,6 +29,7 @@ from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
 
+_OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
 _OWN_STEP = "the optimizer's own step, once for all replicas"
 
 
@@ -116,6 +117,10 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         return {}
     who = "backward is done" if program.num_replicas == 1 else "all devices are done with backward"
     lines = {commit: [f"parameters may be written from here on: {who}, and nothing stops the step any more"]}
+    if commit.args:
+        where = "" if program.num_replicas == 1 else " on every device"
+        otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
+        lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")
     waits = [node for node in calls_to(graph, ops.wait) if node > commit]
     order = list(dict.fromkeys(bucket_of(node) for node in waits))
     if len(order) > 1 and order == sorted(order, reverse=True):

@@ -100,10 +100,14 @@ class Meeting:
     """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
 
     A generated function that pauses does so between them.
+
+    Args:
+        arrive, leave: see above.
+        may_end: whether the function returns its output at once if ``leave`` gives False; no clock marks such a call.
     """
 
-    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any]) -> None:
-        self.arrive, self.leave = arrive, leave
+    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
+        self.arrive, self.leave, self.may_end = arrive, leave, may_end
 
 
 class _Generator:
@@ -189,6 +193,8 @@ class _Generator:
         if self.pauses(node):
             self._emit("    yield", None)
         self._emit(f"    {name} = leave_{name}()", node)  # not marked: its time belongs to the wait after it
+        if bound.may_end:
+            self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _mark(self, node: fx.Node) -> None:

@@ -21,6 +21,7 @@ from mirrorc.runtime.codegen.graph_function import Constant, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
@@ -177,8 +178,19 @@ class Binder:
 
         return wait
 
+    @binds(ops.is_finite)
+    def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined]:
+        return lambda value, **_: examined(value)
+
     @binds(ops.commit)
     def _bind_commit(self, replica: int, node: fx.Node) -> Meeting:
+        commit = self._commit
+        if isinstance(commit, CheckedCommit):
+
+            def arrive(*given: Examined) -> None:
+                commit.arrive_with(replica, *given)
+
+            return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
 
     @binds(ops.update)

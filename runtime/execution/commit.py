@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
 
+_TAKES_PLACE, _SKIPPED, _STOPPED = "takes place", "skipped", "stopped"
+
 
 class CommitPoint:
     """Lets a step take place on all replicas or on none.
 
     A step is decided once: by the first replica that has met all others, or by whoever stops it before. Both are one operation
-    that no thread and no signal can divide, so all see the same decision.
+    that no thread and no signal can divide, so all see the same decision. A step may also be skipped, see `skip`.
 
     Args:
         devices: the devices, in order of replicas.
@@ -23,7 +25,7 @@ class CommitPoint:
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
         self._devices, self._timeout_seconds = devices, timeout_seconds
         self._all = range(len(devices))
-        self._decision: dict[str, bool] = {}
+        self._decision: dict[str, str] = {}
         self._is_suspended = False
         self._rendezvous = self._make_rendezvous()
 
@@ -33,7 +35,17 @@ class CommitPoint:
     @property
     def is_committed(self) -> bool:
         """Whether the present step, or otherwise the last one, takes place: nothing stops it any more."""
-        return self._decision.get("takes place", False)
+        return self._decision.get("step") is _TAKES_PLACE
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether all replicas leave the updates of the step out, and return its loss."""
+        return self._decision.get("step") is _SKIPPED
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the step takes place or is skipped: nothing stops it any more."""
+        return self._decision.get("step") in (_TAKES_PLACE, _SKIPPED)
 
     def begin(self) -> None:
         """Begins a step, which is not decided yet."""
@@ -44,16 +56,21 @@ class CommitPoint:
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is committed; returns whether it is stopped. Replicas that come later raise `Aborted`."""
-        return not self._decision.setdefault("takes place", False)
+        """Stops the step unless it is decided; returns whether it is stopped. Replicas that come later raise `Aborted`."""
+        return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
         """Records that a committed step was undone."""
-        self._decision = {"takes place": False}
+        self._decision = {"step": _STOPPED}
 
     def commit(self) -> None:
         """Decides that the step takes place; raises `Aborted` if it is stopped."""
-        if not self._is_suspended and not self._decision.setdefault("takes place", True):
+        if not self._is_suspended and self._decision.setdefault("step", _TAKES_PLACE) is not _TAKES_PLACE:
+            raise Aborted
+
+    def skip(self) -> None:
+        """Decides that the step is skipped; raises `Aborted` if it is stopped."""
+        if self._decision.setdefault("step", _SKIPPED) is not _SKIPPED:
             raise Aborted
 
     def abort(self) -> None:

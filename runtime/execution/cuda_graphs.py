@@ -14,6 +14,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line, users_stack_level
 from mirrorc.optimizers import check_capturable
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
 _MANY_RENEWALS = 8  # after this many, a warning says so, once
@@ -134,6 +135,17 @@ class StepGraph:
     def is_for(self, **fixed: Any) -> bool:
         """Whether the graph, or its warm-up, is valid for these values; takes the same arguments as `renew`."""
         return tuple(fixed.values()) == self._key
+
+    def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
+        """Drops the graph if the layout of memory or hyperparameters have changed; see `renew`.
+
+        Raises:
+            ValueError: the optimizer has become one that cannot be captured.
+        """
+        fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
+        if not self.is_for(**fixed):
+            check_capturable(optimizers.user_optimizer, program.variables)
+            self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
         """Drops the graph, because a value that it was captured for has changed.

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from mirrorc.ir.program import ArgumentKind, Program
-from mirrorc.optimizers import check_capturable
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import communicators_of
@@ -20,9 +19,9 @@ from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
-from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
+from mirrorc.runtime.execution.finite_checks import commit_point_of
 from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave, pauses_at
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
@@ -64,7 +63,7 @@ class Executor:
         self._step_graph = step_graph
         self.regions = regions
         self._state = state
-        self.commit = CommitPoint(program.devices, timeout_seconds)
+        self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
         self._binder = Binder(program, regions, state, constants, self._communicators, self.commit)
         self._functions: list[GraphFunction] = []
@@ -135,14 +134,14 @@ class Executor:
         given = [(r, start, shards[r], weight_tensors[r], seed) for r in range(self.program.num_replicas)]
         self._state.begin()
         results: list[tuple[bool, Any] | None] = []
-        loss = None
+        loss, number = None, self._state.num_skipped + 1  # of this step, if it is skipped
         try:
             seconds = self._run_replicas(pool, given, guard, results)
-            if self._has_taken_place(results):
-                loss = completed(functools.partial(self._finish, results, weights, seconds))
+            if self._is_done(results):
+                loss = completed(functools.partial(self._finish, results, weights, seconds, number))
         except BaseException as error:
-            if self._has_taken_place(results):
-                completed(functools.partial(self._finish, results, weights, 0.0))
+            if self._is_done(results):
+                completed(functools.partial(self._finish, results, weights, 0.0, number))
             else:
                 self._give_up(pool)
                 note_if_torn(error, self.commit.is_committed)
@@ -157,9 +156,10 @@ class Executor:
             raise guard.raised
         return loss
 
-    def _has_taken_place(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
+    def _is_done(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
+        """Whether the step has taken place on all replicas, or was skipped by all."""
         num_done = sum(result is not None and result[0] for result in results)
-        return self.commit.is_committed and num_done == self.program.num_replicas
+        return self.commit.is_decided and num_done == self.program.num_replicas
 
     def _run_replicas(
         self, pool: DevicePool, given: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
@@ -195,10 +195,15 @@ class Executor:
         self._stop()
 
     def _finish(
-        self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float
+        self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
-        self._state.finish()
+        if self.commit.is_skipped:
+            self._state.skip(number)
+            self._forget_step()
+            seconds = 0.0
+        else:
+            self._state.finish()
         for communicator in self._communicators.values():
             communicator.release()
         loss = self._losses.total([result[1] for result in results if result is not None], weights)
@@ -221,13 +226,8 @@ class Executor:
 
     def _renew_step_graph(self) -> None:
         """Drops a graph that was captured for another layout of memory or for other hyperparameters."""
-        if self._step_graph is None:
-            return
-        optimizers = self._state.optimizers
-        fixed = {"memory": self._state.layout, "hyperparameters": optimizers.baked_hyperparameters()}
-        if not self._step_graph.is_for(**fixed):
-            check_capturable(optimizers.user_optimizer, self.program.variables)
-            self._step_graph.renew(**fixed)
+        if self._step_graph is not None:
+            self._step_graph.renew_for(self.program, self._state.optimizers, memory=self._state.layout)
 
     def release(self) -> None:
         """Frees the memory that it keeps on a GPU for later steps."""

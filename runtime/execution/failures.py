@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mirrorc.errors import ExecutionError, MirrorcError
+from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.source_lines import source_line
 from mirrorc.runtime.codegen.graph_function import failing_nodes
@@ -38,7 +38,9 @@ def explain_failure(
     at = f", at {line}" if line else ""
     state = f"It had committed. {_MAY_BE_TORN}" if has_committed else "No parameter was changed."
     explained: MirrorcError
-    if isinstance(error, MirrorcError):
+    if isinstance(error, NonFiniteError):  # of all replicas
+        explained = NonFiniteError(f"{error}. {state}")
+    elif isinstance(error, MirrorcError):
         explained = type(error)(f"{error} (replica {replica}, {devices[replica]}{where}{at}). {state}")
     else:
         explained = ExecutionError(

@@ -207,6 +207,10 @@ class _Walk:
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         return temporary_bytes(pieces_of_share(bucket, factored_slots(pack), self.replica, num_replicas), factors)
 
+    @accounts(ops.is_finite)
+    def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._of(node.args), 0  # the value is kept until the commit, which looks at it if need be
+
     @accounts(ops.commit)
     def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0

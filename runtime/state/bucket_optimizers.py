@@ -162,6 +162,10 @@ class BucketOptimizers:
         """The function that applies a reduced bucket of gradients on a replica."""
         return self._state.optimizers[(bucket, replica)].update
 
+    def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
+        """The state that each replica has for itself: bucket, entry, tensors in order of replicas."""
+        return self._state.copies()
+
     def held(self) -> list[torch.Tensor]:
         """The state that updates write, of replica 0."""
         return [tensor for entries in self._state.whole.values() for tensor in entries.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,15 @@ class FlatState:
             is_view = flat.bucket.owner_of_parameters(replica) == 0
             own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
         self.whole.setdefault(flat.bucket.index, {})[key] = whole
+
+    def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
+        """Of buckets that are not updated by shares, each entry of the state: bucket, entry, tensors in order of replicas."""
+        for flat in self.buckets:
+            if not flat.bucket.placement.value.updates_by_shares:
+                states = [own.state for own in self._replicas(flat).values()]
+                for key, value in states[0].items():
+                    if isinstance(value, torch.Tensor):
+                        yield flat.bucket, key, [state[key] for state in states]
 
     def hold_what_is_new(self) -> None:
         """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""

@@ -26,12 +26,14 @@ class StepState:
 
     Attributes:
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
+        num_skipped: the number of steps that have left their updates out.
     """
 
     def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
         self.store = store
         self.optimizers = optimizers
         self.layout = 0
+        self.num_skipped = 0
         self._is_whole = True
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
@@ -79,6 +81,11 @@ class StepState:
         self.store.aggregate()
         mark_optimizer_stepped(self.optimizers.user_optimizer)
         self._is_whole = True
+
+    def skip(self, number: int) -> None:
+        """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated."""
+        self._kept = None
+        self.num_skipped = number
 
     def abandon(self, *, has_committed: bool) -> bool:
         """Records that the step has failed: the content of the gradient buckets is unknown.

@@ -119,15 +119,20 @@ def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
 
 
 def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> None:
-    program = run_passes(handmade(), default_pipeline())
+    program = run_passes(handmade(), default_pipeline(check_finite=True))
     assert program.properties == tuple(Property)
+    unchecked = tuple(each for each in Property if each is not Property.CHECKED)
+    assert run_passes(handmade(), default_pipeline()).properties == unchecked
     assert run_passes(handmade(), core_pipeline()).properties == (Property.ORDERED, Property.LINKED)
-    pipeline = {compiler_pass.name: compiler_pass for compiler_pass in default_pipeline()}
+    pipeline = {compiler_pass.name: compiler_pass for compiler_pass in default_pipeline(check_finite=True)}
     names = ["plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update"]
     for late, early, word in (
         ("share-parameters", "lower-collectives", "linked"),
         ("schedule-overlap", "lower-collectives", "linked"),
         ("schedule-overlap", "share-parameters", "placed"),
+        ("share-parameters", "check-finite", "checked"),
+        ("schedule-overlap", "check-finite", "checked"),
+        ("check-finite", "lower-collectives", "linked"),
     ):
         with pytest.raises(
             PassError, match=f"{late!r} takes programs that are not {word} yet, .*; move it to an earlier place"

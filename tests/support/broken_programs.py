@@ -27,7 +27,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
-from mirrorc.passes import PlaceGradients, ShareParameters
+from mirrorc.passes import CheckFinite, PlaceGradients, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
 
@@ -479,8 +479,75 @@ def check_at_the_end(graph: fx.Graph) -> None:
     node.meta["val"] = None
 
 
+def check_after_the_commit(_: Program) -> Program:
+    """One device launches nothing, so that nothing else is late."""
+    program = run_up_to("schedule-overlap", handmade(1, WEIGHTS), **CAPS)
+    graph = program.mirrored_graph
+    with graph.inserting_after(first(graph, ops.commit)):
+        node = graph.call_function(ops.check, (first(graph, ops.pack),), {"text": "too late", "replica": 0})
+    node.meta["val"] = None
+    return program
+
+
+def checked(change: Callable[[fx.Graph], object]) -> Mutation:
+    """A change of a program that looks at what is finite."""
+
+    def mutate(program: Program) -> Program:
+        found = CheckFinite().run(program)
+        verify(found)
+        change(found.mirrored_graph)
+        return found
+
+    return "schedule-overlap", mutate
+
+
+def look_at_a_sum_twice(graph: fx.Graph) -> None:
+    _, *_, loss = first(graph, ops.commit).all_input_nodes
+    set_args(loss, (first(graph, ops.wait),))
+
+
+def use_the_truth_elsewhere(graph: fx.Graph) -> None:
+    with graph.inserting_before(graph.output_node()):
+        node = graph.call_function(torch.ops.aten.logical_not.default, (first(graph, ops.is_finite),))
+    node.meta["val"] = first(graph, ops.is_finite).meta["val"]
+
+
+def be_told_of_nothing(graph: fx.Graph) -> None:
+    for commit in targets(graph, ops.commit):
+        set_args(commit, ())
+        with_kwargs(commit, otherwise=None)
+
+
+def leave_in_flight(_: Program) -> Program:
+    """A replica that needs no sum waits for it when the step may have ended."""
+    program = CheckFinite("skip").run(whole_optimizer("schedule-overlap"))
+    verify(program)
+    graph = program.mirrored_graph
+    wait = next(node for node in targets(graph, ops.wait) if not node.users)
+    targets(graph, ops.commit)[-1].append(wait)
+    return program
+
+
+def wait_on_one_side(graph: fx.Graph) -> None:
+    first(graph, ops.commit).prepend(first(graph, ops.wait))
+
+
 BAD: dict[str, list[Mutation]] = {
+    "a_checked_step_misses_nothing": [
+        checked(lambda graph: set_args(first(graph, ops.commit), first(graph, ops.commit).args[1:])),
+        checked(lambda graph: set_args(targets(graph, ops.commit)[1], targets(graph, ops.commit)[1].args[:-1])),
+        checked(lambda graph: with_kwargs(first(graph, ops.commit), otherwise="skip")),
+        checked(look_at_a_sum_twice),
+        checked(use_the_truth_elsewhere),
+        checked(be_told_of_nothing),
+    ],
+    "nothing_is_in_flight_at_a_checked_commit": [("schedule-overlap", leave_in_flight)],
+    "waits_are_on_one_side_of_the_commit": [
+        at("schedule-overlap", wait_on_one_side),
+        at("lower-devices", wait_on_one_side),
+    ],
     "checks_come_first": [
+        ("schedule-overlap", check_after_the_commit),
         at("insert-all-reduce", check_at_the_end),
         at("schedule-overlap", check_at_the_end),
         at("lower-devices", check_at_the_end),

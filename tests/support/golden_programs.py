@@ -39,6 +39,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
 CAPTURED = "convnet-captured.txt"  # the file with a captured program after the passes before the bucket plan
+CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is compiled with check_finite=True
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
@@ -223,7 +224,7 @@ def _devices(number: int) -> Any:
     return parse_devices([f"cpu:{i}" for i in range(number)])
 
 
-def golden_program(name: str, num_devices: int) -> Program:
+def golden_program(name: str, num_devices: int, *, check_finite: bool = False) -> Program:
     """A model's lowered program; captured once for all numbers of devices that have shards of one size."""
     if num_devices == MODELS[name].uneven_on:
         program = _captured(name, num_devices)
@@ -235,7 +236,7 @@ def golden_program(name: str, num_devices: int) -> Program:
             shard_of_replica=(0,) * num_devices,
             num_examples=(each,) * num_devices,
         )
-    return run_passes(program, default_pipeline(**MODELS[name].buckets))
+    return run_passes(program, default_pipeline(**MODELS[name].buckets, check_finite=check_finite))
 
 
 def golden_texts() -> Iterator[tuple[str, str]]:
@@ -243,7 +244,13 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     for name in MODELS:
         for num_devices in NUM_DEVICES:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
+    yield CHECKED, checked_text()
     yield CAPTURED, captured_text()
+
+
+def checked_text() -> str:
+    """A lowered program whose steps take place only if all is finite."""
+    return golden_program("digits", 2, check_finite=True).to_text(slots=True, sources=False)
 
 
 def captured_text() -> str:

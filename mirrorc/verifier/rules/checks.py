@@ -1,28 +1,35 @@
-"""The rule on checks: they stop a step before it has changed anything."""
+"""Rules on checks: they stop a step before it has changed anything, and miss nothing that they are to look at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to, owners_of
-from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import rule
+from mirrorc.ir.nodes import calls_to, owners_of, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.routes import send_to
+from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 
 @rule(since=Stage.REPLICATED)
 def checks_come_first(program: Program) -> Iterator[Violation]:
-    """On every replica, each check comes before all launches and updates, so that nothing has changed when it fails."""
+    """On every replica, each check comes before all launches, the commit and all writes, so that nothing has changed when it
+    fails."""
     for where, graph, replicas in scopes(program):
         if next(calls_to(graph, ops.check), None) is None:
             continue
         owners = owners_of(graph)
         too_late: dict[int | None, fx.Node] = {}
         for node in graph.nodes:
-            if node.target in ops.LAUNCHES or node.target in ops.UPDATES or node.target in (ops.send, ops.write):
+            if (
+                node.target in ops.LAUNCHES
+                or node.target in ops.UPDATES
+                or node.target in (ops.send, ops.write, ops.commit)
+            ):
                 for replica in replicas if node.target in ops.COLLECTIVES else [owners.get(node)]:
                     too_late.setdefault(replica, node)
             elif node.target is ops.check and (before := too_late.get(owners.get(node))) is not None:
@@ -31,3 +38,75 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
                     "something may have changed",
                     node,
                 )
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
+    """If a step is to be checked, each replica's commit is given `is_finite` of the replica's loss and of all that its updates
+    take, nothing else takes these truth values, and all replicas say alike what a step does otherwise."""
+    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
+    for _, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.is_finite):
+            other = next((user for user in node.users if user.target is not ops.commit), None)
+            if other is not None:
+                yield Violation(f"{other.name} takes {node.name}, which is for the commit alone", node)
+    if Property.CHECKED not in program.properties and not any(commit.args for commit in commits):
+        return
+    for commit in commits:
+        if commit.kwargs.get("otherwise") != commits[0].kwargs.get("otherwise"):
+            yield Violation(
+                f"{commit.name} says {commit.kwargs.get('otherwise')!r} for a step that is not finite, "
+                f"{commits[0].name} {commits[0].kwargs.get('otherwise')!r}",
+                commit,
+            )
+    for where, graph, replicas in scopes(program):
+        for replica in replicas:
+            yield from _missed(graph, replica, where(replica))
+
+
+def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violation]:
+    """What a replica's commit is not given, or is given of others."""
+    commit = next((node for node in calls_to(graph, ops.commit) if replica_of(node) == replica), None)
+    if commit is None:
+        return  # `a_step_commits_once` speaks of it
+    taken = [node for node in calls_to(graph, ops.update, ops.step_optimizer) if replica_of(node) == replica]
+    losses: Any = graph.output_node().args[0]
+    loss = losses if replica is None else losses["losses"][replica]
+    wanted = {loss: "its loss"} | {given: f"what {node.name} takes" for node in taken for given in node.all_input_nodes}
+    looked_at = set()
+    for flag in commit.all_input_nodes:
+        if flag.target is not ops.is_finite or not flag.args or flag.args[0] not in wanted:
+            yield Violation(
+                f"{commit.name} on {where} is given {flag.name}, which tells of no loss or gradient of it", commit
+            )
+        looked_at.add(flag.args[0] if flag.args else None)
+    for value, what in wanted.items():
+        if value not in looked_at:
+            yield Violation(f"{commit.name} on {where} is not told whether {value.name}, {what}, is finite", commit)
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
+    """What is launched or sent before the commit of a checked step is waited for before it, because the step may end there."""
+    is_sent_before: dict[fx.Node, bool] = {}
+    waits: list[tuple[fx.Node, bool]] = []
+    for _, graph, replicas in scopes(program):
+        ends = {replica_of(node): node for node in calls_to(graph, ops.commit) if node.args}
+        if not ends.keys() >= set(replicas):
+            return
+        is_sent_before |= {node: node < ends[replica_of(node)] for node in calls_to(graph, ops.send)}
+        waits += [(node, node < ends[replica_of(node)]) for node in calls_to(graph, ops.wait)]
+        for node, is_before in waits:
+            launch = node.args[0] if node.args else None
+            if (
+                isinstance(launch, fx.Node)
+                and node.graph is graph
+                and launch < ends[replica_of(node)]
+                and not is_before
+            ):
+                yield Violation(f"{node.name} comes after the commit, but {launch.name} before it", node)
+    for node, is_before in waits:
+        launch = node.args[0] if node.args else None
+        sent = send_to(program, launch) if isinstance(launch, fx.Node) and launch.target is ops.recv else None
+        if sent is not None and is_sent_before[sent] and not is_before:
+            yield Violation(f"{node.name} comes after the commit, but {sent.name} before it", node)

@@ -11,11 +11,11 @@ import networkx as nx
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
-from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 
 _COMMIT = ("commit", 0)
@@ -65,6 +65,28 @@ def _describe(node: fx.Node) -> str:
     )
     link = f" over {node.kwargs['link']}" if node.kwargs.get("link") else ""
     return f"{say(node)}{given}{link}"
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]:
+    """All replicas wait for a collective before their commits, or all after them: a commit waits for all replicas, and a link
+    may need all of them in a wait."""
+    first: dict[tuple[str, int], tuple[bool, str]] = {}
+    for where, graph, _ in scopes(program):
+        commits = {replica_of(node): node for node in calls_to(graph, ops.commit)}
+        for node in calls_to(graph, ops.wait):
+            launch, commit = node.args[0] if node.args else None, commits.get(replica_of(node))
+            if commit is None or not isinstance(launch, fx.Node) or launch.target not in ops.COLLECTIVES:
+                continue
+            name = where(replica_of(node))
+            is_before, other = first.setdefault(tag(launch), (node < commit, name))
+            if is_before != (node < commit):
+                places = ("after", "before") if is_before else ("before", "after")
+                yield Violation(
+                    f"{name} waits for the {say(launch)} {places[0]} its commit, {other} {places[1]} its own: they would wait "
+                    "for each other forever",
+                    node,
+                )
 
 
 @rule(since=Stage.REDUCED)

@@ -123,7 +123,7 @@ def update_late(program: Program) -> Iterator[Edit]:
 def wait_late(program: Program) -> Iterator[Edit]:
     """A wait stands right before its first use, or the next thing in flight of its replica."""
     for timeline in timelines(program):
-        yield from _moves_later(timeline, (ops.wait,), (*IN_FLIGHT, ops.update, ops.step_optimizer))
+        yield from _moves_later(timeline, (ops.wait,), (*IN_FLIGHT, ops.commit, ops.update, ops.step_optimizer))
 
 
 @keeps
@@ -169,10 +169,12 @@ def launch_late(program: Program) -> Iterator[Edit]:
 
 @keeps
 def pack_late(program: Program) -> Iterator[Edit]:
-    """A bucket is packed right before its launch, or what uses it."""
+    """A bucket is packed right before its launch, what uses it, or the commit."""
     for pack in placed_nodes(program, ops.pack):
-        if pack.next is not min(pack.users):
-            yield partial(min(pack.users).prepend, pack)
+        commits = [commit for commit in calls_to(pack.graph, ops.commit) if replica_of(commit) == replica_of(pack)]
+        stop = min([*pack.users, *commits])
+        if pack.next is not stop:
+            yield partial(stop.prepend, pack)
 
 
 @keeps
@@ -188,9 +190,12 @@ def receive_early(program: Program) -> Iterator[Edit]:
     """A receipt, but not the wait for it, is launched before anything else of its replica."""
     for timeline in timelines(program):
         first = next(node for node in timeline if node.op != "placeholder")
+        commit = next((node for node in timeline if node.target is ops.commit and node.args), None)
         for node in timeline:
-            if node.target is ops.recv:
-                yield partial(first.prepend, node)
+            if (
+                node.target is ops.recv
+            ):  # after the commit of a step that may end there, what is sent is not sent for sure
+                yield partial(first.prepend if commit is None or node < commit else commit.append, node)
 
 
 @keeps

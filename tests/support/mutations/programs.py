@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from asserting import Asserting
@@ -55,13 +56,13 @@ class Source:
     Attributes:
         name: of the model and its devices.
         captured: the program.
-        caps: options of the pipeline.
+        caps: bucket sizes, and other options of the pipeline.
         is_shared: whether to compile it with shared parameters as well.
     """
 
     name: str
     captured: Program
-    caps: dict[str, float]
+    caps: dict[str, Any]
     is_shared: bool = True
 
     def subjects(self) -> Iterator[Subject]:
@@ -75,7 +76,7 @@ class Source:
                 is_new = is_new or compiler_pass.name == _SHARED_UNTIL
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
-        pipeline = default_pipeline(min_factored_elements=0, **self.caps)  # type: ignore[arg-type]
+        pipeline = default_pipeline(min_factored_elements=0, **self.caps)
         unshared = select_passes(pipeline, ["share-parameters"])
         if not self.is_shared:
             yield "", unshared
@@ -196,6 +197,11 @@ def handmade_sources() -> Iterator[Source]:
         yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
         laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
         yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})
+        checked = {"check_finite": True if n == 2 else "skip"}
+        yield Source(f"pairs, checked on {n}", handmade(n, pairs, buffer=True), caps | checked)
+        yield Source(f"own optimizer and AdamW, checked on {n}", handmade(n, mixed), SMALL_BUCKETS | checked)
+    yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
+    yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)

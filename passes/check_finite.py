@@ -1,0 +1,106 @@
+"""Lets a step take place only if its losses and its reduced gradients are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.operation import Effect, Selection
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.type_rules import OTHERWISE
+from mirrorc.printing.wording import counted
+
+_WRITERS = Selection(lambda found: Effect.UPDATES in found.effects or Effect.WRITES in found.effects)
+
+
+@dataclass(frozen=True)
+class CheckFinite:
+    """Moves everything but writes before the commit, which gets to know what is finite::
+
+        commit(replica=0)                                     wait_0 = wait(rs_0, bucket=0, replica=0)
+        commit(replica=1)                                     f_0 = is_finite(wait_0, replica=0)
+        wait_0 = wait(rs_0, bucket=0, replica=0)        ->    (the same on replica 1)
+        update(wait_0, bucket=0, replica=0)                   g_0 = is_finite(loss_0, replica=0)
+        (the same on replica 1)                               commit(f_0, g_0, otherwise=raise, replica=0)
+                                                              commit(f_1, g_1, otherwise=raise, replica=1)
+                                                              update(wait_0, bucket=0, replica=0)
+                                                              (the same on replica 1)
+
+    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. The commit is where all replicas
+    meet anyway, so there each learns what the others have found, and all decide alike.
+
+    Needs: updates in their final form, so it comes after share-parameters.
+    Guarantees: what an update takes was looked at before the commit, and so was each replica's loss; nothing is in flight at
+        the commit.
+
+    Attributes:
+        otherwise: what a step does if not all is finite: "raise" an error, or "skip" the update and return the loss.
+    """
+
+    otherwise: str = "raise"
+    name: str = field(default="check-finite", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    establishes: ClassVar = (Property.CHECKED,)
+    precedes: ClassVar = (Property.CHECKED, Property.LINKED)
+
+    def __post_init__(self) -> None:
+        if self.otherwise not in OTHERWISE:
+            raise ValueError(f"otherwise is {self.otherwise!r}: say 'raise' or 'skip'")
+
+    def run(self, program: Program) -> Program:
+        if any(commit.args for commit in calls_to(program.mirrored_graph, ops.commit)):
+            raise PassError("pass 'check-finite' was given a program that is checked already: leave one of them out")
+        graph = copied(program.mirrored_graph)
+        program = program.evolve(stage=Stage.SCHEDULED, graph=graph)
+        commits = list(calls_to(graph, ops.commit))
+        num_moved = _move_before(commits[0])
+        found: dict[int | None, list[fx.Node]] = {replica_of(commit): [] for commit in commits}
+        for value in sorted({given for update in _sum_takers(graph) for given in update.all_input_nodes}):
+            found[replica_of(value)].append(_looked_at(program, value.next, value, replica_of(value)))
+        losses: Any = graph.output_node().args[0]
+        for commit in commits:
+            replica: Any = replica_of(commit)
+            loss = _looked_at(program, commits[0], losses["losses"][replica], replica)
+            commit.args = (*found[replica], loss)
+            commit.kwargs = {**commit.kwargs, "otherwise": self.otherwise}
+        checked = program.evolve(properties=(*program.properties, Property.CHECKED))
+        return checked.with_remarks(_remark(program, self.otherwise, num_moved))
+
+
+def _remark(program: Program, otherwise: str, num_moved: int) -> str:
+    what = f"{counted(len(program.buckets), 'reduced bucket')} and every device's loss are looked at before the commit"
+    moved = f", before which {counted(num_moved, 'wait')} moved" if num_moved else ""
+    then = {"raise": "raises an error and changes nothing", "skip": "leaves the updates out and returns its loss"}
+    return f"{what}{moved}: a step in which any of them is not finite, on whichever device, {then[otherwise]}"
+
+
+def _sum_takers(graph: fx.Graph) -> Iterable[fx.Node]:
+    """The updates that take reduced gradients; a `store` takes parameters, which are made after the commit."""
+    return calls_to(graph, ops.update, ops.step_optimizer)
+
+
+def _move_before(commit: fx.Node) -> int:
+    """Moves what follows the first commit before it, but for writes and what depends on them; gives the number of moved waits."""
+    late: set[fx.Node] = set()
+    num_moved, nodes = 0, list(commit.graph.nodes)
+    for node in nodes[nodes.index(commit) :]:
+        if node.op == "output" or node.target is ops.commit:
+            continue
+        if node.target in _WRITERS or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        else:
+            commit.prepend(node)
+            num_moved += node.target is ops.wait
+    return num_moved
+
+
+def _looked_at(program: Program, before: fx.Node, value: fx.Node, replica: int | None) -> fx.Node:
+    return insert(program, before, ops.is_finite, (value,), {"replica": replica})

@@ -1,0 +1,182 @@
+"""Commits of steps that take place only if all losses and reduced gradients are finite."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import BucketParts, Part
+from mirrorc.errors import NonFiniteError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
+from mirrorc.printing.wording import counted
+from mirrorc.runtime.execution.commit import CommitPoint
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A value, and the sum of its elements on the value's device: if the sum is finite, all elements are.
+
+    A sum takes one pass over the value and no memory. If it is not finite, it may have overflowed; then the elements are
+    looked at.
+    """
+
+    value: torch.Tensor
+    total: torch.Tensor
+
+
+def examined(value: torch.Tensor) -> Examined:
+    """Adds up a value; does not wait for a GPU."""
+    wide = torch.float32 if value.dtype == torch.float16 else None  # whose sums soon overflow
+    return Examined(value, value.sum(dtype=wide))
+
+
+def _all_finite(given: Sequence[Examined]) -> bool:
+    """Whether no sum has a fault; asks a GPU once."""
+    if given[0].total.is_cuda:
+        return bool(torch.stack([one.total.isfinite() for one in given]).all().item())
+    return all(cmath.isfinite(one.total.item()) for one in given)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is not finite on one replica.
+
+    Attributes:
+        variable: whose gradient it is; empty for the loss.
+        replica: the replica that has found it.
+        place: where the examined elements begin in their bucket: replicas may have looked at the same ones.
+        num_elements: how many of the elements that the replica has are not finite.
+        example: one of them.
+    """
+
+    variable: str
+    replica: int
+    place: int
+    num_elements: int
+    example: complex
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The elements of a value that belong to a variable's gradient, and their place in the bucket; of a loss, no variable."""
+
+    variable: str
+    place: int
+    start: int
+    stop: int
+
+
+def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iterator[Fault]:
+    flat = value.reshape(-1)
+    for own in ranges:
+        elements = flat[own.start : own.stop]
+        bad = elements[~elements.isfinite()]
+        if bad.numel():
+            yield Fault(own.variable, replica, own.place, bad.numel(), bad[0].item())
+
+
+class CheckedCommit(CommitPoint):
+    """Lets a step take place if no replica has found anything that is not finite.
+
+    What a replica has found lies there before it arrives, so that each replica, once all have arrived, knows of all and decides
+    alike.
+
+    Args:
+        program: a LOWERED program whose commits have operands.
+        timeout_seconds: the longest time that a replica waits for the others.
+    """
+
+    def __init__(self, program: Program, timeout_seconds: float) -> None:
+        super().__init__(program.devices, timeout_seconds)
+        self._program = program
+        self._ranges: list[list[list[_Range]]] = []  # for each replica, for each operand of its commit
+        self._skips = False
+        self._found: dict[int, list[Fault]] = {}
+        parts = BucketParts(program)
+        for module in program.device_graphs.values():
+            (commit,) = calls_to(module.graph, ops.commit)
+            self._skips = commit.kwargs["otherwise"] == "skip"
+            values = [flag.all_input_nodes[0] for flag in commit.all_input_nodes]
+            self._ranges.append([list(_ranges(program, value, parts.of(value))) for value in values])
+
+    def begin(self) -> None:
+        """See `CommitPoint`."""
+        super().begin()
+        self._found = {}
+
+    def arrive_with(self, replica: int, *given: Examined) -> None:
+        """As `arrive`, with what the replica has examined."""
+        if not _all_finite(given):
+            pairs = zip(self._ranges[replica], given, strict=True)
+            found = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]
+            if found:
+                self._found[replica] = found
+        self.arrive(replica)
+
+    def leave_if_finite(self, replica: int) -> bool:
+        """As `leave`; returns whether the step takes place, and False if it is skipped.
+
+        Raises:
+            NonFiniteError: something is not finite, and the program says that the step raises an error then.
+        """
+        self._rendezvous.await_replicas(replica, self._all)
+        if not self._found:
+            self.commit()
+        elif self._skips:
+            self.skip()
+        else:
+            raise NonFiniteError(self._report())
+        return not self._found
+
+    def _report(self) -> str:
+        """Says what all replicas have found."""
+        found = [fault for replica in sorted(self._found) for fault in self._found[replica]]
+        said = [
+            f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
+            for fault in found
+            if not fault.variable
+        ]
+        names = {fault.variable for fault in found}
+        first = next((name for name in self._program.variables if name in names), None)
+        if first is not None:
+            own = [fault for fault in found if fault.variable == first]
+            shape = self._program.variables[first].shape
+            number, total = sum({fault.place: fault.num_elements for fault in own}.values()), math.prod(shape)
+            others = len(names - {"", first})
+            more = f", and so is that of {counted(others, 'other variable')}" if others else ""
+            said.append(
+                f"the reduced gradient of {first!r} is not finite ({number} of {counted(total, 'element')}, such as "
+                f"{own[0].example}){more}"
+            )
+        return (
+            f"{'; '.join(said)}. Look at this batch and at the learning rate; check_finite='skip' leaves the update of such a "
+            "step out and goes on"
+        )
+
+
+def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Range]:
+    """The variables whose gradients lie in a value."""
+    if part is None:
+        yield _Range("", 0, 0, value.meta["val"].numel())
+        return
+    place = 0
+    for span in part.spans:
+        for slot in program.buckets[part.bucket].slots:
+            first, last = max(span.start, slot.offset), min(span.stop, slot.offset + slot.num_elements)
+            if first < last:
+                yield _Range(slot.variable, first, place + first - span.start, place + last - span.start)
+        place += span.stop - span.start
+
+
+def commit_point_of(program: Program, timeout_seconds: float) -> CommitPoint:
+    """Where the replicas of a LOWERED program decide on a step: a `CheckedCommit` if its commits have operands."""
+    graphs = [module.graph for module in program.device_graphs.values()]
+    is_checked = any(commit.args for graph in graphs for commit in calls_to(graph, ops.commit))
+    return CheckedCommit(program, timeout_seconds) if is_checked else CommitPoint(program.devices, timeout_seconds)

@@ -1,0 +1,161 @@
+"""Compares the replicas' copies of variables and optimizer state, to find memory that has gone bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Synchronization, Variable
+from mirrorc.printing.wording import counted, listed
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables import VariableStore, slot_views
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_ROW = 1024  # elements that are added up together
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What each replica has a copy of.
+
+    Attributes:
+        what: a variable's name, or that of an entry of the optimizer's state.
+        tensors: the copies, in order of replicas.
+        bucket: the bucket, if the copies hold one: then ``what`` is about each of its variables, and empty for parameters.
+    """
+
+    what: str
+    tensors: Sequence[torch.Tensor]
+    bucket: Bucket | None = None
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there is more than one copy: devices of one memory may share one."""
+        return len({(tensor.device, tensor.data_ptr()) for tensor in self.tensors}) > 1
+
+    def of_variables(self) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+        """For each variable: its name, the entry of the optimizer's state or nothing, the copies."""
+        if self.bucket is None:
+            yield self.what, "", list(self.tensors)
+            return
+        is_scalar = self.tensors[0].numel() != self.bucket.num_elements
+        views = [[t] * len(self.bucket.slots) if is_scalar else slot_views(t, self.bucket) for t in self.tensors]
+        for i, slot in enumerate(self.bucket.slots):
+            yield slot.variable, self.what, [own[i] for own in views]
+
+
+class ComparedState(StepState):
+    """The state of a step that compares the replicas' copies before every so many steps.
+
+    Args:
+        store: the variables of all replicas.
+        optimizers: the optimizer's state and updates.
+        every: the number of steps.
+    """
+
+    def __init__(self, store: VariableStore, optimizers: BucketOptimizers, every: int) -> None:
+        super().__init__(store, optimizers)
+        self._every = every
+        self._num_begun = 0
+        self._unwritten: list[Variable] = []  # by the present program
+
+    def take_over(self, program: Program) -> None:
+        """See `StepState`."""
+        super().take_over(program)
+        self._unwritten = [
+            variable
+            for name, variable in program.variables.items()
+            if variable.synchronization is Synchronization.MIRRORED
+            and not variable.update
+            and name in self.store.tensors
+        ]
+
+    def begin(self) -> None:
+        """As in `StepState`.
+
+        Raises:
+            ExecutionError: two replicas have different copies. It is raised again until they are written anew.
+        """
+        if (self._num_begun + 1) % self._every == 0:
+            self._compare()
+        super().begin()
+        self._num_begun += 1
+
+    def _compare(self) -> None:
+        copies = [own for own in self._all_copies() if own.are_many]
+        if not copies:
+            return
+        by_replica = [torch.stack([checksum(own.tensors[r]) for own in copies]) for r in range(len(self.store.devices))]
+        first, *others = [sums.cpu() for sums in by_replica]  # one transfer for each device
+        if any(not torch.equal(first, other) for other in others):
+            self._refuse(copies)
+
+    def _all_copies(self) -> Iterator[Copies]:
+        for flat in self.store.buckets:
+            yield Copies("", flat.parameters, flat.bucket)
+        yield from (Copies(variable.name, self.store.read_by(variable)) for variable in self._unwritten)
+        for bucket, key, tensors in self.optimizers.copies():
+            yield Copies(key, tensors, bucket)
+
+    def _refuse(self, copies: Sequence[Copies]) -> None:
+        """Raises an error that names the first variable with copies that differ, if any does: gaps between them may, too."""
+        place = {name: i for i, name in enumerate(self.store.tensors)}
+        all_of_them = [own for one in copies for own in one.of_variables()]
+        for name, entry, tensors in sorted(all_of_them, key=lambda own: place[own[0]]):
+            bits = [_bits(tensor).cpu() for tensor in tensors]
+            groups: list[list[int]] = []
+            for replica, own in enumerate(bits):
+                alike = next((group for group in groups if torch.equal(bits[group[0]], own)), None)
+                groups.append([replica]) if alike is None else alike.append(replica)
+            if len(groups) > 1:
+                raise ExecutionError(self._report(f"{entry} of {name!r}" if entry else repr(name), groups, bits))
+
+    def _report(self, what: str, groups: Sequence[Sequence[int]], bits: Sequence[torch.Tensor]) -> str:
+        devices, most = self.store.devices, max(groups, key=len)
+        has_majority = sum(len(group) == len(most) for group in groups) == 1
+        differing = [replica for group in groups if group is not most for replica in group]
+        number = int((bits[differing[0]] != bits[most[0]]).sum())
+        who = f"{listed(devices[r] for r in differing)} {'differs' if len(differing) == 1 else 'differ'} from "
+        who += f"{listed(devices[r] for r in most)}{'' if has_majority else ', and none has a majority'}"
+        return (
+            f"the replicas' copies of {what} are not equal any more: {who} ({counted(number, 'place')} in memory). Memory has "
+            "gone bad, or something has written to one copy alone. No parameter was changed: load a checkpoint of model and "
+            "optimizer, which writes all copies anew"
+        )
+
+
+def make_state(store: VariableStore, optimizers: BucketOptimizers, every: int) -> StepState:
+    """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
+    return ComparedState(store, optimizers, every) if every else StepState(store, optimizers)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as 1-D integers of at most 32 bits, so that sums of them as 64 bits lose none."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers that tell a tensor's bits: if at most two elements differ, so do the numbers; with more, almost surely.
+
+    The elements are taken for rows of a matrix. The numbers are the sums of its rows and of its columns, each with a weight
+    of its own. Nothing of the tensor's size is allocated, and no device is waited for.
+    """
+    bits = _bits(tensor)
+    num_rows = bits.numel() // _ROW
+    body, rest = bits[: num_rows * _ROW].view(num_rows, _ROW), bits[num_rows * _ROW :]
+    rows = torch.cat([body.sum(1, dtype=torch.int64), rest.sum(dtype=torch.int64).reshape(1)])
+    columns = body.sum(0, dtype=torch.int64)
+    columns[: rest.numel()] += rest
+    return torch.stack([_weighted(rows), _weighted(columns)])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()

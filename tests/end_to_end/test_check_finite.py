@@ -1,0 +1,279 @@
+"""With check_finite, a step with a loss or gradient that is not finite raises and changes nothing, or is skipped, everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupter, interrupt, python_handles_interrupts
+from lockstep import Lockstep, State, differences
+from ring import Ring
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import ExecutionError, NonFiniteError, passes
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.passes import default_pipeline
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
+UNSHARED = {"disable_passes": ["share-parameters"]}
+COPIES = {"link": "copy", **UNSHARED}
+WAYS: dict[str, tuple[Any, int, dict[str, Any], bool]] = {  # the optimizer, devices, options, whether in one thread
+    "one device": (ADAMW, 1, {}, False),
+    "threads": (ADAMW, 2, {}, False),
+    "one thread": (ADAMW, 3, {}, True),
+    "one bucket": (ADAMW, 4, {"bucket_cap_mb": math.inf, "first_bucket_mb": math.inf}, False),
+    "exact order": (ADAMW, 2, {"exact_order": True}, False),
+    "mirrored": (ADAMW, 3, UNSHARED, False),
+    "copies": (ADAMW, 2, COPIES, False),
+    "a ring": (ADAMW, 3, COPIES | {"add_passes": [mirrorc.after("lower-collectives", Ring())]}, False),
+    "by itself": (ADADELTA, 3, {}, False),
+    "by itself, alone": (ADADELTA, 1, {}, False),
+    "by itself, mirrored": (ADADELTA, 2, UNSHARED, False),
+    "by itself, copies": (ADADELTA, 2, COPIES, False),
+}
+
+
+class Net(nn.Module):
+    """A table, BatchNorm, dropout; the gradient of ``scale`` is not a number where ``hard`` is zero, though the loss is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.norm = nn.Embedding(40, 6), nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.dropout, self.last = nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, hard: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.norm(self.first(self.table(x))))
+        return self.last(hidden) + torch.sqrt(self.scale * hard) + offset.detach()
+
+
+def batch(hard: float = 1.0, offset: float = 0.0, place: int = 8) -> dict[str, Any]:
+    """Nine examples; one of them may have a gradient, or a loss, that is not finite."""
+    x, target = torch.arange(9) * 5 % 40, torch.arange(9) % 3
+    hards, offsets = torch.ones(9, 3), torch.zeros(9, 3)
+    hards[place, 1], offsets[place] = hard, offset
+    return {"x": x, "hard": hards, "offset": offsets, "target": target}
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of what is finite in the output, and the sum of what is not, without gradient."""
+    is_bad = ~output.detach().isfinite()
+    return F.cross_entropy(output.masked_fill(is_bad, 0.0), target) + output.detach().masked_fill(~is_bad, 0.0).sum()
+
+
+BAD_GRADIENT, BAD_LOSS = {"hard": 0.0}, {"offset": math.inf}
+
+
+def maker(optimizer: Any, devices: int, **options: Any) -> Callable[[], Any]:
+    def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        own, sizes = optimizer(model.parameters()), {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+        given = {"loss_fn": loss_fn, "backend": "eager", "timeout_seconds": 60.0, **sizes, **options}
+        return mirrorc.compile(model, devices, optimizer=own, **given), model, own
+
+    return make
+
+
+def lockstep(way: str, check_finite: Any) -> Lockstep:
+    """Two equal trainings; the disturbed one will be given bad batches."""
+    optimizer, devices, options, is_interleaved = WAYS[way]
+    both = Lockstep(maker(optimizer, devices, check_finite=check_finite, **options), batch())
+    for _ in range(2):
+        both.go_on()
+        for training in (both.undisturbed, both.disturbed):
+            trial = training.step._last.trial  # type: ignore[union-attr]
+            trial.interleaves, trial.is_decided = is_interleaved, True
+    return both
+
+
+def ways(*usual: str) -> list[Any]:
+    """All ways; those that are not usual are for slow runs."""
+    return [pytest.param(way, marks=() if way in usual else pytest.mark.slow) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", ways("one device", "threads", "copies", "by itself"))
+def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
+    both, num_devices = lockstep(way, True), WAYS[way][1]
+    devices = [f"cpu:{r}" for r in range(num_devices)]
+    with both.undisturbed.step, both.disturbed.step:
+        for place, replica in ((0, 0), (8, num_devices - 1)):
+            for kind, said in (
+                (BAD_GRADIENT, "gradient of 'scale' is not finite (1 of 3 elements, such as nan). Look"),
+                (BAD_LOSS, f"the loss on {devices[replica]} is inf. Look"),
+                (BAD_GRADIENT | BAD_LOSS, f"the loss on {devices[replica]} is inf; the reduced gradient of 'scale'"),
+            ):
+                bad = batch(**kind, place=place)
+                raised, has_trained = both.disturb(lambda _: both.disturbed.step(**bad))  # noqa: B023
+                assert isinstance(raised, NonFiniteError) and isinstance(raised, ExecutionError) and not has_trained
+                assert said in str(raised) and str(raised).endswith("No parameter was changed."), str(raised)
+            both.go_on()
+        assert both.disturbed.step.num_skipped == 0
+
+
+@pytest.mark.parametrize("way", ways("one thread", "mirrored", "by itself, copies"))
+def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way: str) -> None:
+    both = lockstep(way, "skip")
+    disturbed, calls = both.disturbed, []
+    with both.undisturbed.step, disturbed.step as step:
+        for place in (0, 8):
+            for kind in (BAD_GRADIENT, BAD_LOSS):
+                before, replicas, random = disturbed.state(), disturbed.replicas(), disturbed._random
+                loss = disturbed.run(batch(**kind, place=place))
+                assert loss.isfinite() == (kind is BAD_GRADIENT) and loss.shape == ()
+                assert differences(disturbed.state(), before) == ["random stream"]
+                assert not differences(disturbed.replicas(), replicas)
+                disturbed._random = random
+                calls.append(loss)
+                assert step.num_skipped == len(calls)
+            both.go_on()
+        assert both.undisturbed.step.num_skipped == 0
+        num_trained = 3 if WAYS[way][3] else 4  # the other way forgets those before it
+        assert len(step._recorded()[1]) == num_trained, (
+            "a step that was skipped is not among those that explain() tells of"
+        )
+
+
+@pytest.mark.parametrize("way", ["threads", "by itself, copies"])
+def test_a_first_step_may_be_skipped(way: str) -> None:
+    optimizer, devices, options, _ = WAYS[way]
+    step, model, own = maker(optimizer, devices, check_finite="skip", **options)()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with step:
+        step(**batch(**BAD_GRADIENT))
+        assert not differences(model.state_dict(), before) and not own.state and step.num_skipped == 1
+        step(**batch())
+        assert differences(model.state_dict(), before) and len(own.state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("way", ways("threads"))
+def test_checks_change_no_bit(way: str) -> None:
+    found: list[State] = []
+    for check_finite in (False, True, "skip"):
+        both = lockstep(way, check_finite)
+        with both.undisturbed.step, both.disturbed.step:
+            both.go_on()
+            found.append(both.undisturbed.state())
+    assert not differences(found[1], found[0]) and not differences(found[2], found[0])
+
+
+@pytest.mark.parametrize(
+    "way", ["threads", *(pytest.param(way, marks=pytest.mark.slow) for way in ("one thread", "copies"))]
+)
+def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
+    """Wherever it comes, the step was skipped and counted, or nothing has happened, and training goes on."""
+    both, interrupter, counted = lockstep(way, "skip"), Interrupter(), []
+    disturbed, bad = both.disturbed, batch(**BAD_GRADIENT)
+    outcomes = set()
+    with python_handles_interrupts(), both.undisturbed.step, disturbed.step as step:
+        before, random = disturbed.state(), disturbed._random
+        disturbed.run(bad, lambda run: counted.append(interrupter.count(run)))
+        disturbed._random = random
+        end = counted[0] - 20
+        for place in (*range(0, end, 131), *range(end - 100, end, 9)):
+            disturbed.run(bad)  # so that the last interrupt leaves no more to do
+            disturbed._random, number = random, step.num_skipped
+            with pytest.raises(KeyboardInterrupt):
+                disturbed.run(bad, lambda run: interrupter.interrupted(run, place, interrupt))  # noqa: B023
+            changed = differences(disturbed.state(), before)
+            assert changed == ["random stream"] * (step.num_skipped - number), interrupter.where
+            outcomes.add(step.num_skipped - number)
+            disturbed._random = random
+        both.go_on()
+    assert outcomes == {0, 1}
+
+
+def hooked(optimizer: torch.optim.Optimizer, calls: list[str]) -> torch.optim.Optimizer:
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    return optimizer
+
+
+@pytest.mark.parametrize("check_finite", [True, "skip"])
+def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
+    calls: list[str] = []
+    step, _, _ = maker(lambda p: hooked(ADAMW(p), calls), 2, check_finite=check_finite)()
+    with step:
+        step(**batch())
+        assert calls == ["before", "after"]
+        try:
+            step(**batch(**BAD_GRADIENT))
+        except NonFiniteError:
+            assert check_finite is True
+        assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
+    """All elements are looked at if their sum is not finite; the largest numbers are."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(50, dtype=dtype))
+            self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+            self.nothing = nn.Parameter(torch.zeros(0, dtype=dtype))
+
+        def forward(self, factor: torch.Tensor) -> torch.Tensor:
+            product = (self.weight * factor).sum() + self.nothing.sum()
+            return product.real if product.is_complex() else product
+
+    largest = torch.finfo(dtype).max
+    for devices in (1, 2):
+        model = Holder()
+        own = torch.optim.SGD(model.parameters(), lr=1e-3)
+        options: Any = {"loss_reduction": "sum", "backend": "eager", "check_finite": True}
+        with mirrorc.compile(model, devices, optimizer=own, **options) as step:
+            factor = torch.full((2, 50), 0.0, dtype=dtype)
+            factor[0] = largest
+            step(factor)
+            assert model.weight.isfinite().all() and (model.weight != 0).all()
+            factor[1, 49] = largest
+            kept = model.weight.detach().clone()
+            with pytest.raises(NonFiniteError, match=r"'weight' is not finite \(1 of 50 elements, such as .*inf"):
+                step(factor)  # the sum of two gradients overflows
+            assert torch.equal(model.weight, kept)
+
+
+def test_a_program_says_what_is_checked_and_is_replayed_from_its_text_and_its_file(tmp_path: Any) -> None:
+    step, _, _ = maker(ADAMW, 2, check_finite="skip")()
+    with step:
+        program = step.prepare(**batch())
+        text = str(program)
+        assert "b0_share_is_finite" in text and "loss_is_finite, otherwise=skip)" in text
+        assert "# -- unless all of this is finite on every device, the step ends here and returns its loss" in text
+        assert "remark: check-finite: " in text and "leaves the updates out and returns its loss" in text
+        for graph in (module.graph for module in program.device_graphs.values()):
+            (commit,) = calls_to(graph, ops.commit)
+            assert all(node < commit for node in calls_to(graph, ops.wait)) and len(commit.args) > 1
+        program.save(tmp_path / "step.json.gz")
+        again = mirrorc.Program.load(tmp_path / "step.json.gz")
+        assert str(again) == text and again.properties == program.properties
+
+
+def test_what_contradicts_check_finite_is_refused() -> None:
+    model = Net()
+    own = ADAMW(model.parameters())
+    for options, error, words in (
+        ({"check_finite": 1}, TypeError, "check_finite is 1: say True"),
+        ({"check_finite": "raise"}, TypeError, "check_finite is 'raise'"),
+        ({"check_finite": True, "passes": default_pipeline()}, ValueError, "put mirrorc.passes.CheckFinite"),
+        ({"check_finite": "skip", "disable_passes": ["check-finite"]}, ValueError, "which disable_passes leaves out"),
+    ):
+        with pytest.raises(error, match=words):
+            mirrorc.compile(model, 2, optimizer=own, loss_fn=loss_fn, **options)
+    with pytest.raises(ValueError, match="otherwise is 'stop'"):
+        passes.CheckFinite("stop")
+
+
+def test_a_pipeline_of_ones_own_may_check() -> None:
+    step, _, _ = maker(ADAMW, 2, passes=default_pipeline(check_finite=True))()
+    with step, pytest.raises(NonFiniteError, match="'scale'"):
+        step(**batch(**BAD_GRADIENT))
