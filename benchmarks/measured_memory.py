@@ -127,6 +127,7 @@ class _WatchedPool:
         self, jobs: Sequence[Callable[[], Any]], on_failure: Callable[[], None], results: list[Any]
     ) -> list[tuple[bool, Any]]:
         """As `mirrorc.runtime.devices.thread_pool.DevicePool.run`, but errors are raised."""
+        jobs = [torch.no_grad()(job) for job in jobs]
         with ThreadPoolExecutor(len(jobs)) as threads:
             others = {i: threads.submit(job) for i, job in enumerate(jobs) if i != self.watched}
             try:

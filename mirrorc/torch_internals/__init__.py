@@ -19,6 +19,7 @@ from mirrorc.torch_internals.operators import replaced_operators
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.state import (
     UncountedHook,
+    bare_step,
     calls_step_hooks,
     global_hook_tables,
     has_gradient_hooks,
@@ -50,6 +51,7 @@ __all__ = [
     "PythonWrite",
     "UncountedHook",
     "add_node",
+    "bare_step",
     "calls_step_hooks",
     "compile_with_inductor",
     "export_joint_graph",

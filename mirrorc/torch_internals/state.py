@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -67,6 +68,16 @@ def _counts_any(hooks: Mapping[int, object]) -> bool:
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks on ``step`` can be registered: not on an object whose class does not call ``Optimizer.__init__``."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """The step of a class of torch's, without what torch wraps around it: a mark for profilers, hooks, no gradients.
+
+    That takes longer than the update of a small bucket. Callers have switched gradients off, and see to it that there are no
+    hooks.
+    """
+    step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(kind.step)
+    return step
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
-from mirrorc.runtime.state.shown_state import ShownState
+from mirrorc.runtime.state.shown_state import ShownState, are_the_same
 from mirrorc.runtime.state.user_steps import UserSteps
 from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
 from mirrorc.torch_internals import storage_key
@@ -53,6 +54,7 @@ class BucketOptimizers:
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
@@ -118,10 +120,14 @@ class BucketOptimizers:
             ValueError: they require state that is not there.
         """
         self._write_rates()
+        held = list(chain.from_iterable(map(dict.values, self.user_optimizer.param_groups)))
+        if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
+            return
         if self._state.buckets and self._switches != state_switches(self.user_optimizer):
             self._check_state(self._state.buckets)
         for own in self._state.optimizers.values():
             own.sync()
+        self._hyperparameters = held
 
     def _write_rates(self) -> None:
         """Writes the learning rates into the tensors that captured updates read."""

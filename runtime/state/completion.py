@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _T = TypeVar("_T")
-_NUM_TRIES = 10
+_TRIES = (*[False] * 9, True)  # whether it is the last one
 
 
 def completed(function: Callable[[], _T]) -> _T:
@@ -18,7 +18,7 @@ def completed(function: Callable[[], _T]) -> _T:
     not raised; one that nothing cures is.
     """
     interruption: BaseException | None = None
-    for is_last in (*[False] * (_NUM_TRIES - 1), True):
+    for is_last in _TRIES:
         try:
             result = function()
             break

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mirrorc.optimizers import SCALAR_STATE, is_fused
-from mirrorc.torch_internals import peak_allocation
+from mirrorc.torch_internals import bare_step, peak_allocation
 
 _TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 
@@ -55,6 +55,7 @@ class FlatOptimizer:
             "param_groups": [self._hyperparameters()],
         }
         self.optimizer.__setstate__(state)  # as unpickling does; this is how the class starts from a given state
+        self._step = bare_step(type(optimizer))
 
     def _hyperparameters(self) -> dict[str, Any]:
         """The user's present hyperparameters; if they leave the implementation open, the fused one is chosen."""
@@ -74,9 +75,9 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def update(self, gradient: torch.Tensor) -> None:
-        """One step."""
+        """One step. Gradients are switched off in the caller's thread."""
         self.parameter.grad = gradient
-        self.optimizer.step()
+        self._step(self.optimizer)
 
 
 def update_memory(
@@ -97,9 +98,10 @@ def update_memory(
     """
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)
-    tried.update(gradient)  # makes its state
-    made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]
-    peak = peak_allocation(lambda: tried.update(gradient), [flat, gradient, *made])
+    with torch.no_grad():
+        tried.update(gradient)  # makes its state
+        made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]
+        peak = peak_allocation(lambda: tried.update(gradient), [flat, gradient, *made])
     state = known_state or tried.state
     entries = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
     return UpdateMemory(

@@ -62,13 +62,13 @@ class ShownState:
         if self._is_empty:
             return False
         return not (
-            _are_same(list(self._optimizer.state.values()), self._states)
-            and _are_same(list(chain.from_iterable(map(dict.values, self._dicts))), self._values)
+            are_the_same(list(self._optimizer.state.values()), self._states)
+            and are_the_same(list(chain.from_iterable(map(dict.values, self._dicts))), self._values)
             and list(chain.from_iterable(self._dicts)) == self._names
             and [tensor._version for tensor in self._counted] == self._versions
         )
 
 
-def _are_same(now: list[Any], then: list[Any]) -> bool:
+def are_the_same(now: list[Any], then: list[Any]) -> bool:
     """Whether two lists have the very same objects; comparing tensors by value would compare their elements."""
     return len(now) == len(then) and all(map(is_, now, then))

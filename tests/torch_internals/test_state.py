@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mirrorc import torch_internals as internals
+from mirrorc.optimizers import ELEMENTWISE
 
 
 def test_mark_optimizer_stepped_satisfies_schedulers() -> None:
@@ -197,3 +198,20 @@ def test_has_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for patch in (lambda self: None, functools.wraps(of_class)(lambda self: of_class(self))):
         monkeypatch.setattr(torch.optim.SGD, "step", patch)
         assert not internals.has_torchs_step(make())
+
+
+def test_the_bare_step_of_an_optimizer_updates_as_its_step_does() -> None:
+    """The step itself, out of its file, whatever torch wraps around it."""
+    for kind in ELEMENTWISE:
+        step = internals.bare_step(kind)
+        assert step is not kind.step and step.__qualname__.endswith(".step")
+        assert Path(step.__code__.co_filename).parent.name == "optim"  # type: ignore[attr-defined]
+        pair = [torch.nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2)]
+        optimizers = [kind([parameter], lr=0.1) for parameter in pair]  # type: ignore[call-arg]
+        for i in range(3):
+            for parameter in pair:
+                parameter.grad = torch.linspace(0, i, 5)
+            optimizers[0].step()
+            with torch.no_grad():
+                step(optimizers[1])
+        assert torch.equal(*pair) and not torch.equal(pair[0], torch.linspace(-1, 1, 5))
