@@ -103,7 +103,8 @@ class Meeting:
 
     Args:
         arrive, leave: see above.
-        may_end: whether the function returns its output at once if ``leave`` gives False; no clock marks such a call.
+        may_end: whether the function returns its output at once if ``leave`` gives False. Otherwise the time of the call is
+            marked as its own; without this, it belongs to the call after it.
     """
 
     def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
@@ -192,9 +193,12 @@ class _Generator:
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
         if self.pauses(node):
             self._emit("    yield", None)
-        self._emit(f"    {name} = leave_{name}()", node)  # not marked: its time belongs to the wait after it
+        self._emit(
+            f"    {name} = leave_{name}()", node
+        )  # not marked: its time belongs to the wait after it, if there is one
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
+            self._mark(node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _mark(self, node: fx.Node) -> None:

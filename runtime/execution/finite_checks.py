@@ -37,9 +37,9 @@ def examined(value: torch.Tensor) -> Examined:
     return Examined(value, value.sum(dtype=wide))
 
 
-def _all_finite(given: Sequence[Examined]) -> bool:
-    """Whether no sum has a fault; asks a GPU once."""
-    if given[0].total.is_cuda:
+def sums_are_finite(given: Sequence[Examined], *, at_once: bool) -> bool:
+    """Whether all sums are finite. A GPU is asked for all of them at once, because each question waits for it."""
+    if at_once:
         return bool(torch.stack([one.total.isfinite() for one in given]).all().item())
     return all(cmath.isfinite(one.total.item()) for one in given)
 
@@ -113,7 +113,7 @@ class CheckedCommit(CommitPoint):
 
     def arrive_with(self, replica: int, *given: Examined) -> None:
         """As `arrive`, with what the replica has examined."""
-        if not _all_finite(given):
+        if not sums_are_finite(given, at_once=self._devices[replica].is_asynchronous):
             pairs = zip(self._ranges[replica], given, strict=True)
             found = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]
             if found:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from torch import fx
 
+from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_of, is_region_call, region_of
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import Program
@@ -56,6 +57,8 @@ def _part_of(program: Program, node: fx.Node) -> str:
     """The part that a call's time belongs to; for a wait it is ``transfer``, from which the caller splits off the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
+    if node.target is ops.commit:  # of a checked step, which waits for all devices
+        return "skew"
     if is_of(node, Kind.WAIT):
         return "transfer"
     return next(

@@ -16,8 +16,7 @@ from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.variables import VariableStore, slot_views
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_ROW = 1024  # elements that are added up together
+_ROW = 1024  # words that are added up together
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ComparedState(StepState):
         place = {name: i for i, name in enumerate(self.store.tensors)}
         all_of_them = [own for one in copies for own in one.of_variables()]
         for name, entry, tensors in sorted(all_of_them, key=lambda own: place[own[0]]):
-            bits = [_bits(tensor).cpu() for tensor in tensors]
+            bits = [_bytes(tensor).cpu() for tensor in tensors]
             groups: list[list[int]] = []
             for replica, own in enumerate(bits):
                 alike = next((group for group in groups if torch.equal(bits[group[0]], own)), None)
@@ -124,7 +123,7 @@ class ComparedState(StepState):
         who = f"{listed(devices[r] for r in differing)} {'differs' if len(differing) == 1 else 'differ'} from "
         who += f"{listed(devices[r] for r in most)}{'' if has_majority else ', and none has a majority'}"
         return (
-            f"the replicas' copies of {what} are not equal any more: {who} ({counted(number, 'place')} in memory). Memory has "
+            f"the replicas' copies of {what} are not equal any more: {who} ({counted(number, 'byte')}). Memory has "
             "gone bad, or something has written to one copy alone. No parameter was changed: load a checkpoint of model and "
             "optimizer, which writes all copies anew"
         )
@@ -135,27 +134,30 @@ def make_state(store: VariableStore, optimizers: BucketOptimizers, every: int) -
     return ComparedState(store, optimizers, every) if every else StepState(store, optimizers)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as 1-D integers of at most 32 bits, so that sums of them as 64 bits lose none."""
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, 1-D, from where they can be read as words of 64 bits."""
     flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_INTEGERS[flat.element_size()])
+    flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
+    return flat.view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers that tell a tensor's bits: if at most two elements differ, so do the numbers; with more, almost surely.
+    """Four numbers that tell a tensor's bits: if at most two bits differ, so do the numbers; with more, almost surely.
 
-    The elements are taken for rows of a matrix. The numbers are the sums of its rows and of its columns, each with a weight
-    of its own. Nothing of the tensor's size is allocated, and no device is waited for.
+    Words of 64 bits are taken for the elements of a matrix. The numbers are the sums of its rows and of its columns, each with a
+    weight of its own. Nothing of the tensor's size is allocated, and no device is waited for.
     """
-    bits = _bits(tensor)
-    num_rows = bits.numel() // _ROW
-    body, rest = bits[: num_rows * _ROW].view(num_rows, _ROW), bits[num_rows * _ROW :]
-    rows = torch.cat([body.sum(1, dtype=torch.int64), rest.sum(dtype=torch.int64).reshape(1)])
-    columns = body.sum(0, dtype=torch.int64)
+    found = _bytes(tensor)
+    num_words = found.numel() // 8
+    words, tail = found[: num_words * 8].view(torch.int64), found[num_words * 8 :].long()
+    num_rows = num_words // _ROW
+    body, rest = words[: num_rows * _ROW].view(num_rows, _ROW), words[num_rows * _ROW :]
+    rows, columns = torch.cat([body.sum(1), rest.sum().reshape(1)]), body.sum(0)
     columns[: rest.numel()] += rest
-    return torch.stack([_weighted(rows), _weighted(columns)])
+    return torch.cat([_weighted(rows), _weighted(torch.cat([columns, tail]))])
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
+    """The sums of the upper and of the lower halves, so that a weight does not push the highest bit out."""
+    halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])
+    return (halves * torch.arange(1, sums.numel() + 1, device=sums.device)).sum(1)

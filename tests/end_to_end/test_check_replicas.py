@@ -48,7 +48,7 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "replica", "who"),
-    [(3, 1, "cpu:1 differs from cpu:0 and cpu:2 \\(1 place in memory\\)"), (2, 0, "none has a majority")],
+    [(3, 1, "cpu:1 differs from cpu:0 and cpu:2 \\(\\d bytes?\\)"), (2, 0, "none has a majority")],
 )
 def test_a_parameter_gone_bad_is_named_until_a_checkpoint_is_loaded(devices: int, replica: int, who: str) -> None:
     step, model, own = compiled(devices, 3, **UNSHARED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,35 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("devices", DEVICES.values(), ids=list(DEVICES))
+def test_steps_that_are_not_finite_are_skipped_or_refused_and_bad_memory_is_found(devices: list[str]) -> None:
+    x, y = torch.randn(8, 12).double(), torch.randint(0, 5, (8,))
+    bad = x.clone()
+    bad[-1, 0] = float("nan")
+    for check_finite in (True, "skip"):
+        model = make_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options: Any = {"check_finite": check_finite, "check_replicas_every": 1, "bucket_cap_mb": 0.001}
+        with mirrorc.compile(
+            model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options
+        ) as step:
+            for _ in range(3):
+                step(x, target=y)
+            kept = [parameter.detach().clone() for parameter in model.parameters()]
+            if check_finite is True:
+                with pytest.raises(mirrorc.NonFiniteError, match=r"'0.weight' is not finite"):
+                    step(bad, target=y)
+            else:
+                assert step(bad, target=y).isnan() and step.num_skipped == 1
+            assert all(torch.equal(p, own) for p, own in zip(model.parameters(), kept, strict=True))
+            step(x, target=y)
+            assert not torch.equal(kept[0], next(model.parameters()))
+            if len(devices) > 1:
+                step.variables["0.weight"].values[1].view(-1)[:1] += 1.0
+                with pytest.raises(mirrorc.ExecutionError, match=r"the replicas' copies of '0.weight' are not equal"):
+                    step(x, target=y)
 
 
 def test_inputs_with_gaps_are_dense_on_the_gpu() -> None:

@@ -32,7 +32,8 @@ def compiled(name: str, *names: str, **options: Any) -> Program:
 def test_a_step_on_gpus_is_verified_after_every_pass(name: str) -> None:
     """Types are recomputed with fake tensors of CUDA, so a value that is made on the host by mistake is refused."""
     for names, link in ((("cuda:0", "cuda:1", "cuda:2"), "nccl"), (("cuda:0", "cuda:0/1", "cuda:1"), "copy")):
-        program = compiled(name, *names, bucket_cap_mb=0.0005, first_bucket_mb=0.0001)
+        check_finite = "skip" if link == "copy" else False
+        program = compiled(name, *names, bucket_cap_mb=0.0005, first_bucket_mb=0.0001, check_finite=check_finite)
         assert program.stage is Stage.LOWERED and list(program.device_graphs) == list(names)
         launches = [n for m in program.device_graphs.values() for n in calls_to(m.graph, ops.all_reduce)]
         assert len(launches) > len(names) and {n.kwargs["link"] for n in launches} == {link}, "GPUs share no memory"

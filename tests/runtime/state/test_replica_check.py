@@ -24,7 +24,7 @@ def flipped(tensor: torch.Tensor, byte: int, bit: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(DTYPES), st.integers(1, 5000), st.integers(0, 2**32 - 1), st.data())
+@given(st.sampled_from(DTYPES), st.integers(1, 9000), st.integers(0, 2**32 - 1), st.data())
 def test_flipped_bits_change_it(dtype: torch.dtype, size: int, seed: int, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.randint(0, 2, (size,), generator=generator).to(dtype)
@@ -39,13 +39,31 @@ def test_flipped_bits_change_it(dtype: torch.dtype, size: int, seed: int, data: 
 
 
 def test_the_same_numbers_elsewhere_have_another_checksum() -> None:
-    tensor = torch.zeros(4000)
+    tensor = torch.zeros(9999)
     found = set()
-    for place in (0, 1, 1023, 1024, 1025, 2049, 3999):
+    for place in (0, 1, 2047, 2048, 2049, 4097, 9998):
         other = tensor.clone()
         other[place] = 1.0
         found.add(tuple(checksum(other).tolist()))
     assert len(found) == 7
     assert torch.equal(checksum(torch.tensor(-0.0)), checksum(torch.tensor(-0.0)))
     assert not torch.equal(checksum(torch.tensor(-0.0)), checksum(torch.tensor(0.0)))
-    assert checksum(torch.zeros(0)).tolist() == [0, 0]
+    assert checksum(torch.zeros(0)).tolist() == [0] * 4
+
+
+def test_highest_bits_of_two_words_are_told_apart() -> None:
+    """As unsigned sums of 64 bits, they would cancel out."""
+    tensor = torch.zeros(9000, dtype=torch.float64)
+    expected = checksum(tensor)
+    for places in ((0, 1), (0, 2), (0, 1024), (0, 2048), (5, 5 + 1024), (1, 1026), (8191, 8999)):
+        other = tensor.clone()
+        other[list(places)] = -0.0
+        assert not torch.equal(checksum(other), expected), places
+
+
+def test_views_that_begin_anywhere_have_the_checksum_of_their_copies() -> None:
+    numbers = torch.randn(5000)
+    for start in range(4):
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            view = numbers.to(dtype)[start : 4000 + start]
+            assert torch.equal(checksum(view), checksum(view.clone()))

@@ -226,6 +226,7 @@ def draw_distribution(draw: Random) -> Distribution:
         bucket_bytes=draw.choice((2**20, 200, 400)),
         factors=draw.random() < 0.3,
         exact_order=draw.random() < 0.2,
+        is_checked=draw.random() < 0.3,
     )
 
 

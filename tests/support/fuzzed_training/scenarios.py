@@ -90,6 +90,7 @@ def scenarios(
             bucket_bytes=st.sampled_from((2**20, 200, 400)),
             factors=st.booleans(),
             exact_order=st.booleans(),
+            is_checked=st.booleans(),
         ),
         holds_all=st.sampled_from((True, True, True, False)),
         is_uneven=st.booleans() if is_uneven else st.just(False),

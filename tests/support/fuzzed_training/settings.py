@@ -56,7 +56,7 @@ OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "f
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a step is compiled: for how many devices, over which link, with which passes and bucket sizes."""
+    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes and checks."""
 
     num_devices: int = 2
     link: str | None = None
@@ -64,6 +64,7 @@ class Distribution:
     bucket_bytes: int = 2**20
     factors: bool = False
     exact_order: bool = False
+    is_checked: bool = False
 
     def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
         """A step over the model."""
@@ -74,10 +75,15 @@ class Distribution:
             self.num_devices,
             backend="eager",
             passes=default_pipeline(
-                bucket_cap_mb=cap, first_bucket_mb=cap, link=self.link, min_factored_elements=smallest
+                bucket_cap_mb=cap,
+                first_bucket_mb=cap,
+                link=self.link,
+                min_factored_elements=smallest,
+                check_finite=self.is_checked,
             ),
             disable_passes=self.left_out,
             exact_order=self.exact_order,
+            check_replicas_every=int(self.is_checked),
             timeout_seconds=60.0,
             **options,
         )
