@@ -46,7 +46,9 @@ def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
     side.model.zero_grad()
     arguments = dict(batch)
     target = arguments.pop("target")
-    pair.loss_fn(side.model(**arguments), target).backward()
+    loss = pair.loss_fn(side.model(**arguments), target)
+    if loss.requires_grad:  # something is left to train
+        loss.backward()
 
 
 @event
