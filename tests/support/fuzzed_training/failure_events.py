@@ -64,11 +64,17 @@ def _fail(pair: Pair, batch: dict[str, Any], pattern: str) -> None:
 
 @event
 def fail_to_allocate(pair: Pair, draw: Random) -> None:
-    """Memory is short at some allocation of a step, most often while it is laid out; the step fails or is whole."""
-    if draw.random() < 0.7:
+    """Memory is short at some allocation of a step, most often while it is laid out, anew or not; it fails or is whole."""
+    how = draw.random()
+    if how < 0.4:
         pair.compile_again(draw_distribution(draw))
+    elif how < 0.8:  # the same step needs other buckets
+        name = draw.choice([name for name in pair.twin.parameters() if "head" not in name])
+        for side in pair.sides:
+            side.parameters()[name].requires_grad_(not side.parameters()[name].requires_grad)
     batch, before = draw_batch(pair, draw), pair.begin()
-    with failing_allocations(draw.randrange(30)) as has_failed:
+    place = draw.choice(("", "state/variables.py", "state/flat_state.py"))
+    with failing_allocations(draw.randrange(4 if place else 30), f"{_RUNTIME}/{place}") as has_failed:
         try:
             pair.step(**batch)
         except (MemoryError, *REFUSALS) as error:
@@ -80,13 +86,16 @@ def fail_to_allocate(pair: Pair, draw: Random) -> None:
 
 
 @contextmanager
-def failing_allocations(which: int) -> Iterator[list[bool]]:
-    """Raises MemoryError at the allocation of that number, and none after it; the list tells whether it has."""
+def failing_allocations(which: int, place: str) -> Iterator[list[bool]]:
+    """Raises MemoryError at the allocation of that number, and none after it; the list tells whether it has.
+
+    Only those in files of the runtime whose path begins with ``place`` count.
+    """
     left, has_failed = [which], []
 
     def limited(function: Any) -> Any:
         def allocate(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= sys._getframe(1).f_code.co_filename.startswith(_RUNTIME)  # only its own allocations count
+            left[0] -= sys._getframe(1).f_code.co_filename.startswith(place)
             if left[0] < 0 and not has_failed:
                 has_failed.append(True)
                 raise MemoryError("no memory is left")

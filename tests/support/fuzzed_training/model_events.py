@@ -202,7 +202,7 @@ def freeze_all(pair: Pair, draw: Random) -> None:
 
     for side in pair.sides:
         side.model.requires_grad_(False)
-    pair.doubt("trainable parameter", undo)
+    pair.doubt("trainable parameter|does not depend on any parameter", undo)
 
 
 @event

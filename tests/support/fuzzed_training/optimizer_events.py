@@ -208,6 +208,8 @@ def turn_on_amsgrad(pair: Pair, draw: Random) -> None:
 @event
 def add_the_rest(pair: Pair, draw: Random) -> None:
     """Gives the optimizer the parameters that it does not hold yet, in a group of their own."""
+    if pair.doubts:  # one of them may be put back
+        return
     for side in pair.sides:
         held = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
         rest = [p for p in side.model.parameters() if id(p) not in held]
