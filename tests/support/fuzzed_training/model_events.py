@@ -221,7 +221,7 @@ def run_forward(pair: Pair, draw: Random) -> None:
     batch.pop("target")
     has_grad = draw.random() < 0.5
     for side in pair.sides:
-        with torch.set_grad_enabled(has_grad):
+        with torch.set_grad_enabled(has_grad), torch.random.fork_rng(devices=()):
             side.model(**batch)
 
 

@@ -46,7 +46,8 @@ def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
     side.model.zero_grad()
     arguments = dict(batch)
     target = arguments.pop("target")
-    loss = pair.loss_fn(side.model(**arguments), target)
+    with torch.random.fork_rng(devices=()):  # dropout draws the same numbers on both sides
+        loss = pair.loss_fn(side.model(**arguments), target)
     if loss.requires_grad:  # something is left to train
         loss.backward()
 
