@@ -21,15 +21,17 @@ class GradientHabits:
     """Watches for habits of a training loop that have no effect after a compiled step; warns once of each kind.
 
     Args:
-        parameters: those that the step may train.
+        parameters: those of the model.
+        optimizer: the user's. Gradients of parameters that it does not hold are left alone, as its ``zero_grad`` leaves them.
 
     Attributes:
-        has_trained: whether the step has run; before, gradients are the user's own matter.
+        has_trained: whether the step has run; before, nothing is warned of.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self.has_trained = False
         self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._optimizer = optimizer
         self._with_gradients: list[torch.Tensor] = []
         self._told: set[str] = set()
         _watching.add(self)
@@ -40,7 +42,8 @@ class GradientHabits:
 
         ``are_used`` says whether an optimizer has made a step with them.
         """
-        self._with_gradients = [p for p in self._parameters.values() if p.grad is not None]
+        groups = self._optimizer.param_groups
+        self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
             self._warn(
                 "gradients",
@@ -50,7 +53,7 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Called after a step: no parameter keeps a gradient."""
+        """Called after a step: no parameter of the optimizer keeps a gradient."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []

@@ -53,7 +53,7 @@ class Step:
         store = VariableStore(model.tensors, options.devices)
         optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
         self._state = make_state(store, optimizers, options.check_replicas_every)
-        self._habits = GradientHabits(model.parameters.values())
+        self._habits = GradientHabits(model.parameters.values(), optimizers.user_optimizer)
         optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (

@@ -216,8 +216,8 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
     detail = structure[1]
     children = [rebuild(child, leaves, plain) for child in structure[2]]
     if kind == "mapping":
-        plain = dict(zip(detail[1], children, strict=True))
-        return plain if detail[0] is dict else detail[0](plain)
+        entries = dict(zip(detail[1], children, strict=True))
+        return entries if detail[0] is dict else detail[0](entries)
     if kind == "dataclass":
         return detail[0](**dict(zip(detail[1], children, strict=True)))
     if kind == "namedtuple":

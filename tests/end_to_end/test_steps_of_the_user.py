@@ -249,6 +249,29 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
 
 
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_own(
+    make_optimizer: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Another optimizer of the user's may wait for them; zero_grad() of the step's optimizer leaves them, too."""
+    model = make_mlp()
+    head, body = list(model.second.parameters()), list(model.first.parameters())
+    own = torch.optim.SGD(body, lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=make_optimizer(head), loss_fn=F.cross_entropy, backend="eager") as step:
+        for seed in range(3):
+            F.cross_entropy(model(mlp_batch(4, seed=seed)["x"]), mlp_batch(4, seed=seed)["target"]).backward()
+            kept = [parameter.grad for parameter in body]
+            expected = [torch.add(p.detach(), p.grad, alpha=-0.1) for p in body]
+            for parameter in head:
+                parameter.grad = None
+            step(**mlp_batch(5, seed=seed))
+            assert all(p.grad is gradient for p, gradient in zip(body, kept, strict=True))
+            own.step()
+            own.zero_grad()
+            assert all(torch.equal(p, to) for p, to in zip(body, expected, strict=True))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -3,6 +3,7 @@
     python tests/support/mutants.py                         # all models and handmade programs: minutes
     python tests/support/mutants.py --only handmade pairs   # sources and kinds whose names contain one of these words
     python tests/support/mutants.py --places 0              # at every place, not a sample of them
+    python tests/support/mutants.py --jobs 1                # in one process; otherwise one for each core
 
 A kind that breaks programs must be refused, by a `VerifyError` and not by an accident, wherever it applies; a harmless one
 must be accepted. Exits with 1 where that is not so.
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import re
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,6 +35,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir.program import Program
 from mirrorc.verifier.verifier import Verify
 
+HANDMADE = "handmade"  # the part of all programs that no model is captured for
 _PLACES = 3  # of a kind in a program, unless told
 
 
@@ -61,6 +66,16 @@ class Report:
     @property
     def wrong(self) -> list[str]:
         return [line for tally in self.tallies.values() for line in (*tally.wrong, *tally.crashed)]
+
+    def add(self, other: Report) -> None:
+        """Counts what another report has counted, too."""
+        self.valid += other.valid
+        for name, tally in self.tallies.items():
+            more = other.tallies[name]
+            tally.mutants += more.mutants
+            tally.rules.update(more.rules)
+            tally.wrong += more.wrong
+            tally.crashed += more.crashed
 
 
 class Examiner:
@@ -200,16 +215,22 @@ def table(report: Report, examples: int = 3) -> str:
     return "\n".join(lines)
 
 
-def _sources(words: Sequence[str]) -> Iterator[Source]:
-    def is_wanted(name: str) -> bool:
-        return not words or any(word in name for word in words)
-
-    for source in handmade_sources():
-        if is_wanted(f"handmade {source.name}"):
+def _sources(part: str, words: Sequence[str]) -> Iterator[Source]:
+    """The handmade programs, or those of a model, whose names contain one of these words."""
+    is_handmade = part == HANDMADE
+    for source in handmade_sources() if is_handmade else model_sources(part):
+        name = f"{HANDMADE} {source.name}" if is_handmade else f"model {source.name}"
+        if not words or any(word in name for word in words):
             yield source
-    for name in MODELS:
-        if is_wanted(f"model {name}"):
-            yield from model_sources(name)
+
+
+def _examined(part: str, words: Sequence[str], kinds: Sequence[str], limit: int) -> Report:
+    """The report on a part of all programs; runs in a process of its own."""
+    warnings.simplefilter("ignore")
+    report = Report()
+    for source in _sources(part, words):
+        examine(source.subjects(), [KINDS[name] for name in kinds], limit, report)
+    return report
 
 
 def main() -> int:
@@ -218,14 +239,19 @@ def main() -> int:
     parser.add_argument("--places", type=int, default=_PLACES, help="places of a kind in a program; 0 for all")
     parser.add_argument("--only", nargs="+", default=(), help="words, one of which the name of a program contains")
     parser.add_argument("--kinds", nargs="+", default=(), help="words, one of which the name of a kind contains")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    kinds = [kind for name, kind in KINDS.items() if not options.kinds or any(word in name for word in options.kinds)]
+    kinds = [name for name in KINDS if not options.kinds or any(word in name for word in options.kinds)]
     report, started = Report(), time.perf_counter()
-    for source in _sources(options.only):
-        examine(source.subjects(), kinds, options.places, report)
-        done = sum(tally.mutants for tally in report.tallies.values())
-        sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {source.name}: {done} mutants so far\n")
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = {
+            pool.submit(_examined, part, options.only, kinds, options.places): part for part in (HANDMADE, *MODELS)
+        }
+        for future in as_completed(parts):
+            report.add(future.result())
+            done = sum(tally.mutants for tally in report.tallies.values())
+            sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {parts[future]}: {done} mutants so far\n")
+            sys.stderr.writelines(f"    {line}\n" for line in future.result().wrong)
     sys.stdout.write(table(report) + "\n")
     return int(bool(report.wrong))
 
