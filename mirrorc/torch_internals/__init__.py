@@ -15,7 +15,7 @@ from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange, in_users_
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
-from mirrorc.torch_internals.operators import replaced_operators
+from mirrorc.torch_internals.operators import copy_each, replaced_operators
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.state import (
     UncountedHook,
@@ -54,6 +54,7 @@ __all__ = [
     "bare_step",
     "calls_step_hooks",
     "compile_with_inductor",
+    "copy_each",
     "export_joint_graph",
     "fresh_kernel_files",
     "global_hook_tables",

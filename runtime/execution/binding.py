@@ -25,6 +25,7 @@ from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, exa
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
 """For each operation, a handler that returns the function to run a node of a replica, or a `Constant`.
@@ -108,9 +109,11 @@ class Binder:
         self.pieces += pieces
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
-            for i in plain:
-                if gradients[i] is not slots[i]:  # otherwise backward has written the gradient into its slot
-                    slots[i].copy_(gradients[i])
+            outside = [
+                i for i in plain if gradients[i] is not slots[i]
+            ]  # others were written into their slots by backward
+            if outside:
+                copy_each([slots[i] for i in outside], [gradients[i] for i in outside])
             if not factored:
                 return whole
             bucket = FactoredBucket(whole, [gradients[i] for i in left], pieces)

@@ -18,7 +18,7 @@ from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
 from mirrorc.runtime.state.shown_state import ShownState, are_the_same
 from mirrorc.runtime.state.user_steps import UserSteps
 from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
-from mirrorc.torch_internals import storage_key
+from mirrorc.torch_internals import copy_each, storage_key
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class BucketOptimizers:
         self._shown = ShownState(optimizer)
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
-        self._scalars: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._scalars: list[torch.Tensor] = []  # the numbers that are shown
+        self._own_scalars: list[torch.Tensor] = []  # those of the buckets, in the same order
         self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
@@ -182,20 +183,21 @@ class BucketOptimizers:
             self._state.hold_what_is_new()
             self._show(self._state.shown())
             return_freed_memory()  # the parts of the state have been copied together
-        for shown, value in self._scalars:
-            shown.copy_(value)
+        copy_each(self._scalars, self._own_scalars)
         self._shown.count_versions()
         self.is_fresh = False
 
     def _show(self, shown: Shown) -> None:
-        self._scalars, self._entries = shown.scalars, self._state.entries()
+        self._scalars = [number for number, _ in shown.scalars]
+        self._own_scalars = [value for _, value in shown.scalars]
+        self._entries = self._state.entries()
         if not self._state.buckets:
             self._shown.forget()
             return
         whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
         self._shown.put(
             ((self._parameter(name), entries) for name, entries in shown.states.items() if entries is not None),
-            (*whole, *(number for number, _ in shown.scalars)),
+            (*whole, *self._scalars),
         )
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:

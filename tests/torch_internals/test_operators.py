@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import replaced_operators
+from mirrorc.torch_internals import copy_each, replaced_operators
 
 aten = torch.ops.aten
 
@@ -21,3 +21,12 @@ def test_operators_below_autograd_are_replaced() -> None:
     assert torch.equal(y, 2 * torch.sin(x).sum())
     y.backward()
     assert x.grad is not None and torch.allclose(x.grad, -2 * torch.sin(x)), "autograd knows nothing of it"
+
+
+def test_each_source_is_copied_into_its_target() -> None:
+    """Whatever the shapes, the strides and the dtypes; and none at all."""
+    targets = [torch.zeros(3), torch.zeros(2, 4).t(), torch.zeros((), dtype=torch.float64), torch.zeros(0)]
+    sources = [torch.arange(3.0), torch.rand(4, 2), torch.tensor(2.5), torch.zeros(0)]
+    copy_each(targets, sources)
+    assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(targets, sources, strict=True))
+    copy_each([], [])
