@@ -51,10 +51,12 @@ class StepState:
             return_freed_memory()  # parameters and state have moved into buckets
         elif layout.homes:
             completed(lambda: self._put_in_place(layout, None))
-        if self.store.mirror_changes():
+        user_steps = self.optimizers.user_steps
+        if self.store.mirror_changes(user_steps.of_others):
             self.layout += 1
         self.optimizers.sync_hyperparameters()
-        self.optimizers.user_steps.have_written = False
+        user_steps.have_written = False
+        user_steps.of_others.clear()
         self._is_whole = True
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:

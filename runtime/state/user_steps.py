@@ -23,6 +23,7 @@ class UserSteps:
 
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
+        of_others: the ids of other parameters that some optimizer has made a step with; whoever has seen to them clears this.
         when_idle: called after a step of the user's optimizer for which no parameter had a gradient.
     """
 
@@ -32,8 +33,7 @@ class UserSteps:
         self._optimizer = optimizer
         self._had_gradients = False
         self._are_ours = False
-        self._sizes: list[int] = []
-        self._parameters: frozenset[int] = frozenset()  # their ids
+        self.of_others: set[int] = set()
         itself = weakref.ref(self)
 
         def call(method: Callable[[UserSteps, torch.optim.Optimizer], None]) -> UncountedHook:
@@ -72,12 +72,10 @@ class UserSteps:
         """Called in every thread after every step of any optimizer, also of those that update whole buckets."""
         if optimizer is self._optimizer:
             return
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        if sizes != self._sizes:
-            parameters = (id(p) for group in self._optimizer.param_groups for p in group["params"])
-            self._parameters, self._sizes = frozenset(parameters), sizes
-        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+        own, stepped = _ids_of_parameters(self._optimizer), _ids_of_parameters(optimizer)
+        if not own.isdisjoint(stepped):
             self.have_written = True
+        self.of_others |= stepped - own
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -87,6 +85,10 @@ class UserSteps:
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -225,16 +225,17 @@ class VariableStore:
         names = [name for name in program.variables if name in self.tensors]
         return self.plan == program.buckets and all(name in self._layout.values for name in names)
 
-    def mirror_changes(self) -> bool:
+    def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
 
-        Returns:
-            Whether a variable got other memory.
+        Parameters whose ids are in ``stepped`` count as written, whatever their versions say. Returns whether a variable got
+        other memory.
 
         Raises:
             ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
         """
-        changed = [name for name, watched in self._watched.items() if watched.has_changed()]
+        watched = self._watched.items()
+        changed = [name for name, its in watched if its.has_changed() or id(self.tensors[name]) in stepped]
         for shown in self._layout.aggregates:
             changed += [name for name in shown.written_by_user() if name not in changed]
         changed += counted_by(changed, self._watched) if changed else []

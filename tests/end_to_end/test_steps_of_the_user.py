@@ -119,6 +119,30 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     assert_same_state(getattr(optimizer, "inner", optimizer), getattr(of_twin, "inner", of_twin), 1e-10)
 
 
+@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
+    """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = FUSED(model.first.parameters()), FUSED(twin.first.parameters())
+    others = [torch.optim.SGD(own.second.parameters(), lr=0.2, fused=True) for own in (model, twin)]
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+        for seed in range(9):
+            batch = mlp_batch(5, seed=seed)
+            if seed == 5:
+                optimizer.param_groups[0]["params"] = list(model.second.parameters())
+                of_twin.param_groups[0]["params"] = list(twin.second.parameters())
+            if seed % 3:
+                for own, other in zip((model, twin), others, strict=True):
+                    train_step(own, other, batch, F.cross_entropy)
+                    own.zero_grad()
+            expected = train_step(twin, of_twin, batch, F.cross_entropy)
+            twin.zero_grad()
+            assert step(**batch).item() == pytest.approx(expected, rel=1e-10)
+            assert_mirrored(step, model, 2)
+    assert_same_model(model, twin, 1e-10)
+
+
 def clipping(maximum: float) -> Any:
     """A hook that clips gradients by their norm."""
 
