@@ -38,7 +38,7 @@ class Checked:
 
     def add(self, program: Program) -> None:
         """Records that a program's graphs were checked."""
-        graphs = _all_graphs(program)
+        graphs = all_graphs(program)
         parts = [self._checked[id(graph)][1] if self.has(graph) else _parts(graph) for graph in graphs]
         self._checked = {id(graph): (graph, found) for graph, found in zip(graphs, parts, strict=True)}
         self._changed = set()
@@ -56,5 +56,6 @@ def _are_the_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _all_graphs(program: Program) -> list[fx.Graph]:
+def all_graphs(program: Program) -> list[fx.Graph]:
+    """The graphs of a program, and the bodies of its regions."""
     return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]

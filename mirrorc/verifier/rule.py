@@ -24,9 +24,7 @@ class Order(enum.IntEnum):
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
     MEANING = 2  # everything else
-    OWNERS = (
-        3  # values stay on their replica, a step commits; a fault often breaks another rule, which explains it better
-    )
+    OWNERS = 3  # values stay on their replica, a step commits; another rule often explains such a fault better
     TYPES = 4  # the same is true of a wrong type
 
 

@@ -10,7 +10,7 @@ from mirrorc.ir.source_lines import source_line
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
 from mirrorc.printing.wording import printable
-from mirrorc.verifier.checked_graphs import Checked, _all_graphs
+from mirrorc.verifier.checked_graphs import Checked, all_graphs
 from mirrorc.verifier.rule import Rule, Scope, rules
 from mirrorc.verifier.rules.dataflow import KnownFlows
 from mirrorc.verifier.rules.programs import Violation
@@ -65,7 +65,7 @@ def given_programs_are_not_changed(program: Program) -> None:
 
 
 def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:
-    if any(checked.was_changed(graph) for graph in _all_graphs(before)):
+    if any(checked.was_changed(graph) for graph in all_graphs(before)):
         yield Violation(
             "a graph of the program that the pass was given is no longer as it was, nor is it where it is saved"
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -170,10 +172,15 @@ class Sender(threading.Thread):
     [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)],
 )
 def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
-    both, chance = lockstep(way), random.Random(0)
+    both, chance, outcomes, seconds = lockstep(way), random.Random(0), set(), list[float]()
+
+    def measure(run: Callable[[], Any]) -> None:
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
 
     def send(run: Callable[[], Any]) -> None:
-        sender = Sender(chance.random() * 0.004)
+        sender = Sender(chance.random() * statistics.median(seconds))
         sender.start()
         try:
             run()
@@ -181,10 +188,14 @@ def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
             sender.join()
 
     with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        for _ in range(5):
+            both.disturb(measure)
         for _ in range(count):
-            raised, _ = both.disturb(send)
+            raised, has_trained = both.disturb(send)
             assert isinstance(raised, KeyboardInterrupt)
+            outcomes.add(has_trained)
             both.go_on()
+    assert outcomes == {True, False}, "they came before the commit, and after it"
 
 
 @pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])

@@ -25,11 +25,7 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
         owners = owners_of(graph)
         too_late: dict[int | None, fx.Node] = {}
         for node in graph.nodes:
-            if (
-                node.target in ops.LAUNCHES
-                or node.target in ops.UPDATES
-                or node.target in (ops.send, ops.write, ops.commit)
-            ):
+            if _changes_something(node):
                 for replica in replicas if node.target in ops.COLLECTIVES else [owners.get(node)]:
                     too_late.setdefault(replica, node)
             elif node.target is ops.check and (before := too_late.get(owners.get(node))) is not None:
@@ -38,6 +34,10 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
                     "something may have changed",
                     node,
                 )
+
+
+def _changes_something(node: fx.Node) -> bool:
+    return any(node.target in group for group in (ops.LAUNCHES, ops.UPDATES, (ops.send, ops.write, ops.commit)))
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
@@ -88,25 +88,15 @@ def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violat
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
     """What is launched or sent before the commit of a checked step is waited for before it, because the step may end there."""
-    is_sent_before: dict[fx.Node, bool] = {}
-    waits: list[tuple[fx.Node, bool]] = []
-    for _, graph, replicas in scopes(program):
-        ends = {replica_of(node): node for node in calls_to(graph, ops.commit) if node.args}
-        if not ends.keys() >= set(replicas):
-            return
-        is_sent_before |= {node: node < ends[replica_of(node)] for node in calls_to(graph, ops.send)}
-        waits += [(node, node < ends[replica_of(node)]) for node in calls_to(graph, ops.wait)]
-        for node, is_before in waits:
-            launch = node.args[0] if node.args else None
-            if (
-                isinstance(launch, fx.Node)
-                and node.graph is graph
-                and launch < ends[replica_of(node)]
-                and not is_before
-            ):
-                yield Violation(f"{node.name} comes after the commit, but {launch.name} before it", node)
-    for node, is_before in waits:
-        launch = node.args[0] if node.args else None
-        sent = send_to(program, launch) if isinstance(launch, fx.Node) and launch.target is ops.recv else None
-        if sent is not None and is_sent_before[sent] and not is_before:
-            yield Violation(f"{node.name} comes after the commit, but {sent.name} before it", node)
+    ends = {replica_of(end): end for _, graph, _ in scopes(program) for end in calls_to(graph, ops.commit) if end.args}
+    for _, graph, _ in scopes(program):
+        for wait in calls_to(graph, ops.wait):
+            end, launch = ends.get(replica_of(wait)), wait.args[0] if wait.args else None
+            if end is None or wait < end or not isinstance(launch, fx.Node):
+                continue
+            sent = send_to(program, launch) if launch.target is ops.recv else None
+            end_of_sender = ends.get(replica_of(sent)) if sent is not None else None
+            if launch < end:
+                yield Violation(f"{wait.name} comes after the commit, but {launch.name} before it", wait)
+            elif sent is not None and end_of_sender is not None and sent < end_of_sender:
+                yield Violation(f"{wait.name} comes after the commit, but {sent.name} before it", wait)
