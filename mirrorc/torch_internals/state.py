@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import starmap
 from types import MethodType
 from typing import Any
 
@@ -126,6 +127,10 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+_ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))
+"""Whose products of float32 torch may round; settings of a whole backend, or of all, and the older ones, show here."""
+
+
 def torch_modes() -> tuple[Any, ...]:
     """The settings of torch on which a captured graph or its compiled code depends."""
     autocast = tuple(
@@ -135,7 +140,7 @@ def torch_modes() -> tuple[Any, ...]:
         autocast,
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        tuple(starmap(torch._C._get_fp32_precision_getter, _ROUNDED)),
         _function_modes() if torch._C._len_torch_function_stack() else (),
     )
 
