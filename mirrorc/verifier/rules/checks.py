@@ -88,15 +88,20 @@ def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violat
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
     """What is launched or sent before the commit of a checked step is waited for before it, because the step may end there."""
-    ends = {replica_of(end): end for _, graph, _ in scopes(program) for end in calls_to(graph, ops.commit) if end.args}
+    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if node.args]
+    ends = {(commit.graph, replica_of(commit)): commit for commit in commits}
+
+    def is_after_commit(node: fx.Node) -> bool:
+        end = ends.get((node.graph, replica_of(node)))
+        return end is not None and end < node
+
     for _, graph, _ in scopes(program):
-        for wait in calls_to(graph, ops.wait):
-            end, launch = ends.get(replica_of(wait)), wait.args[0] if wait.args else None
-            if end is None or wait < end or not isinstance(launch, fx.Node):
+        for wait in filter(is_after_commit, calls_to(graph, ops.wait)):
+            launch = wait.args[0] if wait.args else None
+            if not isinstance(launch, fx.Node):
                 continue
             sent = send_to(program, launch) if launch.target is ops.recv else None
-            end_of_sender = ends.get(replica_of(sent)) if sent is not None else None
-            if launch < end:
+            if launch < ends[graph, replica_of(wait)]:
                 yield Violation(f"{wait.name} comes after the commit, but {launch.name} before it", wait)
-            elif sent is not None and end_of_sender is not None and sent < end_of_sender:
+            elif sent is not None and (sent.graph, replica_of(sent)) in ends and not is_after_commit(sent):
                 yield Violation(f"{wait.name} comes after the commit, but {sent.name} before it", wait)
