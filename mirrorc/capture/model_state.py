@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,18 +28,13 @@ class ModelState:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
-        roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+        self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         first: dict[int, str] = {}
-        for prefix, root in roots.items():
-            for tensors in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
-                for name, tensor in tensors:
-                    if id(tensor) not in first:
-                        variable = name if prefix == "model" else f"{prefix}.{name}"
-                        while variable in self.tensors:
-                            variable += "_"
-                        first[id(tensor)] = variable
-                        self.tensors[variable] = tensor
-                    self.names[f"{prefix}.{name}"] = first[id(tensor)]
+        for path, tensor in _named_tensors(roots):
+            if id(tensor) not in first:
+                variable = first[id(tensor)] = _free(path.removeprefix("model."), self.tensors)
+                self.tensors[variable] = tensor
+            self.names[path] = first[id(tensor)]
         self._named = [named for root in roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self._named]
         self._plain = [_plain_attributes(module) for module in self._modules]
@@ -50,6 +45,18 @@ class ModelState:
             for key, member in members.items()
         ]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
+
+    def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
+        """`names` by what the modules hold now, and a description of each tensor among them that was added since."""
+        names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
+        added: dict[str, str] = {}
+        for path, tensor in _named_tensors(self._roots):
+            if id(tensor) not in first:
+                variable = first[id(tensor)] = _free(path.removeprefix("model."), {*self.tensors, *added})
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                added[variable] = f"{kind} {path.removeprefix('model.')!r}"
+            names[path] = first[id(tensor)]
+        return names, added
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -93,13 +100,34 @@ class ModelState:
             if len(module.__dict__) != size:
                 self._plain[i] = _plain_attributes(module)
         plain = tuple(
-            (type(value), value if value or type(value) is not float else repr(value))  # -0.0 == 0.0
+            (type(value), _comparable(value))
             for _, watched in self._plain
             for attributes, key in watched
             if (value := attributes.get(key, _ABSENT)) is not _ABSENT
         )
         tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
         return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks)
+
+
+def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of some modules by each of their paths, each path with its module's prefix."""
+    for prefix, root in roots.items():
+        for tensors in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+            for name, tensor in tensors:
+                yield f"{prefix}.{name}", tensor
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _comparable(value: Any) -> Any:
+    """What stands for an attribute's value in a fingerprint; what is no plain value any more is left to the guards."""
+    if not isinstance(value, _SCALARS):
+        return None
+    return value if value or type(value) is not float else repr(value)  # -0.0 == 0.0
 
 
 def _plain_attributes(module: nn.Module) -> tuple[int, list[tuple[dict[str, Any], str]]]:

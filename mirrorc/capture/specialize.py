@@ -85,6 +85,7 @@ def capture_program(
 
     Raises:
         CaptureError: the model cannot be captured.
+        ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
     refuse_synchronized_statistics(training_call)
     types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
@@ -93,14 +94,14 @@ def capture_program(
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
     home = devices[0].torch_device
+    paths, added = state.names_now()
     captured = []
     for types in distinct:
         examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
         captured.append(
-            capture(
-                front_end or front_end_named(AUTO), training_call, examples, names, state.names, trained, decompositions
-            )
+            capture(front_end or front_end_named(AUTO), training_call, examples, names, paths, trained, decompositions)
         )
+        _refuse_added(captured[-1], added)
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}
@@ -130,6 +131,16 @@ def _unique(names: list[str]) -> list[str]:
         taken.add(name)
         names[i] = name
     return names
+
+
+def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
+    """Refuses variables that were added to the model: memory, updates and copies are made for those that it had."""
+    for node in calls_to(captured.graph, ops.read):
+        if node.kwargs["variable"] in added:
+            raise ValueError(
+                f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
+                "model.parameters() and compile the model anew"
+            )
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:

@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,23 @@ class PythonWrite:
             return
         before = dict(own)
         try:
-            own.update(self.values)
+            _set_attributes(self.owner, {**before, **self.values}, self.values)
             yield True
         finally:
-            own.clear()
-            own.update(before)
+            _set_attributes(self.owner, before, self.values)
+
+
+def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
+    """Makes ``wanted`` the attributes of an object; in those of a class, which are read-only as a whole, what is changing."""
+    if not isinstance(owner, type):
+        owner.__dict__.clear()
+        owner.__dict__.update(wanted)
+        return
+    for key in changing:
+        if key in wanted:
+            type.__setattr__(owner, key, wanted[key])
+        elif key in owner.__dict__:
+            type.__delattr__(owner, key)
 
 
 @dataclass(frozen=True)

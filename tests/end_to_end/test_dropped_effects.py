@@ -64,6 +64,36 @@ def find_out(net: Net, y: torch.Tensor) -> None:
         net.configuration.problem = "regression" if y.dim() == 2 else "classification"
 
 
+class Shared:
+    """A class that forward writes, and another one that inherits what it reads there."""
+
+    steps = 0
+    problem: str | None = None
+
+
+class Inherits(Shared):
+    pass
+
+
+def count_on_a_class(net: Net, y: torch.Tensor) -> None:
+    Shared.steps += 1
+
+
+def count_on_a_class_that_inherits(net: Net, y: torch.Tensor) -> None:
+    Inherits.steps += 1
+
+
+def write_a_class(net: Net, y: torch.Tensor) -> None:
+    Shared.steps = 7
+
+
+def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
+    if Shared.problem is None:
+        Shared.problem = "regression"
+    if Inherits.problem is None:
+        Inherits.problem = "regression"
+
+
 def train(model: nn.Module) -> list[warnings.WarningMessage]:
     """The warnings of three steps, of which the last has another shape, and uneven shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,6 +113,7 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
         ("Net changes model.acts", "net.acts.append(y)", "Return what you want to see"),
     ),
     (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
+    (write_a_class, ("Net changes Shared.steps", "Shared.steps = 7")),
     (lambda net, y: print("shape", y.shape), ("print in Net ran while the step was traced", "Call it between steps")),  # noqa: T201
 ]
 
@@ -105,6 +136,7 @@ def test_a_hook_that_stores_activations_is_spoken_of() -> None:
 
 def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     assert train(Net(add_auxiliary_losses)) == [] == train(Net(find_out))
+    assert train(Net(find_out_on_a_class)) == [] and Shared.problem is None and "problem" not in vars(Inherits)
     assert train(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))) == []
 
 
@@ -119,6 +151,8 @@ def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
             count_elsewhere,
             ("reads and changes counts['steps']", "test_dropped_effects.py:", "Remedy: keep it in a buffer"),
         ),
+        (count_on_a_class, ("reads and changes Shared.steps", "Shared.steps += 1", "Remedy: keep it in a buffer")),
+        (count_on_a_class_that_inherits, ("reads and changes Inherits.steps", "Inherits.steps += 1")),
     ],
 )
 def test_state_that_steps_would_go_on_from_is_refused(does: Any, words: tuple[str, ...]) -> None:
@@ -126,4 +160,4 @@ def test_state_that_steps_would_go_on_from_is_refused(does: Any, words: tuple[st
     with unchanged(model), pytest.raises(CaptureError) as refused:
         train(model)
     assert all(word in str(refused.value) for word in words), str(refused.value)
-    assert model.steps == 0 == counts["steps"]
+    assert model.steps == 0 == counts["steps"] == Shared.steps and "steps" not in vars(Inherits)

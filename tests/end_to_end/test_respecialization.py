@@ -9,8 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,69 @@ def test_what_is_replaced_is_refused(replace: Callable[[Scaled], None], name: st
                 step(x)
 
 
+# What was added
+
+
+class Growing(nn.Module):
+    """Calls its layers one after the other, and whatever else it has been given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.extra is not None:
+            x = self.extra(x)
+        return (x * getattr(self, "scale", 1.0)).mean()
+
+
+def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
+    added: list[tuple[str, Callable[[Any], object]]] = [
+        ("parameter 'layers.1.weight'", lambda model: model.layers.append(nn.Linear(2, 2))),
+        ("parameter 'layers.1.weight'", lambda model: model.layers.append(nn.BatchNorm1d(2))),
+        ("parameter 'extra.weight'", lambda model: setattr(model, "extra", nn.Linear(2, 2))),
+        ("parameter 'scale'", lambda model: setattr(model, "scale", nn.Parameter(torch.tensor(2.0)))),
+        ("buffer 'scale'", lambda model: model.register_buffer("scale", torch.tensor(2.0))),
+    ]
+    for name, add in added:
+        model = seeded(Growing)
+        with compiled(model) as step:
+            step(torch.ones(4, 2))
+            add(model)
+            for _ in range(2):
+                with (
+                    unchanged(model),
+                    pytest.raises(ValueError, match=f"{name} was added since mirrorc.compile") as why,
+                ):
+                    step(torch.ones(4, 2))
+                assert "new optimizer over model.parameters()" in str(why.value)
+
+
+def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
+    added: list[Callable[[Any], object]] = [
+        lambda model: model.layers.append(model.layers[0]),
+        lambda model: model.layers.append(nn.Tanh()),
+        lambda model: setattr(model, "extra", model.layers[0]),
+        lambda model: setattr(model, "extra", nn.Sequential(nn.Tanh(), model.layers[0])),
+        lambda model: setattr(model, "scale", model.layers[0].bias),
+        lambda model: model.register_buffer("unread", torch.tensor(2.0)),
+        lambda model: setattr(model, "unread", nn.Linear(2, 2)),
+    ]
+    for add in added:
+        model = seeded(Growing).double()
+        twin = copy.deepcopy(model)
+        optimizer, batch = SGD(twin.parameters()), {"x": torch.ones(4, 2, dtype=torch.float64)}
+        with compiled(model) as step:
+            for i in range(3):
+                assert step(**batch).item() == pytest.approx(train_step(twin, optimizer, batch), rel=TOLERANCE)
+                if i == 0:
+                    add(model), add(twin)
+            assert [name for name in step.variables if name.startswith("layers.0")]
+
+
 # Hooks
 
 
@@ -250,6 +315,34 @@ def test_an_attribute_that_is_first_set_after_compile() -> None:
             assert step(x).item() == pytest.approx(model(x).item())
         del model.later
         assert step(x).item() == pytest.approx(model(x).item())
+
+
+def test_an_attribute_may_become_anything() -> None:
+    """A plain value may be replaced by what has no truth value, and by what cannot be hashed."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weights = nn.Linear(2, 1), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights: Any = self.weights
+            if isinstance(weights, dict):
+                weights = weights["all"]
+            elif isinstance(weights, SimpleNamespace):
+                weights = weights.all
+            elif isinstance(weights, list):
+                weights = weights[0]
+            elif isinstance(weights, np.ndarray):
+                weights = torch.as_tensor(weights)
+            return (self.layer(x).mean() * (1.0 if weights is None else weights)).sum()
+
+    model = seeded(Weighted)
+    some = [torch.tensor([2.0, 3.0]), np.ones(3), [4.0], {"all": 5.0}, SimpleNamespace(all=6.0), -0.0, None, True]
+    with compiled(model, partial(SGD, lr=0.0)) as step:
+        for value in (None, *some, *reversed(some)):
+            model.weights = value
+            assert step(torch.ones(4, 2)).item() == pytest.approx(model(torch.ones(4, 2)).item()), repr(value)
 
 
 class AsksForTheDefaultDtype(nn.Module):
