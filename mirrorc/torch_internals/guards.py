@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-_VARIABLE = re.compile(r"\._(parameters|buffers)\['[^']+'\]$")
+from mirrorc.torch_internals.traced_methods import TracedMethods
+
+_VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
 _MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
 _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of threads, sizes of arguments, modes
 
@@ -19,9 +21,9 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 class DynamoGuards:
     """Says whether a call of a module would still be traced to the same graph.
 
-    Not watched, because others do: the arguments, the types of the module's parameters and buffers, torch's modes.
-    Watched besides what Dynamo guards: which tensors a graph took from elsewhere, methods of the modules' classes, and the
-    sign of zeros, since -0.0 == 0.0.
+    Not watched, because others do: the arguments, the module's parameters and buffers where its submodules have them, hooks
+    of its submodules, torch's modes. Watched besides what Dynamo guards: which tensors a graph took from elsewhere, hooks of
+    modules from elsewhere, methods of the classes of all that was used, and the sign of zeros, since -0.0 == 0.0.
 
     Attributes:
         names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
@@ -32,8 +34,8 @@ class DynamoGuards:
         self._manager = manager
         self._values = {"self": module}
         self._scope = {**_names_in_guards(), "L": self._values, "G": traced_globals(module)}
-        self._methods = _traced_methods(module, traced_code)
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
+        self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
         self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
         self._zeros = [
             (compile(name, "<guard>", "eval"), repr(value))
@@ -46,20 +48,16 @@ class DynamoGuards:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.hold()
-        for owner, name, function, code in self._methods:
-            found = getattr(owner, name, None)
-            if found is not function or found.__code__ is not code:
-                return False
+        if not self._methods.hold():
+            return False
         if not self._manager.check(self._values):
             return False
         return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
 
     def broken(self) -> str:
         """What has changed, in a few words."""
-        for owner, name, function, code in self._methods:
-            found = getattr(owner, name, None)
-            if found is not function or found.__code__ is not code:
-                return f"{owner.__name__}.{name} was replaced"
+        if not self._methods.hold():
+            return self._methods.broken()
         with torch.enable_grad():
             parts = self._manager.check_verbose(self._values).verbose_code_parts
         return in_users_words(parts[0]) if parts else "the sign of a zero"
@@ -75,22 +73,6 @@ def in_users_words(part: str) -> str:
     condition = re.sub(r"L\['self'\]\.", "", re.sub(r"\._modules\['(\w+)'\]", r".\1", condition))
     place = re.sub(r"^.*/", "", place.rpartition("# ")[2].partition(" (HINT: ")[0].strip())
     return f"{condition}, read at {place}" if place else condition
-
-
-def _traced_methods(
-    module: nn.Module, traced_code: Sequence[CodeType]
-) -> list[tuple[type, str, FunctionType, CodeType]]:
-    """The methods of the modules' classes that the trace has entered: class, name, function, code."""
-    codes = set(traced_code)
-    found: dict[tuple[type, str], FunctionType] = {}
-    for kind in {type(m) for m in module.modules()}:
-        for base in kind.__mro__:
-            for name, function in vars(base).items():
-                if isinstance(function, FunctionType) and function.__code__ in codes:
-                    current = getattr(kind, name)
-                    if current is function:
-                        found[kind, name] = function
-    return [(kind, name, function, function.__code__) for (kind, name), function in found.items()]
 
 
 def _names_in_guards() -> dict[str, Any]:
@@ -152,19 +134,27 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     Raises:
         GuardsChange: a guard fails right away, so what it watches changes whenever it is read.
     """
+    from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
     kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
+    scope = {**_names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
+    variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     _empty(guards)
     for guard in kept:
-        guards.add(guard, collect_debug_stack=False)
-        if guard.create_fn_name() == "TENSOR_MATCH":  # the graph has this very tensor in it, not one of its type
-            guards.add(_identity(guard), collect_debug_stack=False)
+        if guard.create_fn_name() != "TENSOR_MATCH":
+            guards.add(guard, collect_debug_stack=False)
+            continue
+        guards.add(
+            _identity(guard), collect_debug_stack=False
+        )  # the graph has this very tensor in it, not one of its type
+        if not any(id(tensor) in variables for tensor in _evaluated(_name(guard), scope)):
+            guards.add(guard, collect_debug_stack=False)
     try:
-        with get_metrics_context(), dynamo_timed("build_guards"):
+        with config.patch(skip_nnmodule_hook_guards=False), get_metrics_context(), dynamo_timed("build_guards"):
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2])) from error
@@ -193,7 +183,9 @@ def _identity(guard: Any) -> Any:
 def _is_kept(name: str, kind: str) -> bool:
     if kind in _LEFT_OUT or (name.startswith("L[") and not name.startswith("L['self']")):
         return False
-    return not (kind == "TENSOR_MATCH" and _VARIABLE.search(name))
+    if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
+        return not _MODULE_ATTRIBUTE.match(name)
+    return not (kind == "TENSOR_MATCH" and _VARIABLE.match(name))
 
 
 class GuardsChange(Exception):

@@ -1,0 +1,154 @@
+"""The methods of classes that a trace has entered, and whether they are still what their names find."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+_ABSENT = object()
+_FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot be set
+
+
+@dataclass(frozen=True, eq=False)
+class _Method:
+    """What a name finds in a class: a function that was traced, something around it, or nothing that hides one."""
+
+    owner: type
+    name: str
+    found: Any
+
+    def is_same(self) -> bool:
+        """Whether the name still finds it."""
+        return _looked_up(self.owner, self.name) is self.found
+
+
+class TracedMethods:
+    """Watches methods by identity, the code of the functions that were traced, and classes in their closures.
+
+    Args:
+        values: the objects that the trace has used, as far as they are known.
+        codes: the code that it has entered.
+    """
+
+    def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
+        self._traced = set(codes)
+        self._entries: dict[tuple[type, str], Any] = {}
+        self._functions: dict[int, FunctionType] = {}
+        self._cells: list[tuple[CellType, type]] = []
+        self._kinds: set[type] = set()
+        for value in values:
+            self._enter_functions(_functions_in(value))
+            for kind in (type(value), value) if isinstance(value, type) else (type(value),):
+                self._enter_class(kind)
+        plain = {key: found for key, found in self._entries.items() if getattr(*key, None) is found}
+        self._plain = [(owner, name, found) for (owner, name), found in plain.items()]
+        self._others = [_Method(*key, found) for key, found in self._entries.items() if key not in plain]
+        self._codes = [(function, function.__code__) for function in self._functions.values()]
+
+    def _enter_class(self, kind: type) -> None:
+        """Watches what was traced of a class and its bases."""
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        having: dict[str, list[type]] = {}
+        for base in kind.__mro__:
+            if base.__flags__ & _FROM_PYTHON:
+                for name, value in list(vars(base).items()):
+                    if self._enter_functions(_functions_in(value)):
+                        having.setdefault(name, []).append(base)
+        for name, bases in having.items():
+            for owner in _owners(kind, name, bases):
+                self._entries[owner, name] = _looked_up(owner, name)
+
+    def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
+        """Watches those of some functions that were traced; returns whether there were any."""
+        traced = [function for function in functions if function.__code__ in self._traced]
+        for function in traced:
+            if id(function) not in self._functions:
+                self._functions[id(function)] = function
+                for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                    content = _content(cell)
+                    if isinstance(content, type) and content.__flags__ & _FROM_PYTHON:
+                        if name != "__class__":  # that of super() stays
+                            self._cells.append((cell, content))  # Dynamo does not guard it
+                        self._enter_class(content)
+        return bool(traced)
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        for owner, name, found in self._plain:
+            if getattr(owner, name, None) is not found:  # by far the fastest way to look up a method
+                return False
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                return False
+        if self._cells and any(_content(cell) is not kind for cell, kind in self._cells):
+            return False
+        return not self._others or all(method.is_same() for method in self._others)
+
+    def broken(self) -> str:
+        """What has changed, in a few words; empty if nothing has."""
+        for method in (*(_Method(*entry) for entry in self._plain), *self._others):
+            if not method.is_same():
+                return f"{method.owner.__name__}.{method.name} was replaced"
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                return f"the code of {function.__qualname__} was replaced"
+        changed = (kind for cell, kind in self._cells if _content(cell) is not kind)
+        return next((f"{kind.__qualname__} was replaced" for kind in changed), "")
+
+
+def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
+    """The classes in which a name is to be watched: all of them if ``super()`` may have found it."""
+    first = next(base for base in kind.__mro__ if name in vars(base))
+    if [first] == traced_in:
+        return [kind]
+    return [base for base in kind.__mro__ if base.__flags__ & _FROM_PYTHON]
+
+
+def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
+    """The functions that a class's attribute calls: itself, or what is decorated with it."""
+    if depth == 0:
+        return
+    if isinstance(value, FunctionType):
+        yield value
+        around = [getattr(value, "__wrapped__", None), *map(_content, value.__closure__ or ())]
+        around = [inner for inner in around if isinstance(inner, FunctionType | functools.partial)]
+    elif isinstance(value, staticmethod | classmethod):
+        around = [value.__func__]
+    elif isinstance(value, property):
+        around = [value.fget, value.fset]
+    elif isinstance(value, functools.cached_property | functools.partialmethod | functools.partial):
+        around = [value.func]
+    else:
+        around = [_own_attributes(value).get("__wrapped__")]
+    for inner in around:
+        yield from _functions_in(inner, depth - 1)
+
+
+def _own_attributes(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object, without its class; none if it keeps them elsewhere."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, Mapping) else {}
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _looked_up(kind: type, name: str) -> Any:
+    """What a class or the first of its bases has under a name, as it is stored there."""
+    for base in kind.__mro__:
+        found = base.__dict__.get(name, _ABSENT)
+        if found is not _ABSENT:
+            return found
+    return _ABSENT
