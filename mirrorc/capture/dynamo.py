@@ -15,6 +15,7 @@ from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
 from mirrorc.torch_internals import export_joint_graph, guards_of, quiet_fake_tensors, trace_full_graph
 
@@ -40,11 +41,12 @@ class DynamoFrontEnd(FrontEnd):
             traced = trace_full_graph(call, leaves)
         notes = dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
         check_loss(traced, what)
+        outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
         with _explained(what, leaves):
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         joint.weighted_means = weighted_means_of(traced)
-        return Traced(joint, guards_of(traced), notes)
+        return Traced(joint, guards_of(traced), (*notes, *outside))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
+import traceback
 
 from torch import fx
 
@@ -39,15 +40,20 @@ _FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 def last_users_line(stack_trace: str) -> str:
     """The innermost line of a printed stack trace that is the user's own, as ``file.py:14  code``; empty if there is none."""
+    frame = last_users_frame(stack_trace)
+    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
+
+
+def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
+    """The innermost frame of a printed stack trace that is the user's own; None if there is none."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[i])
-        if frame is not None:
-            path, rest = frame[1], frame[2]
-            if is_users_file(path):
-                code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
-                return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}  {code}".rstrip()
-    return ""
+        if frame is not None and is_users_file(frame[1]):
+            code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
+            number, _, function = frame[2].partition(", in ")
+            return traceback.FrameSummary(frame[1], int(number), function, line=code)
+    return None
 
 
 def users_stack_level() -> int:

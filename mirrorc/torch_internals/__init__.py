@@ -5,6 +5,7 @@ from __future__ import annotations
 from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocation, storage_key, watched_operators
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
+from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
 from mirrorc.torch_internals.graphs import (
     add_node,
     lazy_graph_module,
@@ -76,10 +77,12 @@ __all__ = [
     "leaf_of_placeholder",
     "mark_optimizer_stepped",
     "observe_clipping",
+    "outside_tensors",
     "peak_allocation",
     "prepare_cpp_compiler",
     "python_effects_of",
     "quiet_fake_tensors",
+    "reading_names",
     "replaced_operators",
     "storage_key",
     "torch_modes",

@@ -33,7 +33,7 @@ class DynamoGuards:
         self.names = frozenset(names)
         self._manager = manager
         self._values = {"self": module}
-        self._scope = {**_names_in_guards(), "L": self._values, "G": traced_globals(module)}
+        self._scope = {**names_in_guards(), "L": self._values, "G": traced_globals(module)}
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
         self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
@@ -75,7 +75,7 @@ def in_users_words(part: str) -> str:
     return f"{condition}, read at {place}" if place else condition
 
 
-def _names_in_guards() -> dict[str, Any]:
+def names_in_guards() -> dict[str, Any]:
     """The functions that occur in the expressions of guards."""
     from torch._dynamo.guards import _get_closure_vars
 
@@ -141,7 +141,7 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
     kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
-    scope = {**_names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
+    scope = {**names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     _empty(guards)
     for guard in kept:

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
+from mirrorc.torch_internals.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
@@ -51,6 +52,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             traced = dynamo_graph_capture_for_export(module)(*leaves)
+        read_variables_from_module(traced)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")

@@ -44,6 +44,29 @@ def test_export_joint_graph_computes_loss_and_gradient() -> None:
     torch.testing.assert_close(of[joint.buffer_writes["count"]], torch.tensor(1.0))
 
 
+def test_a_graph_reads_variables_from_its_module_and_says_what_else_it_reads() -> None:
+    class Call(Small):
+        def __init__(self, *others: torch.Tensor) -> None:
+            super().__init__()
+            self.held, self.read = [self.weight, self.count], lambda: others[0]
+
+        def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+            self.held[1].add_(1.0)
+            return (leaves[0] * self.held[0] * self.read()).sum()
+
+    other, leaves = torch.ones(3), (torch.ones(2, 3), torch.ones(1))
+    module = Call(other)
+    joint = joint_of(module, *leaves)
+    assert joint.gradients["weight"] is not None and list(joint.buffer_writes) == ["count"]
+    traced = internals.trace_full_graph(module, leaves)
+    ((node, tensor),) = internals.outside_tensors(traced, leaves)
+    assert tensor is other and node.op == "placeholder"
+    assert internals.reading_names(module, internals.guards_of(traced).names, [other, torch.ones(1)]) == [
+        "others[0]",
+        "",
+    ]
+
+
 @pytest.mark.parametrize(
     ("writes", "found"), [("parameter", [("parameter", "weight")]), ("argument", [("argument", "0")])]
 )

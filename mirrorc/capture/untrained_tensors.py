@@ -1,0 +1,78 @@
+"""Speaks of tensors that would get a gradient in plain PyTorch, and get none in a step, because no module of its holds them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.capture.dropped_effects import Note
+from mirrorc.errors import CaptureError
+from mirrorc.ir.source_lines import last_users_frame
+from mirrorc.torch_internals import guards_of, outside_tensors, reading_names
+
+
+def untrained_tensors(
+    traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], what: str
+) -> tuple[Note, ...]:
+    """A note on the tensors, neither arguments nor the module's own, to which backward would lead.
+
+    Args:
+        traced: what the tracer gave.
+        module: what was traced: model and loss.
+        leaves: the example arguments.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: one of them was itself computed with a gradient, so that backward would go on to other tensors.
+    """
+    found = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
+    if not found:
+        return ()
+    words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in found])
+    names = [word or node.name for word, (node, _) in zip(words, found, strict=True)]
+    for name, (node, tensor) in zip(names, found, strict=True):
+        if tensor.grad_fn is not None:
+            frame = _users_frame(node)
+            where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+            raise CaptureError(
+                f"forward or loss of {what} reads {name}{where}, which was computed outside of the step with a gradient "
+                f"({tensor.grad_fn.name()}): a captured step has no such backward. Remedy: compute it in forward or in the "
+                "loss, or detach it."
+            )
+    frame = _users_frame(found[0][0])
+    many = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    note = (
+        f"the loss of {what} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a parameter of the "
+        "model nor of a loss that is a module. A step gives no gradient to it, so that no optimizer can train it. Make it a "
+        "parameter of the model, or of a loss that is a module; if it is not to be trained, call requires_grad_(False) on it"
+    )
+    return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
+
+
+def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
+    """The user's line that uses a placeholder first."""
+    frames = (last_users_frame(user.meta.get("stack_trace") or "") for user in node.users)
+    return next((frame for frame in frames if frame is not None), None)
+
+
+def _leads_to_output(node: fx.Node) -> bool:
+    """Whether the output depends on a node by values that all require a gradient."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _requires_gradient(user.meta.get("example_value")):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _requires_gradient(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_requires_gradient(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,100 @@
+"""What a traced graph is given: each parameter and buffer of its module is the module's, whatever path it was read by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from mirrorc.torch_internals.guards import in_users_words, names_in_guards, traced_globals
+
+
+class OutsideTensor(NamedTuple):
+    """A tensor that a graph reads, and its placeholder."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+def read_variables_from_module(traced: fx.GraphModule) -> None:
+    """Has a graph of Dynamo's export take the parameters and buffers of its module from the module.
+
+    Dynamo's graph evaluates the expression by which forward came to a tensor. In joint export, the module holds stand-ins for its
+    own tensors, and an expression that goes past it (a list of parameters, a closure) would find the tensors themselves, which
+    are constants then.
+    """
+    codegen: Any = traced.graph._codegen
+    read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
+    codegen.dynamo_bytecode_flatten = traced._dynamo_bytecode_flatten = read
+
+
+def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
+    """The tensors of a graph of `mirrorc.torch_internals.trace_full_graph` that are neither arguments nor the module's own.
+
+    Args:
+        traced: the graph.
+        leaves: the arguments.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    known = {*map(id, leaves), *read.own}
+    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    return [OutsideTensor(n, t) for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known]
+
+
+def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """How the user's code reads tensors, in the user's words; empty for one that no expression gives.
+
+    Args:
+        module: what was traced.
+        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
+        tensors: the tensors, compared by identity.
+    """
+    scope = {**names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
+    by_id: dict[int, str] = {}
+    for name in sorted(names, key=len):
+        with contextlib.suppress(Exception):  # the expression runs the user's code
+            value = eval(name, scope)
+            by_id.setdefault(id(value), name)
+            for key, own in value._parameters.items() if isinstance(value, nn.Module) else ():
+                by_id.setdefault(id(own), f"{name}.{key}")
+    return [in_users_words(_with_names_of_cells(by_id.get(id(tensor), ""), scope)) for tensor in tensors]
+
+
+_CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
+
+
+def _with_names_of_cells(name: str, scope: dict[str, Any]) -> str:
+    """An expression that goes through a closure, from the name of its variable on."""
+    cell = _CELL.match(name)
+    if cell is None:
+        return name
+    return str(eval(cell[1], scope).__code__.co_freevars[int(cell[2])]) + name[cell.end() :]
+
+
+class _ModulesTensors:
+    """Stands for Dynamo's function that gives a graph its inputs.
+
+    Attributes:
+        input_processor: of that function, which asks for it.
+        own: by identity, each parameter and buffer of the module, and its first name there.
+    """
+
+    def __init__(self, read: Any, module: fx.GraphModule) -> None:
+        self.input_processor = read.input_processor
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self.own = {id(tensor): (tensor, name) for name, tensor in reversed(named)}
+        self._read, self._module = read, module
+
+    def __call__(self, *inputs: object) -> tuple[Any, ...]:
+        return tuple(self._current(value) for value in self._read(*inputs))
+
+    def _current(self, value: Any) -> Any:
+        if id(value) not in self.own:
+            return value
+        return functools.reduce(getattr, self.own[id(value)][1].split("."), self._module)

@@ -1,0 +1,196 @@
+"""A parameter or buffer is the variable that it is, whatever path it is read by; one that is none of the model's is spoken of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from references import train_step
+from torch import nn
+
+import mirrorc
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Its parameters and buffers can be reached by lists, dicts, closures, and attributes of other objects."""
+
+    def __init__(self, uses: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.extra = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.scale, self.log_variance = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(()))
+        self.register_buffer("count", torch.zeros(1))
+        self.norm = nn.BatchNorm1d(4)
+        self.tied, self.uses = self.layer.weight, uses
+
+    def hold_elsewhere(self) -> None:
+        """Makes the other paths; a conversion to another dtype would have replaced buffers."""
+        self.listed = [self.scale, self.layer.weight, self.tied]
+        self.modules_by_name = {"extra": self.extra, "norm": self.norm}
+        self.parents = [self]
+        self.add_one = _adds_one_to(self.count)
+        self.__dict__["hidden"] = self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.uses(self, self.layer(x))
+
+
+def _adds_one_to(buffer: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def scaled(y: torch.Tensor) -> torch.Tensor:
+        buffer.add_(1.0)
+        return y * buffer
+
+    return scaled
+
+
+class Uncertain:
+    """A loss that holds a parameter of the model, or a buffer."""
+
+    def __init__(self, log_variance: torch.Tensor) -> None:
+        self.log_variance = log_variance
+
+    def __call__(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y, target) * torch.exp(-self.log_variance) + self.log_variance
+
+
+def _penalty(parameters: list[nn.Parameter]) -> Loss:
+    return lambda y, target: F.mse_loss(y, target) + sum(0.1 * p.square().sum() for p in parameters)
+
+
+def _same_output(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+def _multiplied(net: Net, y: torch.Tensor) -> torch.Tensor:
+    for parameter in net.listed:
+        y = y * parameter.sum()
+    return y
+
+
+USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a list of parameters, one of them tied": _multiplied,
+    "a dict of modules": lambda net, y: net.modules_by_name["extra"](y),
+    "an attribute that is not registered": lambda net, y: net.hidden(y),
+    "a child that knows its parent": lambda net, y: y * net.parents[0].scale,
+    "the same parameter by two paths": lambda net, y: y * net.scale + net.listed[0],
+    "a buffer that a closure writes": lambda net, y: net.add_one(y),
+    "a parameter that is looked up without a gradient": lambda net, y: y * net.listed[0].detach(),
+}
+
+LOSSES: dict[str, Callable[[Net], Loss]] = {
+    "an attribute of the loss": lambda net: Uncertain(net.log_variance),
+    "a closure": lambda net: Uncertain(net.log_variance).__call__,
+    "a list in a closure": lambda net: _penalty([net.scale, net.layer.weight, *net.extra.parameters()]),
+    "a buffer of the model in the loss": lambda net: Uncertain(net.count),
+    "parameters that change places": lambda net: _penalty(net.listed),
+}
+
+
+def _made(uses: Callable[[Any, torch.Tensor], torch.Tensor], loss: Callable[[Net], Loss]) -> tuple[Net, Loss, Any]:
+    torch.manual_seed(0)
+    net = Net(uses).double()
+    net.norm.eval()
+    net.hold_elsewhere()
+    return net, loss(net), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read() -> None:
+    ordinary: Callable[[Net], Loss] = lambda net: F.mse_loss  # noqa: E731
+    cases = [(name, uses, ordinary) for name, uses in USES.items()]
+    cases += [(name, _same_output, loss) for name, loss in LOSSES.items()]
+    for name, uses, loss in cases:
+        batches = [
+            {"input": torch.randn(5, 3, dtype=torch.float64), "target": torch.randn(5, 4, dtype=torch.float64)}
+            for _ in range(4)
+        ]
+        plain, plain_loss, plain_optimizer = _made(uses, loss)
+        expected = []
+        for i, batch in enumerate(batches):
+            if i == 2:
+                plain.listed[:] = [plain.extra.bias, plain.scale]
+            value = train_step(plain, plain_optimizer, {"x": batch["input"], "target": batch["target"]}, plain_loss)
+            expected.append((value, {key: tensor.clone() for key, tensor in plain.state_dict().items()}))
+        for devices in (1, 2):
+            net, net_loss, optimizer = _made(uses, loss)
+            with mirrorc.compile(net, devices=devices, optimizer=optimizer, loss_fn=net_loss, backend="eager") as step:
+                for i, batch in enumerate(batches):
+                    if i == 2:
+                        net.listed[:] = [net.extra.bias, net.scale]
+                    found = step(batch["input"], target=batch["target"]).item()
+                    value, state = expected[i]
+                    assert abs(found - value) < 1e-9 * (1 + abs(value)), f"{name}, {devices} devices, step {i}"
+                    for key, tensor in net.state_dict().items():
+                        torch.testing.assert_close(
+                            tensor,
+                            state[key],
+                            msg=f"{name}, {devices} devices, step {i}: {key} is not that of plain PyTorch",
+                        )
+                assert set(step.program.variables) <= set(net.state_dict()), name
+
+
+def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> None:
+    """A BatchNorm in train mode takes other statistics on each replica: it is compared with itself, reached as usual."""
+    batches = [(torch.randn(5, 3).double(), torch.randn(5, 4).double()) for _ in range(3)]
+    states = []
+    for uses in (lambda net, y: net.norm(y), lambda net, y: net.modules_by_name["norm"](y)):
+        net, loss, optimizer = _made(uses, lambda net: F.mse_loss)
+        net.norm.train()
+        with mirrorc.compile(net, devices=2, optimizer=optimizer, loss_fn=loss, backend="eager") as step:
+            losses = [step(x, target=y).item() for x, y in batches]
+            values = [value.clone() for value in step.variables["norm.running_mean"].values]
+        states.append([torch.tensor(losses), *values, *(tensor.clone() for tensor in net.state_dict().values())])
+        assert net.norm.num_batches_tracked == 3 and not torch.equal(*values)
+    for ordinary, other in zip(*states, strict=True):
+        torch.testing.assert_close(ordinary, other, rtol=1e-12, atol=0.0)
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(y)
+
+
+def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
+    """Where backward leads to it, and only there."""
+    teacher, weight, made = Teacher().double(), nn.Parameter(torch.ones(4).double()), torch.ones(4).double()
+    made = made.requires_grad_() * 2
+    losses: dict[str, tuple[Loss, str]] = {
+        "a parameter": (
+            lambda y, target: F.mse_loss(y * weight, target),
+            "depends on weight: what requires a gradient",
+        ),
+        "a module": (
+            lambda y, target: F.mse_loss(teacher(y), target),
+            r"on teacher\.layer\.weight, teacher\.layer\.bias: ",
+        ),
+        "a result": (lambda y, target: F.mse_loss(y * made, target), "reads made at .*MulBackward0"),
+        "no gradient": (lambda y, target: F.mse_loss(y, target + weight.detach().sum() + made.detach()), ""),
+        "switched off": (lambda y, target: F.mse_loss(y, _without_gradient(teacher, target)), ""),
+    }
+    for name, (loss, text) in losses.items():
+        net, loss, optimizer = _made(_same_output, lambda net, loss=loss: loss)  # type: ignore[misc]
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mirrorc.compile(net, devices=2, optimizer=optimizer, loss_fn=loss, backend="eager") as step,
+        ):
+            warnings.simplefilter("always")
+            said = []
+            try:
+                step(torch.ones(4, 3).double(), target=torch.ones(4, 4).double())
+            except mirrorc.CaptureError as error:
+                said.append(str(error))
+        said += [str(w.message) for w in caught if w.filename == __file__]
+        assert len(said) == bool(text) and all(re.search(text, s) for s in said), f"{name}: {said}"
+
+
+def _without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return module(x)
