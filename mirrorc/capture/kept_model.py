@@ -26,7 +26,7 @@ def kept_as_it_is(root: nn.Module) -> Iterator[None]:
     """
     modules = [_KeptModule(module) for module in root.modules()]
     tensors = [_KeptTensor(t) for t in {id(t): t for t in (*root.parameters(), *root.buffers())}.values()]
-    values = [(buffer, buffer.detach().clone()) for buffer in root.buffers() if not buffer.is_meta]
+    values = [KeptValue(buffer) for buffer in root.buffers() if not buffer.is_meta]
     try:
         yield
     finally:
@@ -34,9 +34,27 @@ def kept_as_it_is(root: nn.Module) -> Iterator[None]:
             module.put_back()
         for tensor in tensors:
             tensor.put_back()
-        for buffer, value in values:
-            if not torch.equal(_bytes_of(buffer), _bytes_of(value)):
-                buffer.detach().copy_(value)
+        for value in values:
+            value.put_back()
+
+
+class KeptValue:
+    """The value of a tensor, which is written back only if it has changed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+
+    def put_back(self) -> None:
+        if not torch.equal(_bytes_of(self._tensor), _bytes_of(self._value)):
+            self._tensor.detach().copy_(self._value)
+
+
+def can_keep_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of numbers in memory, which can be copied, compared and written."""
+    is_plain = (
+        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+    )
+    return is_plain and not tensor.is_meta and not tensor.is_inference()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,10 +71,10 @@ class _KeptModule:
         self._own = dict(module.__dict__)
 
     def put_back(self) -> None:
-        if not _is_same(self._attributes, self._own):
+        if not is_same(self._attributes, self._own):
             _refill(self._attributes, self._own)
         for container, content in self._contents:
-            if not _is_same(container, content):
+            if not is_same(container, content):
                 _refill(container, content)
 
 
@@ -64,10 +82,10 @@ def _copy_of(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _is_same(container: Any, content: Any) -> bool:
+def is_same(container: Any, content: Any) -> bool:
     """Whether a container holds the very objects that it held; they are not compared, which tensors would do elementwise."""
     if isinstance(container, dict):
-        return _is_same(list(container), list(content)) and _is_same(list(container.values()), list(content.values()))
+        return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
 
 

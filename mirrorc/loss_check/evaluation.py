@@ -17,6 +17,7 @@ from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.loss_check.equal_draws import EqualDraws
+from mirrorc.loss_check.kept_objects import kept_objects
 from mirrorc.loss_check.observed_calls import ObservedCalls
 
 
@@ -47,6 +48,7 @@ class Evaluation:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
+        self._roots = (model, loss_fn)
         self._call = TrainingCall(model, loss_fn, structure)
         parameters = ModelState(model, loss_fn).parameters
         self._trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -63,9 +65,10 @@ class Evaluation:
         Raises:
             ValueError: there is no loss.
         """
-        own = [leaf.to(self._device) for leaf in leaves]
+        own = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_objects(*self._roots))
             stack.enter_context(kept_as_it_is(self._call))
             stack.enter_context(_kept_random_streams(self._device))
             stack.enter_context(torch.inference_mode(False))

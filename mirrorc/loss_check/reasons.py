@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mirrorc.capture.weighted_means import REMEDY
@@ -9,7 +10,11 @@ from mirrorc.loss_check.evaluation import Evaluated
 
 
 def reasons_for(
-    whole: Evaluated, parts: Sequence[Evaluated], fitting_reduction: str | None, is_normalization: bool
+    whole: Evaluated,
+    parts: Sequence[Evaluated],
+    fitting_reduction: str | None,
+    is_normalization: bool,
+    is_repeatable: bool,
 ) -> tuple[str, ...]:
     """Sentences that say why a batch and its shards differ.
 
@@ -18,12 +23,22 @@ def reasons_for(
         parts: its shards.
         fitting_reduction: the other value of ``loss_reduction``, if it makes them the same.
         is_normalization: whether they are the same with BatchNorm's running statistics.
+        is_repeatable: whether the batch gives the same once more.
     """
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",
         )
-    found = [*_normalizations(whole, is_normalization), *_weighted_means(whole, parts)]
+    found = [
+        *_normalizations(whole, is_normalization),
+        *_weighted_means(whole, parts),
+        *_means_of_nothing(whole, parts),
+    ]
+    if not is_repeatable:
+        found.append(
+            "the loss of the same batch changes from call to call: forward or the loss reads Python state that it changes where "
+            "check_loss cannot put it back, in a global or a class, say; compare with that held fixed"
+        )
     if whole.observed.unequal_draws:
         names = ", ".join(sorted(whole.observed.unequal_draws))
         found.append(
@@ -35,6 +50,17 @@ def reasons_for(
             "that does not depend on the examples is added once for each replica (with loss_reduction='sum')"
         )
     return tuple(found)
+
+
+def _means_of_nothing(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
+    places = [str(i) for i, part in enumerate(parts) if math.isnan(part.loss)]
+    if not places or math.isnan(whole.loss):
+        return []
+    shards = f"shard {places[0]} is" if len(places) == 1 else f"shards {', '.join(places)} is"
+    return [
+        f"the loss of {shards} not a number, as a mean of nothing is: look for a shard whose examples are all left out, as "
+        "padding or by a mask, and divide by a number that is at least 1"
+    ]
 
 
 def _normalizations(whole: Evaluated, is_normalization: bool) -> list[str]:

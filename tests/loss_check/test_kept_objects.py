@@ -1,0 +1,191 @@
+"""`mirrorc.check_loss` puts back what forward and loss change in the user's objects, and says where it cannot."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+
+steps = {"done": 0}
+
+
+def grow(value: Any) -> None:
+    """Changes any of `mutable_objects` in place."""
+    changes: list[tuple[type, Callable[[Any], object]]] = [
+        (deque, lambda own: own.append(2)),
+        (list, lambda own: own.append(2)),
+        (dict, lambda own: own.update(k=own.get("k", 0) + 1)),
+        (set, lambda own: own.add(2)),
+        (torch.Generator, lambda own: torch.rand(1, generator=own)),
+        (torch.Tensor, lambda own: own.data.add_(1)),
+        (np.ndarray, lambda own: own.__iadd__(1)),
+        (random.Random, lambda own: own.random()),
+        (np.random.Generator, lambda own: own.random()),
+        (np.random.RandomState, lambda own: own.rand()),
+        (object, lambda own: setattr(own, "k", getattr(own, "k", 0) + 1)),
+    ]
+    next(change for kind, change in changes if isinstance(value, kind))(value)
+
+
+class Log(list[Any]):
+    """A list of the user's."""
+
+
+class Schedule:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.k = 0
+
+
+def mutable_objects() -> list[Any]:
+    return [
+        *([1], {"k": 1}, {1}, deque([1], maxlen=3), OrderedDict(k=1), defaultdict(int, k=1), Counter(k=1), Log([1])),
+        *(SimpleNamespace(k=1), Schedule(), torch.Generator().manual_seed(0), torch.ones(2), np.ones(2)),
+        *(random.Random(0), np.random.default_rng(0), np.random.RandomState(0)),
+    ]
+
+
+def text_of(value: Any) -> str:
+    """All that can change in a value."""
+    if isinstance(value, torch.Generator):
+        return str(value.get_state().tolist())
+    if isinstance(value, random.Random | np.random.RandomState):
+        return repr(value.getstate() if isinstance(value, random.Random) else value.get_state())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    return f"{value!r} {getattr(value, '__dict__', None)!r}"
+
+
+class Net(nn.Module):
+    """Calls a function in forward."""
+
+    def __init__(self, does: Callable[[], object] = lambda: None, **table: Any) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4, **table), nn.Linear(4, 1)
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.does()
+        return self.last(self.table(x))
+
+
+class CallableLoss:
+    def __init__(self, does: Callable[[], object]) -> None:
+        self.does, self.num_calls = does, 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.does()
+        self.num_calls += 1
+        return F.mse_loss(output, target) * min(1.0, self.num_calls / 10)
+
+
+def check(model: nn.Module, loss_fn: Any = F.mse_loss, **more: Any) -> mirrorc.LossCheck:
+    x, y = torch.tensor([0, 1, 2, 3, 4, 0]), torch.linspace(-1, 1, 6)[:, None]
+    return mirrorc.check_loss(model, x, target=y, loss_fn=loss_fn, **more)
+
+
+def ways_to_hold(value: Any) -> list[tuple[nn.Module, Any]]:
+    """Models and losses that change a value, each by another way to it."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        grow(value)
+        return F.mse_loss(output, target)
+
+    def given(value: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        grow(value)
+        return F.mse_loss(output, target)
+
+    model, nested, hooked = Net(), Net(), Net()
+    model.held, nested.held = value, {"a": ({"b": [value]},)}
+    model.does, nested.does = lambda: grow(model.held), lambda: grow(nested.held["a"][0]["b"][0])
+    hooked.last.register_forward_hook(lambda *_: grow(value))
+    losses = [CallableLoss(partial(grow, value)), loss_fn, partial(given, value), CallableLoss(lambda: None).__call__]
+    return [(model, F.mse_loss), (nested, F.mse_loss), (hooked, F.mse_loss), *((Net(), loss) for loss in losses)]
+
+
+def test_what_forward_and_loss_change_is_put_back() -> None:
+    for i, what in enumerate(mutable_objects()):
+        for way in range(7):
+            value = mutable_objects()[i]
+            before = text_of(value)
+            model, loss_fn = ways_to_hold(value)[way]
+            found = check(model, loss_fn)
+            assert text_of(value) == before, f"{type(what).__name__}, held in way {way}"
+            assert found.same, found
+            assert getattr(loss_fn, "num_calls", 0) == 0
+
+
+def test_rebound_variables_of_closures_are_put_back() -> None:
+    num_calls = 0
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return F.mse_loss(output, target) * num_calls
+
+    assert check(Net(), loss_fn).same and num_calls == 0
+
+
+def test_parameters_that_forward_writes_and_batches_are_put_back() -> None:
+    model = Net(max_norm=0.1)
+    values = copy.deepcopy(model.state_dict())
+    assert check(model).same
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mul_(2))
+
+    x = torch.ones(6, 3)
+    assert mirrorc.check_loss(Doubling(3, 1), x, target=torch.zeros(6, 1), loss_fn=F.mse_loss).same
+    assert torch.equal(x, torch.ones(6, 3))
+
+
+def test_python_state_elsewhere_is_named_as_a_reason() -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        steps["done"] += 1
+        return F.mse_loss(output, target) * steps["done"]
+
+    found = check(Net(), loss_fn)
+    assert not found.same and "the loss of the same batch changes from call to call" in str(found)
+    assert "compares or normalizes" not in str(found)
+
+
+def test_a_shard_that_has_a_mean_of_nothing_is_named() -> None:
+    def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target).square() * (target > 0)).sum() / (target > 0).sum()
+
+    found = check(Net(), masked)
+    assert not found.same and "the loss of shard 0 is not a number, as a mean of nothing is" in str(found)
+    assert "compares or normalizes" not in str(found)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_failing_loss_leaves_no_trace(raises: bool) -> None:
+    log: list[int] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        log.append(1)
+        if raises:
+            raise RuntimeError("of the user's")
+        return (output - output.mean()).square().mean()
+
+    if raises:
+        with pytest.raises(RuntimeError, match="of the user's"):
+            check(Net(), loss_fn)
+    else:
+        assert not check(Net(), loss_fn).same
+    assert log == []
