@@ -23,14 +23,15 @@ from mirrorc.options import (
     LinkName,
     LossReduction,
     StepOptions,
-    check_additions,
     check_bucket_sizes,
-    check_choices,
     check_cuda_graphs,
     check_finite_option,
+    check_kinds,
+    check_loss_function,
     check_replicas_option,
     dump_directory,
     example_call,
+    wait_seconds,
     why_replicas_are_not_compared,
 )
 from mirrorc.passes import PlanBuckets, default_pipeline, told_of_sharing
@@ -91,7 +92,7 @@ def compile(
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
         capture: the front end that traces the model: "dynamo", or "auto" for the best that there is.
-        timeout_seconds: the longest time that a device waits for another one.
+        timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
             meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then. It
@@ -108,10 +109,11 @@ def compile(
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    check_choices(loss_fn, loss_reduction, timeout_seconds, record, exact_order)
+    check_kinds(locals())  # which are the arguments
+    check_loss_function(loss_fn)
+    longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
-    check_additions(add_passes)
     dump_to = dump_directory(dump)
     parsed = parse_devices(devices)
     check_link(link, parsed)
@@ -152,7 +154,7 @@ def compile(
         dump=dump_to,
         print_after=tuple(print_after),
         print_after_all=print_after_all,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=longest_wait,
         record=record,
         cuda_graphs=cuda_graphs,
         check_replicas_every=every,

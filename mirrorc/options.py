@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
 import torch
@@ -51,14 +53,118 @@ class StepOptions:
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
+@dataclass(frozen=True)
+class _Takes:
+    """What an option takes.
+
+    Attributes:
+        kinds: the types of its values; bool, str and bytes are meant only by themselves, not as numbers or sequences.
+        allowed: what the user can give, for the message.
+        texts: those that it takes besides.
+    """
+
+    kinds: tuple[Any, ...]
+    allowed: str
+    texts: tuple[str, ...] = ()
+
+
+_NAMES = _Takes((Sequence, Set), "give a sequence of names, such as ('replicate',)")
+_TAKES = {
+    "loss_fn": _Takes((Callable, NoneType), "give a function loss_fn(output, target)"),
+    "loss_reduction": _Takes((), "say 'mean' or 'sum', as the loss does over its examples", get_args(LossReduction)),
+    "dump": _Takes((str, os.PathLike, NoneType), "give the path of a directory, or None"),
+    "print_after": _NAMES,
+    "print_after_all": _Takes((bool,), "say True, to print the program after each pass, or False"),
+    "passes": _Takes((Sequence, NoneType), "give a list of passes, or None for mirrorc.passes.default_pipeline()"),
+    "add_passes": _Takes((Sequence,), "give a list, such as [mirrorc.after('pack-gradients', it)]"),
+    "disable_passes": _NAMES,
+    "bucket_cap_mb": _Takes(
+        (Real,),
+        "give a positive number of MiB (math.inf for one bucket), or 'auto' to choose by measurement",
+        get_args(Auto),
+    ),
+    "first_bucket_mb": _Takes(
+        (Real, NoneType), "give a positive number of MiB, or None for what bucket_cap_mb chooses"
+    ),
+    "exact_order": _Takes((bool,), "say True, to leave out passes that change bits, or False"),
+    "timeout_seconds": _Takes((Real,), "give a positive number of seconds (math.inf for no bound)"),
+    "record": _Takes((bool,), "say True, for step.explain() and step.timeline(), or False"),
+    "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
+    "check_finite": _Takes(
+        (bool,),
+        "say True, to raise an error where a loss or gradient is not finite, 'skip', to leave such updates out, or False",
+        ("skip",),
+    ),
+    "check_replicas_every": _Takes((int, NoneType), "give a number of steps, or 0 for never"),
+    "example_inputs": _Takes(
+        (tuple, dict, NoneType),
+        "give a tuple of positional arguments, a dict of keyword arguments, or a pair of both",
+    ),
+}
+"""By option. Not here is what is looked up or inspected, and refused there: model, optimizer, devices, and the names of backends,
+links and front ends."""
+_MEANT_BY_THEMSELVES = (bool, str, bytes)
+_LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0  # the operating system's clocks do not take infinity
+
+
+def check_kinds(options: Mapping[str, Any]) -> None:
+    """Refuses values of another kind than an option takes.
+
+    Args:
+        options: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        TypeError: a value has the wrong type; names the option, the value, and what is allowed.
+        ValueError: so does this, for a text where other texts are taken.
+    """
+    for option, takes in _TAKES.items():
+        value = options[option]
+        if takes.texts and isinstance(value, str):
+            if value not in takes.texts:
+                raise ValueError(f"{option} is {_shown(value)}: {takes.allowed}")
+        elif not any(_is_of(value, kind) for kind in takes.kinds):
+            raise TypeError(f"{option} is {_shown(value)}: {takes.allowed}")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and (kind in _MEANT_BY_THEMSELVES or not isinstance(value, _MEANT_BY_THEMSELVES))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def check_loss_function(loss_fn: Any) -> None:
+    """Refuses a class in place of an object of it.
+
+    Raises:
+        TypeError: names the class and the remedy.
+    """
+    if isinstance(loss_fn, type):
+        raise TypeError(
+            f"loss_fn is the class {loss_fn.__name__}: give an object of it, loss_fn={loss_fn.__name__}(), or a function "
+            "loss_fn(output, target)"
+        )
+
+
+def wait_seconds(timeout_seconds: float) -> float:
+    """The longest time of a wait.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: {_TAKES['timeout_seconds'].allowed}")
+    return min(float(timeout_seconds), _LONGEST_WAIT_SECONDS)
+
+
 def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
     """Refuses CUDA graphs on anything but one GPU.
 
     Raises:
-        TypeError, ValueError: names the devices and the remedy.
+        ValueError: names the devices and the remedy.
     """
-    if not isinstance(cuda_graphs, bool):
-        raise TypeError(f"cuda_graphs is {cuda_graphs!r}: say True, for one GPU, or False")
     if not cuda_graphs:
         return
     names = ", ".join(device.name for device in devices)
@@ -71,54 +177,18 @@ def check_cuda_graphs(cuda_graphs: bool, devices: Sequence[Device]) -> None:
         )
 
 
-def check_choices(
-    loss_fn: Any,
-    loss_reduction: Any,
-    timeout_seconds: float,
-    record: bool,
-    exact_order: bool,
-) -> None:
-    """Refuses values that are invalid for any model.
-
-    Raises:
-        TypeError, ValueError: names the argument and the remedy.
-    """
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: give a function loss_fn(output, target)")
-    if isinstance(loss_fn, type):
-        raise TypeError(
-            f"loss_fn is the class {loss_fn.__name__}: give an object of it, loss_fn={loss_fn.__name__}(), or a function "
-            "loss_fn(output, target)"
-        )
-    if loss_reduction not in get_args(LossReduction):
-        raise ValueError(
-            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
-        )
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
-    if not isinstance(record, bool):
-        raise TypeError(f"record is {record!r}: say True, for step.explain() and step.timeline(), or False")
-    if not isinstance(exact_order, bool):
-        raise TypeError(f"exact_order is {exact_order!r}: say True, to leave out passes that change bits, or False")
-
-
 def check_finite_option(
     check_finite: Any, passes: Any, disable_passes: Sequence[str], pipeline: Sequence[Pass], cuda_graphs: bool
 ) -> None:
-    """Refuses values of ``check_finite`` that are invalid, or contradict other options.
+    """Refuses values of ``check_finite`` that contradict other options.
 
     Args:
         check_finite, passes, disable_passes, cuda_graphs: the options.
         pipeline: the passes that follow from them.
 
     Raises:
-        TypeError, ValueError: names the argument and the remedy.
+        ValueError: names the argument and the remedy.
     """
-    if not (isinstance(check_finite, bool) or check_finite == "skip"):
-        raise TypeError(
-            f"check_finite is {check_finite!r}: say True, to raise an error where a loss or gradient is not finite, 'skip', to "
-            "leave such updates out, or False"
-        )
     if check_finite and passes is not None:
         raise ValueError(
             f"check_finite={check_finite!r} has no part in a pipeline given with passes=: put mirrorc.passes.CheckFinite() "
@@ -135,21 +205,16 @@ def check_finite_option(
         )
 
 
-def check_replicas_option(check_replicas_every: Any) -> int:
+def check_replicas_option(check_replicas_every: int | None) -> int:
     """The number of steps between two comparisons of the replicas; 0 for none.
 
     Raises:
-        TypeError, ValueError: it is no such number.
+        ValueError: it is negative.
     """
-    if check_replicas_every is None:
-        return 0
-    if not isinstance(check_replicas_every, int) or isinstance(check_replicas_every, bool):
-        raise TypeError(f"check_replicas_every is {check_replicas_every!r}: give a number of steps, or 0 for never")
-    if check_replicas_every < 0:
-        raise ValueError(
-            f"check_replicas_every is {check_replicas_every}: give a positive number of steps, or 0 for never"
-        )
-    return check_replicas_every
+    every = check_replicas_every or 0
+    if every < 0:
+        raise ValueError(f"check_replicas_every is {every}: give a positive number of steps, or 0 for never")
+    return every
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
@@ -164,16 +229,11 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
 
 
 def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:
-    """Refuses a text other than "auto" as a bucket size, and "auto" where it cannot choose.
+    """Refuses "auto" as a bucket size where it cannot choose.
 
     Raises:
         ValueError: names the argument and the remedy.
     """
-    if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
-        raise ValueError(
-            f"bucket_cap_mb is {bucket_cap_mb!r}: give a positive number of MiB (math.inf for one bucket), or 'auto' to choose "
-            "by measurement"
-        )
     if bucket_cap_mb != "auto":
         return
     if passes is not None:
@@ -192,29 +252,15 @@ def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, di
         )
 
 
-def check_additions(add_passes: Any) -> None:
-    """Refuses a placed pass that is not in a list.
-
-    Raises:
-        TypeError: names the remedy.
-    """
-    if not isinstance(add_passes, Iterable):
-        raise TypeError(
-            f"add_passes is a {type(add_passes).__name__}: give a list, such as [mirrorc.after('pack-gradients', it)]"
-        )
-
-
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
     """The directory for dumps: the option, else the environment variable MIRRORC_DUMP, else None.
 
     Raises:
-        TypeError, ValueError: it is no directory, and none can be made there.
+        ValueError: it is no directory, and none can be made there.
     """
     if dump is None:
         chosen = os.environ.get("MIRRORC_DUMP")
         return checked_directory("MIRRORC_DUMP", chosen) if chosen else None
-    if not isinstance(dump, (str, os.PathLike)):
-        raise TypeError(f"dump is {dump!r}: give the path of a directory, or None")
     return checked_directory("dump", dump) if dump else None
 
 
@@ -231,19 +277,10 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def example_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that ``example_inputs`` holds.
-
-    Raises:
-        TypeError: neither a tuple, nor a dict, nor a pair of both.
-    """
+def example_call(example_inputs: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that ``example_inputs`` holds: a tuple, a dict, or a pair of both."""
     if isinstance(example_inputs, dict):
         return (), example_inputs
-    if isinstance(example_inputs, tuple):
-        if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
-            return example_inputs
-        return example_inputs, {}
-    raise TypeError(
-        f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional arguments, a dict of keyword "
-        "arguments, or a pair of both"
-    )
+    if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
+        return example_inputs
+    return example_inputs, {}

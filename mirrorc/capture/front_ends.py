@@ -99,7 +99,7 @@ def front_end_named(name: object) -> FrontEnd:
     Raises:
         ValueError: there is none; lists those that there are.
     """
-    if name == AUTO:
+    if isinstance(name, str) and name == AUTO:
         return next(iter(_front_ends.values()))
     front_end = _front_ends.get(name) if isinstance(name, str) else None
     if front_end is None:

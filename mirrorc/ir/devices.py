@@ -26,7 +26,7 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
     if devices is None:
         count = torch.cuda.device_count()
         devices = [f"cuda:{i}" for i in range(count)] or ["cpu:0"]
-    elif isinstance(devices, bool) or not isinstance(devices, int | Iterable) or isinstance(devices, str):
+    elif isinstance(devices, bool | str | bytes | torch.Tensor) or not isinstance(devices, int | Iterable):
         raise TypeError(f"devices is {devices!r}: give a list of device names, a number of devices, or None; {_REMEDY}")
     elif isinstance(devices, int):
         kind = "cuda" if 0 < devices <= torch.cuda.device_count() else "cpu"

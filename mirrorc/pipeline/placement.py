@@ -16,7 +16,7 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
         TypeError: something that is no pass.
     """
     for compiler_pass in passes:
-        _check_pass(compiler_pass)
+        _check_pass("passes", compiler_pass)
     check_pass_names("disable_passes", disabled, passes)
     return [compiler_pass for compiler_pass in passes if compiler_pass.name not in disabled]
 
@@ -32,11 +32,8 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
     """Refuses names that no pass of a pipeline has.
 
     Raises:
-        TypeError: one name is given instead of a sequence of names.
         ValueError: no pass has such a name; says which there are.
     """
-    if isinstance(names, str):
-        raise TypeError(f"{option} is {names!r}: give a sequence of names, such as ({names!r},)")
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
         if name not in known:
@@ -81,7 +78,7 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
             raise TypeError(
                 f"add_passes holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
             )
-        _check_pass(placed.compiler_pass)
+        _check_pass("add_passes", placed.compiler_pass)
         names = [compiler_pass.name for compiler_pass in result]
         if placed.anchor not in names:
             raise ValueError(
@@ -92,6 +89,8 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
     return result
 
 
-def _check_pass(compiler_pass: object) -> None:
+def _check_pass(option: str, compiler_pass: object) -> None:
     if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
-        raise TypeError(f"{compiler_pass!r} is no pass: a pass has name, input_stage, output_stage and run(program)")
+        raise TypeError(
+            f"{option} holds {compiler_pass!r}, which is no pass: a pass has name, input_stage, output_stage and run(program)"
+        )

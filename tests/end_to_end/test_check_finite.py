@@ -302,7 +302,7 @@ def test_what_contradicts_check_finite_is_refused() -> None:
     own = ADAMW(model.parameters())
     for options, error, words in (
         ({"check_finite": 1}, TypeError, "check_finite is 1: say True"),
-        ({"check_finite": "raise"}, TypeError, "check_finite is 'raise'"),
+        ({"check_finite": "raise"}, ValueError, "check_finite is 'raise'"),
         ({"check_finite": True, "passes": default_pipeline()}, ValueError, "put mirrorc.passes.CheckFinite"),
         ({"check_finite": "skip", "disable_passes": ["check-finite"]}, ValueError, "which disable_passes leaves out"),
     ):

@@ -81,7 +81,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"backend": "tvm"}, ValueError, ("backend is 'tvm'", "inductor, eager")),
         ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
-        ({"loss_fn": 3}, TypeError, ("loss_fn is a int", "loss_fn(output, target)")),
+        ({"loss_fn": 3}, TypeError, ("loss_fn is 3", "loss_fn(output, target)")),
         ({"loss_fn": nn.MSELoss}, TypeError, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
         ({"disable_passes": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
@@ -94,12 +94,12 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
         ({"optimizer": "adam"}, TypeError, ("optimizer is a str", "model.parameters()")),
-        ({"example_inputs": [1]}, TypeError, ("example_inputs is a list", "tuple of positional arguments")),
+        ({"example_inputs": [1]}, TypeError, ("example_inputs is [1]", "tuple of positional arguments")),
         ({"dump": 3}, TypeError, ("dump is 3", "path of a directory")),
         ({"dump": __file__}, ValueError, (f"dump is {__file__!r}", "is a file", "give a directory")),
         ({"dump": Path(__file__) / "x"}, ValueError, (f"but {__file__} is a file", "give a directory")),
         ({"add_passes": mirrorc.after("replicate", Replicate())}, TypeError, ("add_passes is a Placed", "give a list")),
-        ({"add_passes": None}, TypeError, ("add_passes is a NoneType", "[mirrorc.after('pack-gradients', it)]")),
+        ({"add_passes": None}, TypeError, ("add_passes is None", "[mirrorc.after('pack-gradients', it)]")),
     ],
     ids=str,
 )
