@@ -35,16 +35,34 @@ class ModelState:
                 variable = first[id(tensor)] = _free(path.removeprefix("model."), self.tensors)
                 self.tensors[variable] = tensor
             self.names[path] = first[id(tensor)]
-        self._named = [named for root in roots.values() for named in root.named_modules()]
-        self._modules = [module for _, module in self._named]
-        self._plain = [_plain_attributes(module) for module in self._modules]
+        self._look_at_modules()
         self._members = [
             (kind, members, key, member)
             for module in self._modules
             for kind, members in _members_of(module)
             for key, member in members.items()
         ]
+        self._first_members = {(id(members), key) for _, members, key, _ in self._members}
+        self._added: list[tuple[dict[str, Any], str]] = []
+        self._added_now: tuple[_Same, ...] = ()
+
+    def _look_at_modules(self) -> None:
+        """Finds the modules that there are now, and what is watched of them."""
+        self._named = [named for root in self._roots.values() for named in root.named_modules()]
+        self._modules = [module for _, module in self._named]
+        self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
+        self._sizes = list(map(len, self._dicts))
+        self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
+
+    def _look_again(self) -> None:
+        """After attributes or members were added or replaced."""
+        self._look_at_modules()
+        members_now = [
+            (members, key) for module in self._modules for _, members in _members_of(module) for key in members
+        ]
+        self._added = [(members, key) for members, key in members_now if (id(members), key) not in self._first_members]
+        self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
         """`names` by what the modules hold now, and a description of each tensor among them that was added since."""
@@ -79,7 +97,8 @@ class ModelState:
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.
 
-        It is made of the modules' modes, plain attributes and hooks, and of the parameters' ``requires_grad`` and dtypes.
+        It is made of the modules' modes, plain attributes and hooks, of the parameters' ``requires_grad`` and dtypes, and of what
+        was added to the model.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
@@ -96,17 +115,32 @@ class ModelState:
                     f"parameter {name!r} has a hook on its gradient, which a captured step does not call: remove it, and "
                     "change the gradient in the loss, in forward, or in an optimizer of your own"
                 )
-        for i, (module, (size, _)) in enumerate(zip(self._modules, self._plain, strict=True)):
-            if len(module.__dict__) != size:
-                self._plain[i] = _plain_attributes(module)
+        if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
+            self._look_again()
         plain = tuple(
             (type(value), _comparable(value))
-            for _, watched in self._plain
-            for attributes, key in watched
+            for attributes, key in self._plain
             if (value := attributes.get(key, _ABSENT)) is not _ABSENT
         )
         tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
-        return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks)
+        return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
+
+    def _find_added(self) -> tuple[_Same, ...]:
+        """The parameters, buffers and submodules in places that the model did not have at first."""
+        return tuple(_Same(members.get(key)) for members, key in self._added)
+
+
+class _Same:
+    """An object as a part of a key: equal to itself alone, and alive as long as the key."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,10 +164,14 @@ def _comparable(value: Any) -> Any:
     return value if value or type(value) is not float else repr(value)  # -0.0 == 0.0
 
 
-def _plain_attributes(module: nn.Module) -> tuple[int, list[tuple[dict[str, Any], str]]]:
-    """The number of a module's attributes, and those that are plain values, each as (dict, key)."""
-    attributes = module.__dict__
-    return len(attributes), [(attributes, key) for key, value in attributes.items() if isinstance(value, _SCALARS)]
+def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The attributes of a module that are plain values, each as (dict, key)."""
+    return [(vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS)]
+
+
+def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts whose sizes tell that something was added to a module."""
+    return [vars(module), *(members for _, members in _members_of(module))]
 
 
 def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -229,6 +230,47 @@ def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
                 if i == 0:
                     add(model), add(twin)
             assert [name for name in step.variables if name.startswith("layers.0")]
+
+
+def test_what_was_added_may_change_again() -> None:
+    """It is replaced, hooked, changed and removed like what the model had at first."""
+
+    def negative(model: Any) -> None:
+        model.extra.slope = -0.0
+
+    class Sloped(nn.Module):
+        slope = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (2.0 + math.copysign(1.0, self.slope))
+
+    changes: list[Callable[[Any], object]] = [
+        lambda model: model.layers.append(model.layers[0]),
+        lambda model: model.layers.__setitem__(1, model.other),
+        lambda model: model.layers.__setitem__(1, model.layers[0]),
+        lambda model: setattr(model, "scale", model.other.bias),
+        lambda model: setattr(model, "scale", model.layers[0].bias),
+        lambda model: model.layers.__delitem__(1),
+        lambda model: model.layers.append(nn.Tanh()),
+        lambda model: model.layers[1].register_forward_hook(lambda module, given, output: output * 2.0),
+        lambda model: model.layers.__setitem__(1, nn.Sigmoid()),
+        lambda model: model.layers[1].register_forward_pre_hook(lambda module, given: (given[0] * 2.0,)),
+        lambda model: setattr(model, "extra", Sloped()),
+        negative,
+        lambda model: model.layers.append(nn.Dropout(1.0)),
+        lambda model: model.layers[2].eval(),
+    ]
+    for devices in (1, 2):
+        model = seeded(Growing).double()
+        model.other = nn.Linear(2, 2).double()
+        twin = copy.deepcopy(model)
+        optimizer, batch = SGD(twin.parameters()), {"x": torch.rand(4, 2, dtype=torch.float64)}
+        options: Any = {"optimizer": SGD(model.parameters()), "backend": "eager"}
+        with mirrorc.compile(model, devices, **options) as step, pytest.warns(UserWarning, match="compiled 8 times"):
+            for i, change in enumerate([lambda model: None, *changes]):
+                change(model), change(twin)
+                expected = train_step(twin, optimizer, batch)
+                assert step(**batch).item() == pytest.approx(expected, rel=TOLERANCE), f"after change {i}"
 
 
 # Hooks
