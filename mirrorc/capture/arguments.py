@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from mirrorc.capture.containers import put_together, take_apart
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
@@ -134,20 +136,39 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     if isinstance(value, PerReplica):
         return _flatten_per_replica(value, path, leaves)
     if isinstance(value, torch.Tensor):
+        _refuse_attributes(value, path)
         leaves.append(Leaf(path, value, split=mode == "split"))
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
     if plain is not None and _is_plain(value):
-        while path in plain:
-            path += "_"
-        plain[path] = value
-        return ("plain", path)
-    container = _children(value, path)
-    if container is None:
+        return _kept_apart(value, path, plain)
+    parts = take_apart(value, path)
+    if parts is None:
         return ("constant", Constant(value, path))
-    kind, detail, children = container
-    return (kind, detail, tuple(_flatten(child, child_path, leaves, mode, plain) for child_path, child in children))
+    children = []
+    for i, (child_path, child) in enumerate(parts.children):
+        flat = _flatten(child, child_path, leaves, mode, plain)
+        if flat[0] == "constant" and plain is not None and i >= len(parts.children) - parts.num_attributes:
+            flat = _kept_apart(child, child_path, plain)  # many an attribute is read by nobody
+        children.append(flat)
+    return (parts.kind, parts.detail, tuple(children))
+
+
+def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
+    while path in plain:
+        path += "_"
+    plain[path] = value
+    return ("plain", path)
+
+
+def _refuse_attributes(tensor: torch.Tensor, path: str) -> None:
+    names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith("_dynamo")]
+    if names:
+        raise TypeError(
+            f"argument {path!r} is a tensor with attributes of yours ({', '.join(names)}), which its shards have not: pass what "
+            f"they hold as arguments, and the tensor as {path}.view_as({path})"
+        )
 
 
 def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> Structure:
@@ -172,28 +193,6 @@ def _shift(structure: Structure, start: int) -> Structure:
     return (structure[0], structure[1], tuple(_shift(child, start) for child in structure[2]))
 
 
-def _children(value: Any, path: str) -> tuple[str, Any, Iterator[tuple[str, Any]]] | None:
-    if isinstance(value, Mapping):
-        keys = tuple(value)
-        return (
-            "mapping",
-            (type(value) if isinstance(value, dict) else dict, keys),
-            ((f"{path}.{key}", value[key]) for key in keys),
-        )
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", type(value), ((f"{path}.{name}", getattr(value, name)) for name in value._fields)
-    if isinstance(value, list | tuple):
-        return (
-            "sequence",
-            list if isinstance(value, list) else tuple,
-            ((f"{path}[{i}]", child) for i, child in enumerate(value)),
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(f.name for f in dataclasses.fields(value) if f.init)
-        return "dataclass", (type(value), names), ((f"{path}.{name}", getattr(value, name)) for name in names)
-    return None
-
-
 def rebuild_call(
     structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -213,13 +212,4 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
         return plain[structure[1]]
     if kind == "constant":
         return structure[1].value
-    detail = structure[1]
-    children = [rebuild(child, leaves, plain) for child in structure[2]]
-    if kind == "mapping":
-        entries = dict(zip(detail[1], children, strict=True))
-        return entries if detail[0] is dict else detail[0](entries)
-    if kind == "dataclass":
-        return detail[0](**dict(zip(detail[1], children, strict=True)))
-    if kind == "namedtuple":
-        return detail(*children)
-    return children if detail is list else tuple(children)
+    return put_together(kind, structure[1], [rebuild(child, leaves, plain) for child in structure[2]])

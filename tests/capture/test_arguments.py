@@ -26,6 +26,76 @@ class Record:
     second: Any = 0
 
 
+class Halved(Record):
+    """A dataclass whose constructor must not run twice, with an attribute that is no field."""
+
+    def __post_init__(self) -> None:
+        self.doubled = [self.first, self.first]
+        self.first = (self.first, "made once")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    first: Any
+    hidden: Any = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", {"of": self.first})
+
+
+class Table(dict[str, Any]):
+    def __init__(self, value: Any) -> None:
+        super().__init__(a=value)
+        self.size = [value, 1]
+
+    def __getitem__(self, key: str) -> Any:
+        return "another value"
+
+
+class Ordered(collections.OrderedDict[str, Any]):
+    def __init__(self, value: Any) -> None:
+        super().__init__(b=value, a=1)
+        self.move_to_end("b")
+        self.size = (value,)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, (value,))
+
+
+class Items(list[Any]):
+    def __init__(self, value: Any) -> None:
+        super().__init__([value, value])
+        self.size = value
+
+    def append(self, value: Any) -> None:
+        raise TypeError("fixed")
+
+    extend = __iter__ = append  # type: ignore[assignment]
+
+
+class Point(Pair):
+    def __new__(cls, left: Any) -> "Point":
+        made = super().__new__(cls, left, [left])
+        made.note = left  # type: ignore[attr-defined]
+        return made
+
+
+class Counted(collections.UserDict[str, Any]):
+    def __init__(self, value: Any) -> None:
+        super().__init__(a=value)
+        self.count = {"n": value}
+
+
+def _defaults(value: Any) -> collections.defaultdict[str, Any]:
+    return collections.defaultdict(list, {"a": value})
+
+
+def _queue(value: Any) -> collections.deque[Any]:
+    return collections.deque([value, 1, value], maxlen=2)
+
+
+KINDS = (Halved, Slotted, Table, Ordered, Items, Point, Counted, _defaults, _queue)
+
 leaves_strategy = st.one_of(
     st.integers(0, 5),
     st.sampled_from(["a", None, True, 2.5]),
@@ -40,6 +110,7 @@ values_strategy = st.recursive(
         st.dictionaries(st.sampled_from("abcd"), inner, max_size=2).map(collections.OrderedDict),
         st.builds(Pair, inner, inner),
         st.builds(Record, inner, inner),
+        *(inner.map(kind) for kind in KINDS),
     ),
     max_leaves=8,
 )
@@ -50,13 +121,20 @@ def same(a: Any, b: Any) -> bool:
         return a is b
     if type(a) is not type(b):
         return False
+    if isinstance(a, Slotted):
+        return same([a.first, a.hidden], [b.first, b.hidden])
+    if hasattr(a, "__dict__") and not same(vars(a), vars(b)):
+        return False
+    if isinstance(a, collections.deque | collections.defaultdict):
+        name = "maxlen" if isinstance(a, collections.deque) else "default_factory"
+        if getattr(a, name) != getattr(b, name):
+            return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Record):
-        return same(a.first, b.first) and same(a.second, b.second)
-    return a == b
+        kind: Any = collections.OrderedDict if isinstance(a, collections.OrderedDict) else dict
+        return same(list(kind.items(a)), list(kind.items(b)))
+    if isinstance(a, list | tuple | collections.deque):
+        return len(a) == len(b) and all(same(a[i], b[i]) for i in range(len(a)))
+    return isinstance(a, Record | Counted) or bool(a == b)
 
 
 def _entries(structure: Any) -> Iterator[Any]:
@@ -79,6 +157,21 @@ def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any
     positional, keyword = rebuild_call(apart.structure, [leaf.tensor for leaf in apart.leaves], apart.plain)
     assert same(positional, args) and same(keyword, kwargs)
     assert not any(isinstance(constant, Constant) for constant in _entries(apart.structure))
+
+
+def test_what_cannot_be_made_again_is_refused_by_name() -> None:
+    class Defaults(collections.defaultdict[str, Any]):
+        pass
+
+    class Failure(Record, ValueError):
+        pass
+
+    tensor = torch.zeros(4)
+    tensor.weight = 3.0  # type: ignore[attr-defined]
+    cases = {"Defaults, which": Defaults(list), "Failure, which": Failure(1), r"attributes of yours \(weight\)": tensor}
+    for text, value in cases.items():
+        with pytest.raises(TypeError, match=rf"'x.a' is a .*{text}"):
+            flatten_call(["x"], ({"a": value},), {})
 
 
 @fuzzed(80)

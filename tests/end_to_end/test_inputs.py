@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,108 @@ class Output:
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Prepared:
+    """Its constructor changes what it is given, and it has more than its fields."""
+
+    x: torch.Tensor
+    weight: float = dataclasses.field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.x = self.x / 2
+        self.weight = 3.0
+        self.offsets = {"of": self.x[:, :1]}
+
+
+class Keyed(dict[str, torch.Tensor]):
+    """A dict with a constructor, a way to look things up, and attributes, of its own."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(x=x)
+        self.offset = x[:, :1]
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return super().__getitem__(key) * 2
+
+
+class OrderedByName(OrderedDict[str, torch.Tensor]):
+    """Its items are attributes, too."""
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Listed(list[torch.Tensor]):
+    """A list with an attribute."""
+
+    weight = 1.0
+
+    def append(self, item: torch.Tensor) -> None:
+        raise TypeError("fixed")
+
+
+class Doubled(Pair):
+    """A tuple whose constructor changes what it is given."""
+
+    def __new__(cls, features: torch.Tensor) -> Doubled:
+        return super().__new__(cls, features * 2, features[:, :1])
+
+
+def _listed(x: torch.Tensor) -> Listed:
+    made = Listed([x])
+    made.weight = 3.0
+    return made
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[nn.Module, Any], torch.Tensor]]] = {
+    "a dataclass": (Prepared, lambda mlp, b: mlp(b.x) * b.weight + b.offsets["of"]),
+    "a kind of dict": (Keyed, lambda mlp, b: mlp(b["x"]) + b.offset),
+    "a kind of OrderedDict": (lambda x: OrderedByName(x=x), lambda mlp, b: mlp(b["x"]) + b.x[:, :1]),
+    "a kind of list": (_listed, lambda mlp, b: mlp(b[0]) * b.weight),
+    "a kind of tuple": (Doubled, lambda mlp, b: mlp(b.features) + b.weights),
+    "a defaultdict": (lambda x: defaultdict(list, {"x": x}), lambda mlp, b: mlp(b["x"]) + len(b["none"])),
+    "a UserDict": (lambda x: UserDict({"x": x}), lambda mlp, b: mlp(b["x"]) + b.data["x"][:, :1]),
+    "a deque": (lambda x: deque([x, x * 2], maxlen=1), lambda mlp, b: mlp(b[0]) * b.maxlen),
+    "a result of torch": (lambda x: torch.sort(x, dim=1), lambda mlp, b: mlp(b.values) + b[1][:, :1]),
+}
+
+
+def test_what_forward_gets_is_what_was_passed() -> None:
+    for name, (make, body) in CONTAINERS.items():
+        plain = OnAnything(body).double()
+        batch, target = mlp_batch(7)["x"].double(), mlp_batch(7)["target"]
+        for devices in (1, 2):
+            model = copy.deepcopy(plain)
+            optimizer = MOMENTUM(model.parameters())
+            expected = copy.deepcopy(plain)
+            expected_optimizer = MOMENTUM(expected.parameters())
+            with mirrorc.compile(
+                model, devices=devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager"
+            ) as step:
+                for _ in range(2):
+                    found = step(make(batch), target=target).item()
+                    wanted = train_step(
+                        OnePositional(expected),
+                        expected_optimizer,
+                        {"x": make(batch), "target": target},
+                        F.cross_entropy,
+                    )
+                    assert abs(found - wanted) < TOLERANCE, f"{name}, {devices} devices: {found} instead of {wanted}"
+            assert_same_model(model, expected, TOLERANCE)
+
+
+class OnePositional(nn.Module):
+    """Passes its argument on by position."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
 
 
 class OnAnything(nn.Module):

@@ -1,0 +1,166 @@
+"""Takes containers of a call's arguments apart, and makes them again of other children without running their constructors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Parts(NamedTuple):
+    """A container that was taken apart.
+
+    Attributes:
+        kind: how it is made again.
+        detail: what that needs besides children; hashable.
+        children: path and value of each child; attributes come last.
+        num_attributes: how many of the children are attributes.
+    """
+
+    kind: str
+    detail: tuple[Any, ...]
+    children: list[tuple[str, Any]]
+    num_attributes: int = 0
+
+
+def take_apart(value: Any, path: str) -> Parts | None:
+    """The parts of a container; None if a value is none.
+
+    Args:
+        value: an argument, or a part of one.
+        path: its name.
+
+    Raises:
+        TypeError: it is a container that cannot be made again as it is; names it.
+    """
+    kind = _kind_of(type(value))  # type: ignore[arg-type]
+    if kind == "":
+        return None
+    if kind == "refused":
+        raise TypeError(
+            f"argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards, because its class is "
+            "based on one written in C: pass its parts, or the same as a plain dict, list or tuple"
+        )
+    attributes = _attributes_of(value) if kind in _WITH_ATTRIBUTES else {}
+    entries, detail = _entries_of(kind, value, path)
+    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
+
+
+def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
+    """Makes a container of the kind that was taken apart; runs under the tracer."""
+    names = detail[-1]
+    entries = children[: len(children) - len(names)]
+    if kind == "list":
+        return entries
+    if kind == "tuple":
+        return tuple(entries)
+    if kind == "dict":
+        return dict(zip(detail[0], entries, strict=True))
+    if kind == "mappingproxy":
+        return types.MappingProxyType(dict(zip(detail[0], entries, strict=True)))
+    if kind == "defaultdict":
+        return defaultdict(detail[1][0], dict(zip(detail[0], entries, strict=True)))
+    if kind == "deque":
+        return deque(entries, detail[0])
+    if kind == "result of torch":
+        return detail[0](tuple(entries))
+    return _with_attributes(_of_class(kind, detail, entries), names, children[len(entries) :])
+
+
+def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
+    """An object of a user's class, without its attributes."""
+    if kind == "kind of tuple":
+        return tuple.__new__(detail[0], entries)
+    if kind == "kind of list":
+        made: Any = list.__new__(detail[0])
+        super(detail[1], made).extend(entries)  # `list`'s, whatever the class has made of it
+    elif kind == "kind of dict":
+        made = dict.__new__(detail[1])
+        dict.update(made, dict(zip(detail[0], entries, strict=True)))
+    elif kind == "kind of OrderedDict":
+        made = OrderedDict.__new__(detail[1])
+        for key, entry in zip(detail[0], entries, strict=True):
+            OrderedDict.__setitem__(made, key, entry)
+    else:
+        made = object.__new__(detail[0])
+    return made
+
+
+def _with_attributes(made: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+_WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of OrderedDict", "object")
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(cls: type) -> str:
+    """How containers of a class are made again: empty for what is no container, "refused" if they cannot be."""
+    plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
+    if cls in plain or cls is defaultdict:
+        return plain.get(cls, "defaultdict")
+    if issubclass(cls, torch.Size | torch.Tensor | nn.Module):
+        return ""
+    if issubclass(cls, tuple):
+        return "result of torch" if hasattr(cls, "n_sequence_fields") else _if_made(tuple, cls)
+    if issubclass(cls, dict | list):
+        return _if_made(next(base for base in (OrderedDict, dict, list) if issubclass(cls, base)), cls)
+    if issubclass(cls, Mapping) or dataclasses.is_dataclass(cls):
+        return _if_made(object, cls)
+    return ""
+
+
+def _if_made(base: Any, cls: type) -> str:
+    """The kind of a class, if a base may make its objects: not if another class written in C lies between."""
+    try:
+        base.__new__(cls)
+    except TypeError:
+        return "refused"
+    if issubclass(cls, defaultdict):  # what makes its missing values is neither an item nor an attribute
+        return "refused"
+    return "object" if base is object else f"kind of {base.__name__}"
+
+
+def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
+    """What a container holds besides attributes, as the class that it is based on has it, and the detail for this kind."""
+    cls = type(value)
+    if kind == "object":
+        return [], (cls,)
+    if kind in ("list", "tuple", "deque", "result of torch") or kind in ("kind of list", "kind of tuple"):
+        base = next(base for base in (list, tuple, deque) if isinstance(value, base))
+        named = getattr(cls, "_fields", ())
+        items = list(base.__iter__(value))
+        paths = [f"{path}.{named[i]}" if i < len(named) else f"{path}[{i}]" for i in range(len(items))]
+        before = (cls.__mro__[cls.__mro__.index(list) - 1],) if kind == "kind of list" else ()
+        detail = {"list": (), "tuple": (), "deque": (getattr(value, "maxlen", None),)}.get(kind, (cls, *before))
+        return list(zip(paths, items, strict=True)), detail
+    if kind == "mappingproxy":
+        entries = list(value.items())
+    else:
+        entries = list(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+    keys = tuple(key for key, _ in entries)
+    factory = ((value.default_factory,),) if kind == "defaultdict" else ()
+    own = (cls,) if kind.startswith("kind of") else ()
+    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *own)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object itself has: those of its dict and in slots of its classes."""
+    found = {}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            hidden = name.startswith("__") and not name.endswith("__")
+            stored = f"_{cls.__name__.lstrip('_')}{name}" if hidden else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, stored):
+                found[stored] = getattr(value, stored)
+    return {**found, **getattr(value, "__dict__", {})}
