@@ -45,10 +45,17 @@ def explain_failure(
     else:
         explained = ExecutionError(
             f"replica {replica} on {devices[replica]} failed{where}{at}: {type(error).__name__}: {error}. All devices "
-            f"stopped. {state} Check this step's batch and that line; with backend='eager' the operator is named exactly."
+            f"stopped. {state} {_advice(nodes, line)}"
         )
     explained.__cause__ = error
     return explained
+
+
+def _advice(nodes: Sequence[fx.Node], line: str) -> str:
+    """What to look at; tracebacks that end at the call of a region, as of compiled ones, name no operator of it."""
+    is_opaque = bool(nodes) and nodes[-1].op == "call_module"
+    hint = "; with backend='eager' the operator is named exactly" if is_opaque else ""
+    return f"Check this step's batch{' and that line' if line else ''}{hint}."
 
 
 def note_if_torn(error: BaseException, has_committed: bool) -> None:

@@ -1,0 +1,65 @@
+"""What is advised after a failure of a step is what the user can still do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserting import Asserting
+from torch import fx, nn
+
+import mirrorc
+from mirrorc import ExecutionError
+from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_backend, unregister_backend
+
+
+class Opaque(Backend):
+    """Like compiled code: tracebacks end at the call of a region."""
+
+    name = "opaque"
+
+    def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            given = list(arguments)
+            arguments.clear()
+            return tuple(fx.Interpreter(graph_module).run(*given))
+
+        return run
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+@pytest.fixture
+def opaque() -> Iterator[str]:
+    register_backend(Opaque())
+    yield Opaque.name
+    unregister_backend(Opaque.name)
+
+
+def advice(backend: str, model: nn.Module, bad: torch.Tensor) -> str:
+    """What the error says after its state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend=backend) as step,
+        pytest.raises(ExecutionError) as failed,
+    ):
+        step(bad, target=torch.zeros(4, 3))
+    return str(failed.value).partition("No parameter was changed. ")[2]
+
+
+def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> None:
+    index, nothing = torch.tensor([0, 1, 2, 9]), torch.full((4, 4), float("nan"))
+    plain = "Check this step's batch and that line"
+    assert advice("eager", Table(), index) == f"{plain}."
+    assert advice("eager", Asserting(), nothing) == advice(opaque, Asserting(), nothing) == f"{plain}."
+    hint = "with backend='eager' the operator is named exactly."
+    assert advice(opaque, Table(), index) == f"Check this step's batch; {hint}"
