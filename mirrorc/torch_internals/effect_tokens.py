@@ -68,12 +68,10 @@ def _part(value: Any, index: int) -> Any:
 def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str) -> None:
     aten = torch.ops.aten
     text = f"{name} failed: a matrix is singular, not positive definite, or has entries that are not finite"
-    value = info.meta["val"]
-    with value.fake_mode:
-        is_right = aten.eq.Scalar(value, 0)
-        all_right = aten.all.default(is_right)
-    compared = graph.call_function(aten.eq.Scalar, (info, 0))
-    compared.meta = {**like.meta, "val": is_right}
-    reduced = graph.call_function(aten.all.default, (compared,))
-    reduced.meta = {**like.meta, "val": all_right}
-    graph.call_function(aten._assert_async.msg, (reduced, text)).meta = {**like.meta, "val": None}
+    node, value = info, info.meta["val"]
+    for target, constants in ((aten.ne.Scalar, (0,)), (aten.any.default, ()), (aten.logical_not.default, ())):
+        node = graph.call_function(target, (node, *constants))  # Inductor has no aten.all
+        with value.fake_mode:
+            value = target(value, *constants)
+        node.meta = {**like.meta, "val": value}
+    graph.call_function(aten._assert_async.msg, (node, text)).meta = {**like.meta, "val": None}

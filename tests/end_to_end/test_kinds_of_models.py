@@ -179,7 +179,8 @@ def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
         step(images, target=torch.randn(4, 3))
 
 
-def test_a_singular_matrix_stops_the_step_before_it_changes_anything() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: str) -> None:
     class Inverts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,7 +194,7 @@ def test_a_singular_matrix_stops_the_step_before_it_changes_anything() -> None:
     broken = whole.clone()
     broken[3, 1, 1] = 0.0
     optimizer = SGD(model.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", loss_reduction="sum") as step:
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend, loss_reduction="sum") as step:
         with (
             unchanged(model, optimizer),
             pytest.raises(mirrorc.MirrorcError, match=r"(?s)linalg.inv failed: a matrix is singular"),
