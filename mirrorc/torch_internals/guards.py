@@ -148,9 +148,8 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
         if guard.create_fn_name() != "TENSOR_MATCH":
             guards.add(guard, collect_debug_stack=False)
             continue
-        guards.add(
-            _identity(guard), collect_debug_stack=False
-        )  # the graph has this very tensor in it, not one of its type
+        # the graph has this very tensor in it, not one of its type
+        guards.add(_identity(guard), collect_debug_stack=False)
         if not any(id(tensor) in variables for tensor in _evaluated(_name(guard), scope)):
             guards.add(guard, collect_debug_stack=False)
     try:

@@ -169,6 +169,40 @@ class LossObject:
         return F.mse_loss(output, target) + self.beta * output.abs().pow(self.options["power"]).mean()
 
 
+class Teacher(nn.Module):
+    """A net of fixed numbers that is no part of the model."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = frozen_layer(seed)
+        self.register_buffer("shift", torch.full((2,), 0.25, dtype=torch.float64))
+
+    def bent(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bent(self.layer(x)) + self.shift
+
+
+def frozen_layer(seed: int) -> nn.Linear:
+    """A layer that is not trained, the same for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False)
+
+
+class TaughtLoss:
+    """A loss that compares with a teacher's output, too; events patch the teacher's class."""
+
+    def __init__(self) -> None:
+        self.kind = type("Teacher", (Teacher,), {})
+        self.teacher = self.kind(0)
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) + 0.5 * F.mse_loss(output, self.teacher(target))
+
+
 class LossModule(nn.Module):
     """A loss with a buffer and an attribute."""
 
@@ -212,5 +246,6 @@ LOSSES: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
     "closure": _loss_by_closure,
     "global": lambda: _loss_by_global,
     "object": LossObject,
+    "teacher": TaughtLoss,
     "module": LossModule,
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuzzed_training import models
-from fuzzed_training.events import event
+from fuzzed_training.events import draw_seed, event, normal
 from fuzzed_training.pair import Pair
 
 
@@ -30,6 +30,53 @@ def change_loss_state(pair: Pair, draw: Random) -> None:
         loss.weight.fill_(value + 0.5)  # type: ignore[attr-defined]
     elif kind in ("object", "module"):
         loss.beta = value  # type: ignore[attr-defined]
+
+
+@event
+def replace_teacher(pair: Pair, draw: Random) -> None:
+    """Puts another teacher, layer, parameter or buffer into the loss, or another state into the teacher."""
+    how, seed = draw.randrange(5), draw_seed(draw)
+    if pair.setting.loss != "teacher":
+        return
+    loss: Any = pair.loss_fn
+    teacher = loss.teacher
+    if how == 0:
+        loss.teacher = loss.kind(seed)
+    elif how == 1:
+        teacher.layer = models.frozen_layer(seed)
+    elif how == 2:
+        teacher.layer.weight = torch.nn.Parameter(normal(seed, teacher.layer.weight), requires_grad=False)
+    elif how == 3:
+        teacher.shift = normal(seed, teacher.shift)
+    else:
+        teacher.load_state_dict({key: normal(seed, t) for key, t in teacher.state_dict().items()}, assign=True)
+        teacher.requires_grad_(False)
+
+
+@event
+def hook_teacher(pair: Pair, draw: Random) -> None:
+    """Hooks a teacher or its layer, or takes all of its hooks away."""
+    how, factor = draw.randrange(4), draw.choice((0.5, 1.5))
+    if pair.setting.loss != "teacher":
+        return
+    module: Any = pair.loss_fn.teacher if how % 2 else pair.loss_fn.teacher.layer  # type: ignore[attr-defined]
+    if how < 2 and not module._forward_hooks:
+        module.register_forward_hook(lambda module, given, output: output * factor)
+    else:
+        module._forward_hooks.clear()
+
+
+@event
+def patch_teacher(pair: Pair, draw: Random) -> None:
+    """Replaces a method of the teacher's class, or gives the former one back."""
+    name = draw.choice(("bent", "forward"))
+    if pair.setting.loss != "teacher":
+        return
+    kind: Any = pair.loss_fn.kind  # type: ignore[attr-defined]
+    if name in vars(kind):
+        delattr(kind, name)
+    else:
+        setattr(kind, name, lambda self, x: getattr(models.Teacher, name)(self, x) * 0.5)
 
 
 @event
