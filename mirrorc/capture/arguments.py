@@ -164,7 +164,7 @@ def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 def _refuse_attributes(tensor: torch.Tensor, path: str) -> None:
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith("_dynamo")]
-    if names:
+    if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
         raise TypeError(
             f"argument {path!r} is a tensor with attributes of yours ({', '.join(names)}), which its shards have not: pass what "
             f"they hold as arguments, and the tensor as {path}.view_as({path})"

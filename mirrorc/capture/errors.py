@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
+from mirrorc.capture.known_failures import known_failure
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_line
-from mirrorc.torch_internals import JointGraph, user_frames
+from mirrorc.torch_internals import JointGraph, traced_frames, user_frames
 
 
 def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -22,7 +23,10 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
         where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
     reason = _reason(str(error)) or type(error).__name__
     text = str(error).lower()
-    if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
+    known = known_failure(text, traced_frames(error))
+    if known is not None:
+        reason, remedy = known.reason, known.remedy
+    elif any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
         remedy = (
             "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
             "instead of Python numbers, or decide before the step"

@@ -27,11 +27,14 @@ def split_call(call: Call, num_replicas: int) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, fewer examples than replicas, or a tensor that requires
-            a gradient.
+        ValueError: no tensor to split, tensors that disagree on dim 0, fewer examples than replicas, a tensor that requires a
+            gradient, or one that is sparse or nested.
     """
     for leaf in call.leaves:
-        if any(tensor.requires_grad for tensor in (leaf.per_replica if leaf.tensor is None else (leaf.tensor,))):
+        tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+        for tensor in tensors:
+            _refuse_layout(tensor, leaf.path)
+        if any(tensor.requires_grad for tensor in tensors):
             raise ValueError(
                 f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its model "
                 f"alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds both"
@@ -46,6 +49,20 @@ def split_call(call: Call, num_replicas: int) -> Shards:
         else:
             columns.append([leaf.tensor.detach()] * num_replicas)
     return Shards(tuple(zip(*columns, strict=True)), sizes)
+
+
+def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor whose elements do not lie in one memory, by strides."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"argument {path!r} is a nested tensor, which a step cannot split: pass it padded, as {path}.to_padded_tensor(0.0), "
+            "with a mask if what is padded counts"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors: pass {path}.to_dense(), or its "
+            "parts as tensors with a row for each example"
+        )
 
 
 def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:

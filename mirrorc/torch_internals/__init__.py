@@ -41,6 +41,7 @@ from mirrorc.torch_internals.tracing import (
     leaf_of_placeholder,
     python_effects_of,
     trace_full_graph,
+    traced_frames,
     user_frames,
 )
 
@@ -88,6 +89,7 @@ __all__ = [
     "torch_modes",
     "trace_artifact",
     "trace_full_graph",
+    "traced_frames",
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",

@@ -149,13 +149,16 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> No
         joint.written_inputs.append(("argument", str(mutated.idx)))
 
 
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's frames in which the tracer failed, outermost first; frames of torch, Python and mirrorc are left out."""
+def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
-    if not frames and cause is not None:
-        return user_frames(cause)
-    return [frame for frame in frames if is_users_file(frame.filename)]
+    return list(frames) if frames or cause is None else traced_frames(cause)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The user's frames in which the tracer failed, outermost first; frames of torch, Python and mirrorc are left out."""
+    return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
 
 
 def is_users_file(path: str) -> bool:

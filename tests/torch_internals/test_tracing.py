@@ -78,7 +78,9 @@ def test_user_frames_looks_behind_a_wrapped_error() -> None:
     inner.real_stack = [traceback.FrameSummary("/home/me/net.py", 3, "forward", line="y")]  # type: ignore[attr-defined]
     outer = ValueError("outer")
     outer.__cause__ = inner
+    inner.real_stack.append(traceback.FrameSummary(nn.__file__, 4, "inside"))  # type: ignore[attr-defined]
     assert [frame.lineno for frame in internals.user_frames(outer)] == [3]
+    assert [frame.lineno for frame in internals.traced_frames(outer)] == [3, 4]
     assert internals.user_frames(ValueError("alone")) == []
 
 

@@ -1,0 +1,85 @@
+"""Failures of the tracer whose cause is known but not said, each with its reason and its remedy."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What the tracer's exception stands for.
+
+    Attributes:
+        reason: what the user's line does, as what follows a colon.
+        remedy: what the user can do instead.
+        words: the exception's text has one of them, whatever the case.
+        line: the line of the user's has this word.
+        file: one of the frames in which the tracer failed is in a file of this name.
+    """
+
+    reason: str
+    remedy: str
+    words: tuple[str, ...]
+    line: str = ""
+    file: str = ""
+
+    def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
+        """Whether this is what has failed, in these frames, outermost first."""
+        if not any(word in text.lower() for word in self.words):
+            return False
+        has_file = any(frame.filename.endswith(self.file) for frame in frames) or not self.file
+        return has_file and any(self.line in (frame.line or "") for frame in frames or [_NO_FRAME])
+
+
+_NO_FRAME = traceback.FrameSummary("", 0, "", line="")
+_DATA_DEPENDENT = ("data-dependent", "data dependent")
+
+_KNOWN = (
+    KnownFailure(
+        "its mask is looked at to see whether it is causal, and the captured graph cannot branch on tensor values",
+        "say whether it is, beside the mask: tgt_is_causal=True or False, or is_causal for the mask of an encoder",
+        _DATA_DEPENDENT,
+        file="nn/modules/transformer.py",
+    ),
+    KnownFailure(
+        "torch._assert of a tensor is not captured",
+        'write a statement, assert condition, "text", which stops the step before anything has changed',
+        _DATA_DEPENDENT,
+        line="_assert(",
+    ),
+    KnownFailure(
+        "it makes a Python number of a value of numpy, and those are traced as tensors",
+        "make the number before the step, as in scale = float(array[0]), or compute with the array itself",
+        ("wrapped_item",),
+    ),
+    KnownFailure(
+        "it reads a tensor as a Python number, whose value is not known while the step is captured",
+        "compute with tensors instead of Python numbers, use torch.where, or read the number before the step",
+        ("_local_scalar_dense",),
+    ),
+    KnownFailure(
+        "nn.LSTM, nn.GRU and nn.RNN are not traced",
+        "call nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time, which is captured",
+        ("attempted to wrap rnn, gru, or lstm",),
+    ),
+    KnownFailure(
+        "a module has a hook on its backward, which a captured step does not call",
+        "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
+        "or in a hook of the optimizer",
+        ("backwards hooks require compiled autograd",),
+    ),
+    KnownFailure(
+        "it writes in place to a tensor that is no buffer of the model or of a loss that is a module, such as the statistics of "
+        "a BatchNorm that the loss only refers to",
+        "make it a buffer with register_buffer, or the module that has it a submodule of the model; a BatchNorm in eval mode "
+        "writes nothing",
+        ("mutating a non-functional tensor", "entirely functional graph, but found"),
+    ),
+)
+
+
+def known_failure(text: str, frames: Sequence[traceback.FrameSummary]) -> KnownFailure | None:
+    """The first known failure that fits an exception's text and the frames in which the tracer failed, if there is one."""
+    return next((failure for failure in _KNOWN if failure.fits(text, frames)), None)

@@ -1,0 +1,139 @@
+"""Where the tracer's own words would lead astray, a refusal says what the user's line does, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from references import unchanged
+from torch import nn
+
+import mirrorc
+from mirrorc import CaptureError
+
+ARRAY, NUMBER, TOTAL = np.array([2.0, 3.0]), np.float32(2.0), torch.zeros(2)
+MASK = nn.Transformer.generate_square_subsequent_mask(3)
+OUTSIDE = nn.BatchNorm1d(2)
+
+
+class Net(nn.Module):
+    """A linear layer, and what a test does with its output, of shape [examples, 2]."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor], more: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer, self.more, self.does = nn.Linear(2, 2), more, does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return self.does(self, y)
+
+
+def hooked(register: str) -> nn.Module:
+    net = Net(lambda net, y: y)
+    getattr(net.layer, register)(lambda *_: None)
+    return net
+
+
+def in_sequence(y: torch.Tensor) -> torch.Tensor:
+    return y[:, None].expand(-1, 3, -1)
+
+
+def assert_small(net: Any, y: torch.Tensor) -> torch.Tensor:
+    torch._assert((y < 100).all(), "too large")
+    return y
+
+
+def add_up(net: Any, y: torch.Tensor) -> torch.Tensor:
+    TOTAL.add_(1)
+    return y
+
+
+def keep_mean(net: Any, y: torch.Tensor) -> torch.Tensor:
+    TOTAL.copy_(y.detach().mean(0))
+    return y
+
+
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    return Net(lambda net, y: net.more(in_sequence(y))[0][:, 0], kind(2, 2, batch_first=True))
+
+
+def transformer(**more: Any) -> nn.Module:
+    whole = nn.Transformer(2, 1, 1, 1, 4, dropout=0.0, batch_first=True)
+    return Net(lambda net, y: net.more(in_sequence(y), in_sequence(y), tgt_mask=MASK, **more).mean(1), whole)
+
+
+CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
+    (lambda: recurrent(nn.LSTM), ("nn.LSTM, nn.GRU and nn.RNN are not traced", "nn.LSTMCell")),
+    (lambda: recurrent(nn.GRU), ("nn.LSTM, nn.GRU and nn.RNN are not traced", "nn.GRUCell")),
+    (transformer, ("whether it is causal", "tgt_is_causal=True")),
+    (lambda: Net(assert_small), ("torch._assert of a tensor is not captured", 'assert condition, "text"')),
+    (lambda: Net(lambda net, y: y * float(ARRAY[0])), ("Python number of a value of numpy", "before the step")),
+    (lambda: Net(lambda net, y: y * float(NUMBER)), ("Python number of a value of numpy", "before the step")),
+    (lambda: Net(lambda net, y: y * float(TOTAL[0])), ("reads a tensor as a Python number", "compute with tensors")),
+    (lambda: Net(lambda net, y: OUTSIDE.train()(y)), ("writes in place to a tensor that is no buffer", "submodule")),
+    (lambda: Net(add_up), ("writes in place to a tensor that is no buffer", "register_buffer")),
+    (lambda: Net(keep_mean), ("writes in place to a tensor that is no buffer", "register_buffer")),
+    (lambda: hooked("register_full_backward_hook"), ("hook on its backward", "remove it")),
+    (lambda: hooked("register_full_backward_pre_hook"), ("hook on its backward", "remove it")),
+]
+INTERNALS = (
+    "INTERNAL ASSERT",
+    "report a bug",
+    "shape_env",
+    "Eq(u0",
+    "Dynamo",
+    "aten.",
+    "aot_autograd",
+    "functionalize",
+)
+
+
+def compiled(model: nn.Module) -> mirrorc.Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+
+
+def test_causes_that_the_tracer_does_not_name() -> None:
+    for make, (reason, remedy) in CASES:
+        model = make()
+        with compiled(model) as step, unchanged(model), pytest.raises(CaptureError) as refused:
+            step(torch.ones(4, 2), target=torch.zeros(4, 2))
+        text = str(refused.value)
+        assert reason in text.partition("Remedy: ")[0] and remedy in text.partition("Remedy: ")[2], text
+        assert not any(word in text for word in INTERNALS) and "\n" not in text, text
+
+
+def test_the_remedies_are_captured() -> None:
+    def cell(net: Any, y: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(y)
+        for _ in range(3):
+            state = net.more(y, state)
+        return state
+
+    scale = float(ARRAY[0])
+    for model in (Net(cell, nn.GRUCell(2, 2)), transformer(tgt_is_causal=True), Net(lambda net, y: y * scale)):
+        with compiled(model) as step:
+            assert torch.isfinite(step(torch.ones(4, 2), target=torch.zeros(4, 2)))
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
+    x, model = torch.ones(4, 2), Net(lambda net, y: y)
+    nested = torch.nested.nested_tensor([torch.ones(2)] * 4, layout=torch.jagged)
+    refused: list[tuple[Any, str]] = [
+        (x.to_sparse(), "argument 'x' has the layout torch.sparse_coo.*x.to_dense()"),
+        (x.to_sparse_csr(), "argument 'x' has the layout torch.sparse_csr"),
+        (mirrorc.replicated(x.to_sparse()), "argument 'x' has the layout"),
+        (mirrorc.PerReplica([x.to_sparse()] * 2), "argument 'x' has the layout"),
+        (nested, "argument 'x' is a nested tensor.*x.to_padded_tensor"),
+        (torch.nested.nested_tensor([torch.ones(2)] * 4), "argument 'x' is a nested tensor"),
+    ]
+    with compiled(model) as step:
+        for value, words in refused:
+            with unchanged(model), pytest.raises(ValueError, match=words) as why:
+                step(value, target=torch.zeros(4, 2))
+            assert "\n" not in str(why.value)
+        step(x, target=torch.zeros(4, 2))
