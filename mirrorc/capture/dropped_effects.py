@@ -46,15 +46,27 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
         CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
+    _refuse_draws(effects.draws, what)
     lasting = []
     for write in effects.writes:
-        is_read = any(
+        is_read = write.is_read_by_changing or any(
             name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read
         )
         if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, traced, again):
             _refuse_state(write, is_read, what)
             lasting.append(write)
     return tuple(dict.fromkeys([*(_of_write(write, what) for write in lasting), *_of_calls(effects.calls, what)]))
+
+
+def _refuse_draws(draws: Sequence[Sequence[traceback.FrameSummary]], what: str) -> None:
+    for stack in draws:
+        frame = _users_frame(stack)
+        where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+        raise CaptureError(
+            f"forward or loss of {what} draws a number from Python's random{where}, which would be the same in every step of a "
+            "captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass it as a "
+            "replicated tensor."
+        )
 
 
 def _settles(write: PythonWrite, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:

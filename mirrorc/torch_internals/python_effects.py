@@ -38,6 +38,15 @@ class PythonWrite:
     owner: Any = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_read_by_changing(self) -> bool:
+        """Whether the change is also what gives a value: of a generator of random numbers, of an iterator."""
+        return (
+            self.parts == ("[",)
+            and not isinstance(self.owner, list | dict | set | deque)
+            and self.owner is not _MISSING
+        )
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[bool]:
         """Makes the change for a while; gives whether that can be done: all that is changed are attributes with constants."""
@@ -85,10 +94,17 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """What was observed of one trace."""
+    """What was observed of one trace.
+
+    Attributes:
+        writes: changes to objects that were there before.
+        calls: calls of ``print`` and its like.
+        draws: the frames, outermost first, in which a number was taken from Python's module ``random``.
+    """
 
     writes: list[PythonWrite] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
+    draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
 
 
 def reported_functions() -> set[Callable[..., Any]]:

@@ -22,6 +22,7 @@ from mirrorc.torch_internals.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
+from mirrorc.torch_internals.random_draws import observed_draws
 
 
 def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -49,6 +50,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
             warnings.catch_warnings(),
             captured_output() as outputs,
             observed_effects(module, names) as effects,
+            observed_draws() as draws,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             traced = dynamo_graph_capture_for_export(module)(*leaves)
@@ -57,6 +59,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
         traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module)
+        effects.draws = draws
         traced.meta["mirrorc_effects"] = effects
         return traced
     finally:

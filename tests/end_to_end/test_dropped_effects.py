@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +140,25 @@ def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     assert train(Net(add_auxiliary_losses)) == [] == train(Net(find_out))
     assert train(Net(find_out_on_a_class)) == [] and Shared.problem is None and "problem" not in vars(Inherits)
     assert train(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))) == []
+
+
+def test_numbers_that_python_would_give_anew_in_each_step_are_refused() -> None:
+    generator, counter = random.Random(0), itertools.count()
+    cases: dict[str, tuple[str, Callable[[Any, torch.Tensor], object]]] = {
+        "uniform": ("draws a number from Python's random", lambda net, y: y * random.uniform(0.0, 1.0)),
+        "randint": ("draws a number from Python's random", lambda net, y: y * random.randint(1, 2)),
+        "randrange": ("draws a number from Python's random", lambda net, y: y * random.randrange(5)),
+        "a generator": ("draws a number from Python's random", lambda net, y: y * generator.random()),
+        "a counter": ("reads and changes ", lambda net, y: y * next(counter)),
+    }
+    for name, (words, does) in cases.items():
+        model, state = Net(does), random.getstate()
+        with (
+            unchanged(model),
+            pytest.raises(CaptureError, match=f"{words}.*test_dropped_effects.py:.*Remedy") as refused,
+        ):
+            train(model)
+        assert random.getstate() == state and next(counter) == list(cases).index(name), (name, str(refused.value))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import traceback
 from pathlib import Path
 
@@ -89,3 +90,16 @@ def test_users_files_are_those_of_nobody_else() -> None:
     assert internals.is_users_file(pytest.__file__)  # an installed package is a user's, too
     assert not any(map(internals.is_users_file, (nn.__file__, json.__file__, internals.__file__, "<eval>")))
     assert not any(map(internals.is_users_file, (passes.__file__, runtime.__file__)))
+
+
+def test_draws_from_pythons_random_are_observed_and_taken_back() -> None:
+    class Draws(Small):
+        def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+            return super().forward(*leaves) * random.uniform(0.0, 1.0)
+
+    for kind, drawn in ((Draws, 1), (Small, 0)):
+        state = random.getstate()
+        traced = internals.trace_full_graph(kind(), (torch.ones(2, 3), torch.ones(1)))
+        draws = internals.python_effects_of(traced).draws
+        assert len(draws) == drawn and all("random.uniform" in (stack[-1].line or "") for stack in draws)
+        assert random.getstate() == state
