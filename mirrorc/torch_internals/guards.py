@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -23,7 +24,8 @@ class DynamoGuards:
 
     Not watched, because others do: the arguments, the module's parameters and buffers where its submodules have them, hooks
     of its submodules, torch's modes. Watched besides what Dynamo guards: which tensors a graph took from elsewhere, hooks of
-    modules from elsewhere, methods of the classes of all that was used, and the sign of zeros, since -0.0 == 0.0.
+    modules from elsewhere, methods of the classes of all that was used, the environment (`os.environ`) if it was read, and the
+    sign of zeros, since -0.0 == 0.0.
 
     Attributes:
         names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
@@ -37,6 +39,8 @@ class DynamoGuards:
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
         self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
+        is_environment_read = any(value is read for value in self._kept for read in (os.environ, os.getenv))
+        self._environment = dict(os.environ) if is_environment_read else None
         self._zeros = [
             (compile(name, "<guard>", "eval"), repr(value))
             for name, value in values.items()
@@ -48,7 +52,7 @@ class DynamoGuards:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.hold()
-        if not self._methods.hold():
+        if not self._methods.hold() or self._environment not in (None, os.environ):
             return False
         if not self._manager.check(self._values):
             return False
@@ -58,6 +62,8 @@ class DynamoGuards:
         """What has changed, in a few words."""
         if not self._methods.hold():
             return self._methods.broken()
+        if self._environment not in (None, os.environ):
+            return "os.environ"
         with torch.enable_grad():
             parts = self._manager.check_verbose(self._values).verbose_code_parts
         return in_users_words(parts[0]) if parts else "the sign of a zero"

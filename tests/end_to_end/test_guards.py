@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -276,6 +277,31 @@ def test_plain_arguments_differ_by_the_sign_of_zero_and_agree_in_nan() -> None:
         program = step.program
         step(torch.ones(4, 3), float("nan"))
         assert step.program is program
+
+
+READS: dict[str, Callable[[], float]] = {
+    "os.getenv": lambda: float(os.getenv("MIRRORC_TEST_BETA", "1.5")),
+    "membership": lambda: 2.0 if "MIRRORC_TEST_BETA" in os.environ else 3.0,
+    "os.environ.get": lambda: float(os.environ.get("MIRRORC_TEST_BETA", "1.5")),
+}
+
+
+def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, read in READS.items():
+        monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
+        model = nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, target = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
+        with mirrorc.compile(
+            model, 2, optimizer=optimizer, loss_fn=lambda y, t, read=read: F.mse_loss(y, t) * read(), backend="eager"
+        ) as step:
+            for value in (None, None, "2.5", "3.5", "3.5", None):
+                if value is None:
+                    monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
+                else:
+                    monkeypatch.setenv("MIRRORC_TEST_BETA", value)
+                expected = F.mse_loss(model(x), target).item() * read()
+                assert abs(step(x, target=target).item() - expected) < 1e-12, f"{name}, {value}"
 
 
 def test_a_hook_on_all_modules_is_seen() -> None:
