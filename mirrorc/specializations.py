@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,44 @@ The structure of the call, the types of the shards, then the parts named in `_OT
 """
 
 _OTHER_PARTS = ("the model's attributes", "the optimizer's groups", "torch's modes")
+
+
+_REMEDY = (
+    "; keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers"
+)
+
+_MOST_SHOWN = 3  # attributes, and values of one
+_MOST_CHARACTERS = 40  # of one value
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """What one of the first programs was compiled for."""
+
+    key: Key
+    kind: CallKind
+    attributes: Mapping[str, tuple[type, Any]]
+
+
+def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
+    """The plain attributes of the model that differ, with some of their values; empty if none do."""
+    told = []
+    for path in dict.fromkeys(path for attributes in each for path in attributes):
+        values = list(dict.fromkeys(attributes.get(path) for attributes in each))
+        if len(values) > 1:
+            shown = [_shown(value) for value in values[:_MOST_SHOWN]]
+            told.append(
+                f"the model's {path!r} ({', '.join([*shown, *(['...'] if len(values) > _MOST_SHOWN else [])])})"
+            )
+    more = [f"{len(told) - _MOST_SHOWN} more of its attributes"] if len(told) > _MOST_SHOWN else []
+    return " and ".join([*told[:_MOST_SHOWN], *more])
+
+
+def _shown(value: tuple[type, Any] | None) -> str:
+    if value is None:
+        return "no plain value"
+    text = value[1] if value[0] is float and isinstance(value[1], str) else repr(value[1])  # floats are kept as text
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +107,7 @@ class Specializations:
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
-        self._first: list[tuple[Key, CallKind]] | None = []  # the first compilations; None once they were warned of
+        self._first: list[_Compiled] | None = []  # the first compilations; None once they were warned of
         self._read: list[str] = []  # what has made guards fail besides arguments, in words
         self._read_plain: set[str] = set()  # the names of plain values that have
 
@@ -89,8 +127,18 @@ class Specializations:
                 return own[-1]
         return None
 
-    def add(self, key: Key, call: Call, new: Specialization, instead: Specialization | None = None) -> list[Executor]:
-        """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed."""
+    def add(
+        self,
+        key: Key,
+        call: Call,
+        new: Specialization,
+        instead: Specialization | None = None,
+        attributes: Mapping[str, tuple[type, Any]] | None = None,
+    ) -> list[Executor]:
+        """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed.
+
+        ``attributes`` are the plain attributes of the model, by path.
+        """
         own = self._by_key.setdefault(key, [])
         dropped = [instead.executor] if instead is not None else []
         if instead is not None:
@@ -108,7 +156,7 @@ class Specializations:
                 MOST_SPECIALIZATIONS,
             )
         if self._first is not None:
-            self._first.append((key, CallKind.of(call, key[1][0])))
+            self._first.append(_Compiled(key, CallKind.of(call, key[1][0]), attributes or {}))
             self._warn_of_many(self._first)
         return dropped
 
@@ -125,21 +173,23 @@ class Specializations:
     def __iter__(self) -> Iterator[Executor]:
         return iter([one.executor for own in self._by_key.values() for one in own])
 
-    def _warn_of_many(self, first: list[tuple[Key, CallKind]]) -> None:
+    def _warn_of_many(self, first: list[_Compiled]) -> None:
         """When a step has been compiled many times, warns once and says what keeps changing."""
         if len(first) < _MANY_COMPILATIONS:
             return
         self._first = None
-        keys, kinds = [key for key, _ in first], [kind for _, kind in first]
+        keys, kinds = [one.key for one in first], [one.kind for one in first]
         always = set.intersection(*(set(kind.plain) for kind in kinds))
         kinds = [kind.without(always - self._read_plain) for kind in kinds]
         changing = changing_arguments(kinds)
-        changing += [part for i, part in enumerate(_OTHER_PARTS, 2) if len({key[i] for key in keys}) > 1]
+        attributes = _changing_attributes([one.attributes for one in first])
+        parts = (attributes or _OTHER_PARTS[0], *_OTHER_PARTS[1:])
+        changing += [part for i, part in enumerate(parts, 2) if len({key[i] for key in keys}) > 1]
         if self._read:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         what = " and ".join(changing) or "the optimizer's state"
         warnings.warn(
             f"the step was compiled {len(first)} times, because {what} keep changing; each new value is compiled anew: pass "
-            "numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes",
+            f"numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes{_REMEDY if attributes else ''}",
             stacklevel=users_stack_level(),
         )

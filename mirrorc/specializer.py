@@ -98,7 +98,7 @@ class Specializer:
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
-        for dropped in self._specializations.add(key, call, new, instead=found):
+        for dropped in self._specializations.add(key, call, new, found, self._model.plain_attributes()):
             dropped.release()
         self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
         return new.executor

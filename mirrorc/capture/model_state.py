@@ -12,6 +12,7 @@ from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 
 _ABSENT = object()
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -94,6 +95,15 @@ class ModelState:
         found = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(found, otherwise).removeprefix(".")
 
+    def plain_attributes(self) -> dict[str, tuple[type, Any]]:
+        """The plain attributes in the fingerprint, by path, each as a value that can be compared and its type."""
+        return {
+            f"{path}.{key}".removeprefix("."): (type(value), _comparable(value))
+            for path, module in self._named
+            for attributes, key in _plain_attributes(module)
+            if key not in _TORCHS_OWN and (value := attributes.get(key, _ABSENT)) is not _ABSENT
+        }
+
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.
 
@@ -161,7 +171,8 @@ def _comparable(value: Any) -> Any:
     """What stands for an attribute's value in a fingerprint; what is no plain value any more is left to the guards."""
     if not isinstance(value, _SCALARS):
         return None
-    return value if value or type(value) is not float else repr(value)  # -0.0 == 0.0
+    is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
+    return repr(value) if is_odd else value
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:

@@ -498,6 +498,19 @@ def test_the_warning_names_every_argument_that_keeps_changing() -> None:
     assert "'target.y' ([2, 1], [3, 1], [4, 1])" in message
 
 
+def test_the_warning_names_attributes_that_keep_changing_and_what_to_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
+    with compiled(model, loss_fn=F.mse_loss) as step, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(8):
+            model.global_step, model[1].p, model.name = i, 0.125 * i, "fixed"
+            step(torch.ones(4, 2), target=torch.zeros(4, 2))
+    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
+    message = str(found.message)
+    assert "the model's 'global_step' (0, 1, 2, ...) and the model's '1.p' (0.0, 0.125, 0.25, ...)" in message
+    assert "outside of the model" in message and "fixed" not in message and "training" not in message
+
+
 def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specializations, "MOST_SPECIALIZATIONS", 2)
     model = seeded(TakesANumber).double()
