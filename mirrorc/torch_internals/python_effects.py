@@ -116,10 +116,12 @@ def reported_functions() -> set[Callable[..., Any]]:
 def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[PythonEffects]:
     """Observes the trace of a module's call in this thread. ``names`` are the globals of what is traced."""
     from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 
     found, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
     clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
+    enter = UserFunctionVariable.call_function
 
     def observed_clear(self: Any) -> None:
         if threading.get_ident() == thread:
@@ -129,11 +131,8 @@ def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Py
     def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() == thread and self.value in reported_functions():
             is_warning = self.value is warnings.warn  # Python shows a warning of one line once
-            name = (
-                self.value.__name__
-                if self.value is builtins.print
-                else f"{self.value.__module__}.{self.value.__name__}"
-            )
+            name = "" if self.value is builtins.print else f"{self.value.__module__}."
+            name += self.value.__name__
             found.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
         return call(self, tx, args, kwargs)
 
@@ -143,19 +142,30 @@ def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Py
             found.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
         return log(self, tx, name, args, kwargs)
 
+    def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_logger = threading.get_ident() == thread and self.fn is logging.getLogger
+        return (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
+
     patched: list[tuple[Any, str, Any]] = [
         (SideEffects, "clear", observed_clear),
         (IgnoredFunctionVariable, "call_function", observed_call),
         (LoggingLoggerVariable, "call_method", observed_log),
+        (UserFunctionVariable, "call_function", observed_enter),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
-    for owner, name, function in patched:
-        setattr(owner, name, function)
-    try:
-        yield found
-    finally:
-        for owner, name, function in originals:
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in patched:
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
+        yield found
+
+
+def _logger(args: Sequence[Any]) -> Any:
+    """A tracer's variable for the logger of a name, without a trace of how it is found; None if the name is no constant."""
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+    if not all(arg.is_python_constant() for arg in args):
+        return None
+    return LoggingLoggerVariable(logging.getLogger(*(arg.as_python_constant() for arg in args)))
 
 
 def _warn(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
@@ -211,17 +221,23 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
         stored = effects.store_attr_mutations.get(variable, {})
         real = _evaluated(name, scope)
         parts = [f".{key}" for key, value in stored.items() if not _is_same(value, _attribute(real, key), scope)]
+        content = _content_of(variable)
         if not stored or isinstance(real, dict):
-            parts += _changed_items(variable, real, scope)
-        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [[]]
+            parts += _changed_items(content, real, scope)
+        recorded = getattr(effects, "mutation_user_stacks", {})
+        stacks = recorded.get(variable) or recorded.get(content) or [[]]
         if parts:
             constants = {
-                key: value.as_python_constant()
-                for key, value in stored.items()
-                if f".{key}" in parts and value.is_python_constant()
+                k: v.as_python_constant() for k, v in stored.items() if f".{k}" in parts and v.is_python_constant()
             }
             writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), real, constants))
     return writes
+
+
+def _content_of(variable: Any) -> Any:
+    """The variable of the plain container in that of a kind of dict or list, such as a defaultdict; else the same."""
+    inner = (getattr(variable, name, None) for name in ("_base_vt", "_dict_vt", "_list_vt"))
+    return next((content for content in inner if content is not None), variable)
 
 
 def _changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[str]:

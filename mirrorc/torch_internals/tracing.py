@@ -53,6 +53,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
             observed_draws() as draws,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
             traced = dynamo_graph_capture_for_export(module)(*leaves)
         read_variables_from_module(traced)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):

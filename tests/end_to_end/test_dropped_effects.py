@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import logging
 import random
 import warnings
 from collections.abc import Callable
@@ -18,6 +20,8 @@ import mirrorc
 from mirrorc import CaptureError
 
 counts = {"steps": 0}
+missing: dict[str, list[int]] = collections.defaultdict(list)
+met: collections.Counter[str] = collections.Counter()
 activations: list[torch.Tensor] = []
 
 
@@ -115,6 +119,12 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
         ("Net changes model.acts", "net.acts.append(y)", "Return what you want to see"),
     ),
     (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
+    (
+        lambda net, y: logging.getLogger("mirrorc_tests.net").warning("shape %s", y.shape),
+        ("logger.warning in Net ran while the step was traced", 'logging.getLogger("mirrorc_tests.net")'),
+    ),
+    (lambda net, y: missing["k"].append(1), ("Net changes missing['k']", 'missing["k"].append(1)')),
+    (lambda net, y: met.update(["k"]), ("Net changes met['k']", 'met.update(["k"])')),
     (write_a_class, ("Net changes Shared.steps", "Shared.steps = 7")),
     (lambda net, y: print("shape", y.shape), ("print in Net ran while the step was traced", "Call it between steps")),  # noqa: T201
 ]

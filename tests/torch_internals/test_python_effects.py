@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,17 @@ from torch._dynamo.side_effects import SideEffects
 
 from mirrorc import torch_internals as internals
 
-LOGGER = logging.getLogger("mirrorc_tests.effects")
+NAME = "mirrorc_tests.effects"
+LOGGER = logging.getLogger(NAME)
 seen: list[torch.Tensor] = []
 
 
 class Config:
     steps = 0
+
+
+class OwnDict(dict[str, Any]):
+    """A dict of the user's."""
 
 
 class Does(nn.Module):
@@ -33,6 +39,8 @@ class Does(nn.Module):
         self.table: dict[str, Any] = {"a": 1}
         self.last: collections.deque[Any] = collections.deque(maxlen=2)
         self.config, self.flag = Config(), True
+        self.missing: dict[str, Any] = collections.defaultdict(list)
+        self.ordered, self.counts, self.own = collections.OrderedDict(a=1), collections.Counter(a=1), OwnDict(a=1)
         self.register_buffer("kept", torch.ones(3))
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
@@ -67,6 +75,19 @@ def set_config(model: Any, y: torch.Tensor) -> None:
     model.config.steps += 1
 
 
+def set_ordered(model: Any, y: torch.Tensor) -> None:
+    model.ordered["b"] = 2
+
+
+def set_own(model: Any, y: torch.Tensor) -> None:
+    model.own["a"] = 2
+
+
+def set_own_as_before(model: Any, y: torch.Tensor) -> None:
+    model.own["a"] = 2
+    model.own["a"] = 1
+
+
 WRITES: list[tuple[Callable[[Any, torch.Tensor], object], list[tuple[str, tuple[str, ...]]]]] = [
     (lambda model, y: None, []),
     (flip, []),
@@ -78,6 +99,12 @@ WRITES: list[tuple[Callable[[Any, torch.Tensor], object], list[tuple[str, tuple[
     (set_table, [("L['self'].table", ("['b']",))]),
     (set_config, [("L['self'].config", (".steps",))]),
     (lambda model, y: seen.append(y), [("G['seen']", ("[",))]),
+    (lambda model, y: model.missing["k"], [("L['self'].missing", ("['k']",))]),
+    (lambda model, y: model.missing["k"].append(1), [("L['self'].missing", ("['k']",))]),
+    (set_ordered, [("L['self'].ordered", ("['b']",))]),
+    (lambda model, y: model.counts.update(["b"]), [("L['self'].counts", ("['b']",))]),
+    (set_own, [("L['self'].own", ("['a']",))]),
+    (set_own_as_before, []),
 ]
 
 
@@ -92,8 +119,37 @@ def test_writes_are_found_with_their_lines_unless_they_change_nothing() -> None:
     for does, expected in WRITES:
         writes = effects_of(does).writes
         assert [(write.source, write.parts) for write in writes] == expected
-        assert all(write.stack[-1].filename in (__file__, nn.modules.module.__file__) for write in writes)
+        assert all({__file__, nn.modules.module.__file__} & {frame.filename for frame in w.stack} for w in writes)
     assert seen == [] and SideEffects.clear is clear
+
+
+def test_loggers_are_found_by_name_while_they_are_traced(caplog: Any) -> None:
+    def says(model: Any, y: torch.Tensor) -> None:
+        logging.getLogger(NAME).warning("of %s", "words")
+        logging.getLogger(f"{NAME}.{type(model).__name__}").error("of a name")
+        logger = logging.getLogger(name=__name__)
+        logger.debug("switched off")
+        logging.getLogger().warning("of the root")
+
+    calls = effects_of(says).calls
+    assert [(call.name, call.has_run, call.repeats) for call in calls] == [
+        ("logger.warning", True, True),
+        ("logger.error", True, True),
+        ("logger.debug", True, False),
+        ("logger.warning", True, True),
+    ]
+    names = [(record.name, record.getMessage()) for record in caplog.records]
+    for expected in ((NAME, "of words"), (f"{NAME}.Does", "of a name"), ("root", "of the root")):
+        assert expected in names
+
+
+def test_what_the_tracer_says_of_itself_is_not_passed_on() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for refused in (lambda model, y: time.thread_time_ns(), lambda model, y: time.clock_gettime(0)):
+            with pytest.raises(Exception, match="trace"):
+                internals.trace_full_graph(Does(refused), (torch.ones(2, 3),))
+    assert caught == []
 
 
 def test_prints_and_logs_run_while_they_are_traced(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
