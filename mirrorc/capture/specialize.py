@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.counted_lookups import notes_on_counted_lookups
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
@@ -120,6 +121,8 @@ def capture_program(
     program = program.with_remarks(*remarks_on(means, len(devices)))
     guards = AllGuards([graph.guards for graph in captured])
     notes = tuple(dict.fromkeys(note for graph in captured for note in graph.notes))
+    if len(devices) > 1:
+        notes += notes_on_counted_lookups(captured[0].graph, type(training_call.model).__name__)
     return CapturedProgram(program, constants, guards, differences_in(means, shards), notes)
 
 

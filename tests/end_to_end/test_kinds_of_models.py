@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,3 +204,47 @@ def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: st
             step(broken)
         assert step(whole).item() == 12.0
     assert model.scale.item() == pytest.approx(1.0 + 0.1 * 12.0)
+
+
+def test_embeddings_that_count_are_spoken_of_on_several_devices() -> None:
+    """One device gives the update of plain PyTorch, and no word; several give another one, and say so at the line."""
+
+    class Functions(nn.Module):
+        def __init__(self, bag: bool) -> None:
+            super().__init__()
+            self.weight, self.bag = nn.Parameter(torch.randn(5, 3)), bag
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.bag:
+                return F.embedding_bag(x, self.weight, mode="sum", scale_grad_by_freq=True)
+            return F.embedding(x, self.weight, scale_grad_by_freq=True).sum(1)
+
+    makers: list[tuple[Callable[[], nn.Module], bool]] = [
+        (lambda: nn.EmbeddingBag(5, 3, mode="sum", scale_grad_by_freq=True), True),
+        (lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), True),
+        (lambda: Functions(bag=True), True),
+        (lambda: Functions(bag=False), True),
+        (lambda: nn.Embedding(5, 3), False),
+    ]
+    x = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 0]])
+    for make, counts in makers:
+        for devices in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Sequential(make()).double()
+            plain = copy.deepcopy(model)
+            (loss := (plain(x) * plain(x)).mean()).backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with (
+                warnings.catch_warnings(record=True) as caught,
+                mirrorc.compile(
+                    model, devices, optimizer=optimizer, loss_fn=lambda y, t: (y * y).mean(), backend="eager"
+                ) as step,
+            ):
+                warnings.simplefilter("always")
+                found = step(x, target=x)
+            said = [w for w in caught if "scale_grad_by_freq=True" in str(w.message)]
+            assert len(said) == (counts and devices == 2), [str(w.message) for w in caught]
+            assert abs(found.item() - loss.item()) < 1e-12
+            if (devices == 1 and not isinstance(model[0], nn.Embedding)) or not counts:
+                (name, after), (_, before) = *model.named_parameters(), *plain.named_parameters()
+                torch.testing.assert_close(after, before - before.grad, msg=name)
