@@ -18,7 +18,8 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, sends_in
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_SAME_ELEMENTS = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+"""Operators that give the same elements, in the same memory or in their own."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class BucketParts:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)
         part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._found.get, self._exact))
-        if part is None or node.target in _COPIES:
+        if part is None or node.target in _SAME_ELEMENTS:
             return part
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)

@@ -22,13 +22,6 @@ LAYOUT_ONLY: Mapping[Any, str] = {
 Without a format, such an operator is a copy that is needed as a copy, for example a gradient that nothing else may use.
 """
 
-SAME_ORDER: Mapping[Any, str] = {
-    aten.view.default: "is the same memory",
-    aten._unsafe_view.default: "is the same memory, of which nothing else is a view",
-    aten.reshape.default: "is the same memory, or a copy where elements do not lie as the shape needs them",
-}
-"""Operators that change only the shape of their first argument, whose elements keep the order of its indices; and how."""
-
 BY_POSITION = (
     aten.as_strided.default,
     aten.as_strided_copy.default,

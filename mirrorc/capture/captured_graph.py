@@ -22,6 +22,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
+from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.ir.source_lines import module_of
 from mirrorc.torch_internals import JointGraph
 
@@ -136,7 +137,7 @@ def _outputs(
                 f"the gradient of {variable!r} in {what} is sparse: gradients of mirrored variables are dense. Remedy: look it "
                 "up without sparse=True."
             )
-        gradient = _without_idle_views(values[node])
+        gradient = _without_idle_transpositions(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
     if not gradients:
@@ -148,16 +149,13 @@ def _outputs(
     return {"loss": values[joint.loss], "gradients": gradients, "writes": writes}
 
 
-_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+def _without_idle_transpositions(node: fx.Node) -> fx.Node:
+    """Skips transpositions that cancel each other: autograd transposes gradients of weights twice.
 
-
-def _without_idle_views(node: fx.Node) -> fx.Node:
-    """Skips views that cancel each other: autograd transposes gradients of weights twice.
-
-    Returns the earliest value from which views lead to this one, and which has the same shape and strides.
+    Returns the earliest value from which they lead to this one, and which has the same shape and strides.
     """
     same, wanted = node, node.meta["val"]
-    while node.target in _VIEWS:
+    while node.target in TRANSPOSITIONS:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node, value = source, source.meta["val"]

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.rearrangements import SAME_MEMORY
 
 Apply = Callable[..., Any]
 """A function that applies its first argument, an operator of torch, to values: to tensors or to representations of them."""
@@ -148,7 +149,7 @@ def matrix_product(gradient: fx.Node) -> fx.Node | None:
     None if the gradient is no matrix product, or if the product has other uses.
     """
     node = gradient
-    while node.target in ops.VIEWS and len(node.users) == 1:
+    while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source

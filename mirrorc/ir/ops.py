@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from mirrorc.ir.operation import Effect, Kind, Printed, Selection, operation
 from mirrorc.ir.program import Stage
 from mirrorc.ir.type_rules import (
@@ -257,14 +255,3 @@ LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 
 UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 """Operations that write the parameters of buckets."""
-
-
-VIEWS = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-)
-"""Operators that give the elements of their first argument, in another shape or order."""

@@ -11,6 +11,7 @@ from torch import fx
 from mirrorc.ir.nodes import is_compute, is_region_call, name_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.ir.type_rules import any_value, noted_type, of_part, of_region, region_results
 from mirrorc.ir.value_types import Pending, ValueType, is_same_type, value_type
 from mirrorc.torch_internals import quiet_fake_tensors
@@ -45,14 +46,10 @@ def find_type_anew(node: fx.Node) -> None:
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:
-        if node.target not in VIEWS:
+        if node.target not in VIEWS_IN_ORDER:
             raise
         node.target = torch.ops.aten.reshape.default
         node.meta["val"] = _run_fake(node)
-
-
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-"""Operators that give an argument another shape, and fail where its elements do not lie as that shape needs them."""
 
 
 def _materialized(kind: ValueType, fake_mode: Any) -> Any:

@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.decompositions import DECOMPOSITIONS, decomposition_of, tensors_of
-from mirrorc.analysis.layouts import LAYOUT_ONLY, SAME_ORDER, is_layout_only, may_read_memory_in_order, reads_strides
+from mirrorc.analysis.layouts import LAYOUT_ONLY, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Region
+from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
 
 
@@ -87,7 +88,7 @@ class Expressions:
             numbered[node] = numbered[node.args[0]]  # type: ignore[index]
         elif (body := decomposition_of(node)) is not None:
             numbered[node] = self._decomposed(node, body, numbered)
-        elif node.target in ops.VIEWS:
+        elif node.target in REARRANGEMENTS:
             numbered[node] = self._view(node, numbered)
         elif node.target._schema.is_mutable:  # type: ignore[union-attr]
             self._write(node, numbered)
@@ -124,11 +125,12 @@ class Expressions:
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _lies(source))
         root, lies = self.roots.get(viewed, viewed)
-        if _lies(node) == lies and node.target is not torch.ops.aten.reshape.default:
+        is_view = node.target in SAME_MEMORY
+        if _lies(node) == lies and is_view:
             return int(root)
-        is_in_order = node.target in SAME_ORDER
+        is_in_order = node.target in RESHAPES
         number = self._reshaped(node, viewed[0]) if is_in_order else self._number_operator(node, numbered)
-        if node.target is not torch.ops.aten.reshape.default:
+        if is_view:
             self.roots[number, _lies(node)] = (root, lies)
         return number
 
@@ -154,7 +156,7 @@ class Expressions:
         """The number of a factored gradient, which is that of the whole gradient."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
-            if target not in SAME_ORDER:
+            if target not in RESHAPES:
                 return _Value(self._number_application(target, args, kwargs, numbered))
             source = args[0].number if isinstance(args[0], _Value) else numbered[args[0]]
             first, _ = self.roots.get(source, (source, None))
@@ -195,7 +197,7 @@ class Expressions:
 @functools.cache
 def _is_plain(target: Any) -> bool:
     """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
-    may_be_other = target in LAYOUT_ONLY or target in DECOMPOSITIONS or target in ops.VIEWS
+    may_be_other = target in LAYOUT_ONLY or target in DECOMPOSITIONS or target in REARRANGEMENTS
     return not may_be_other and not target._schema.is_mutable
 
 

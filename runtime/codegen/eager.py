@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.analysis.layouts import BY_POSITION, may_read_memory_in_order, reads_strides
 from mirrorc.ir.nodes import is_compute
-from mirrorc.ir.type_inference import VIEWS
+from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.torch_internals import is_dense
@@ -37,7 +37,7 @@ _NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where
 def _function_of(node: fx.Node) -> Callable[..., Any]:
     """The function that runs a node, whatever the layouts of its arguments are."""
     target: Any = node.target
-    if target in VIEWS:
+    if target in VIEWS_IN_ORDER:
         return torch.ops.aten.reshape.default
     if target in BY_POSITION:
         return _by_position(node)
