@@ -10,19 +10,16 @@ from torch import fx, nn
 
 from mirrorc.capture.known_failures import known_failure
 from mirrorc.errors import CaptureError
-from mirrorc.ir.source_lines import last_users_line
-from mirrorc.torch_internals import JointGraph, traced_frames, user_frames
+from mirrorc.ir.source_lines import last_users_line, module_of
+from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
 
 
 def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
-    """The tracer's exception as a `CaptureError` that names the user's line, and the shapes of a shard's tensors."""
-    frames = user_frames(error)
-    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
-    where = f" at {recorded}" if recorded else ""
-    if frames:
-        where = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
-    reason = _reason(str(error)) or type(error).__name__
+    """The tracer's exception as a `CaptureError` that names the user's line or module, and the shapes of a shard's tensors."""
+    where, subject = _place(error)
     text = str(error).lower()
+    raised = _RAISED.search(str(error))
+    reason = f"{raised[1]}: {raised[3]}" if raised else _reason(str(error)) or type(error).__name__
     known = known_failure(text, traced_frames(error))
     if known is not None:
         reason, remedy = known.reason, known.remedy
@@ -31,10 +28,13 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
             "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
             "instead of Python numbers, or decide before the step"
         )
-    elif "fake tensor call" in text:
+    elif raised is not None:
         shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
         where += f" with the tensors of one shard ({shapes})" if shapes else ""
-        remedy = "give the batch the shapes and dtypes that this line takes: it fails for model(...) on one shard, too"
+        call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
+        remedy = f"give the batch the shapes and dtypes that {subject} takes: {call} fails on one shard, too"
+        if "observed exception" in text:
+            remedy = f"mend the batch or {subject}: {call} should raise this on one shard, too"
         if "more than 1 value per channel" in text:
             remedy = "give every device two examples or more, and drop a last batch that is too small"
     elif "share storage" in text:
@@ -42,17 +42,49 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
     elif "requires_grad_" in text:
         remedy = "set requires_grad before the step, not inside forward"
     else:
-        remedy = "make this line traceable, or move it out of forward"
+        remedy = f"make {subject} traceable, or move it out of forward"
     return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
 
 
-_RAISED_ON_FAKE_TENSORS = re.compile(r"fake tensor call.*: got (\w+)\((['\"])(.*?)\.?\2\)", re.DOTALL)
+def _place(error: Exception) -> tuple[str, str]:
+    """Where the tracer has failed, as what follows the model's name, and what a remedy calls that place."""
+    frames, traced = user_frames(error), traced_frames(error)
+    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
+    line = f" at {recorded}" if recorded else ""
+    if frames:
+        line = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
+    module, subject = _module(failing_node(error))
+    if line:
+        return f"{line}, in {module}" if subject == "this module" else line, "this line"
+    if module:
+        return f" in {module}", subject
+    if subject:
+        return "", subject
+    last = traced[-1] if traced and traced[-1].filename.startswith(torch.__path__[0]) else None
+    return f" at {last.filename}:{last.lineno} in {last.name}" if last is not None else "", "the model"
+
+
+def _module(node: fx.Node | None) -> tuple[str, str]:
+    """The module that a node comes from, empty for the model itself, and what a remedy calls it; twice empty if unknown."""
+    if node is None:
+        return "", ""
+    modules = node.meta.get("nn_module_stack")
+    if not modules:
+        return "the loss", "the loss"
+    path, kind = list(modules.values())[-1]
+    if path.startswith("L['self'].loss_fn"):
+        return f"the loss ({kind.__name__})", "the loss"
+    name = module_of(node)
+    return (f"{name!r} ({kind.__name__})", "this module") if name else ("", "the model")
+
+
+_RAISED = re.compile(
+    r"(?:fake tensor call.*: got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\.?\2\)", re.DOTALL
+)
+"""What the user's code or torch's has raised, as opposed to what the tracer cannot do; torch 2.11 shows its own variables."""
 
 
 def _reason(text: str) -> str:
-    raised = _RAISED_ON_FAKE_TENSORS.search(text)
-    if raised is not None:
-        return f"{raised[1]}: {raised[3]}"
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
     for line in lines:

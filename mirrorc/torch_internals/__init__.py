@@ -36,6 +36,7 @@ from mirrorc.torch_internals.state import (
 )
 from mirrorc.torch_internals.tracing import (
     export_joint_graph,
+    failing_node,
     guards_of,
     is_users_file,
     leaf_of_placeholder,
@@ -58,6 +59,7 @@ __all__ = [
     "compile_with_inductor",
     "copy_each",
     "export_joint_graph",
+    "failing_node",
     "fresh_kernel_files",
     "global_hook_tables",
     "guards_of",

@@ -165,6 +165,15 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
 
 
+def failing_node(error: BaseException) -> fx.Node | None:
+    """The node that could not be evaluated on fake tensors; its meta says of which module. None if it failed elsewhere."""
+    found, traced = None, error.__traceback__
+    while traced is not None:
+        nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]
+        found, traced = nodes[-1] if nodes else found, traced.tb_next
+    return found
+
+
 def is_users_file(path: str) -> bool:
     """Whether a source file is neither torch's nor Python's nor mirrorc's."""
     if path.startswith((torch.__path__[0], *_mirrorcs_folders(), "<")):

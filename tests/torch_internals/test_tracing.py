@@ -74,6 +74,14 @@ def test_user_frames_name_the_line_that_cannot_be_traced() -> None:
     assert Path(frame.filename) == Path(__file__) and frame.line == "if x.sum() > 0:"
 
 
+def test_the_failing_node_is_that_of_the_module_which_cannot_take_what_it_is_given() -> None:
+    with pytest.raises(Exception) as caught:
+        internals.trace_full_graph(nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)), [torch.ones(1, 2)])
+    node = internals.failing_node(caught.value)
+    assert node is not None and [kind for _, kind in node.meta["nn_module_stack"].values()] == [nn.Linear]
+    assert internals.failing_node(ValueError("alone")) is None
+
+
 def test_user_frames_looks_behind_a_wrapped_error() -> None:
     inner = RuntimeError("inner")
     inner.real_stack = [traceback.FrameSummary("/home/me/net.py", 3, "forward", line="y")]  # type: ignore[attr-defined]
