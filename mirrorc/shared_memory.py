@@ -1,12 +1,15 @@
-"""Refuses variables that share memory, because a step would give each of them memory of its own."""
+"""Refuses variables that share memory, and warns of others that hold it, because a step moves them to memory of its own."""
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
 
-from mirrorc.torch_internals import is_dense
+from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
@@ -30,6 +33,43 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
             if (name in moving or other in moving) and _have_common_elements(tensors[name], tensors[other]):
                 raise ValueError(_objection(tensors, *sorted((other, name), key=list(tensors).index)))
         reaching.append(span)
+
+
+def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses to move tensors out of memory that several processes share: the others would keep the values of before.
+
+    Args:
+        tensors: by name.
+        moving: names of those that are moved.
+
+    Raises:
+        ValueError: names the first of them and the remedy.
+    """
+    shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
+    if shared:
+        raise ValueError(
+            f"parameter {shared[0]!r} lies in memory that processes share (share_memory()), and a step moves parameters into "
+            "buckets of its own, so that other processes would keep their old values: share a copy instead, shared = "
+            "copy.deepcopy(model).share_memory(), and after steps shared.load_state_dict(model.state_dict())"
+        )
+
+
+def warn_of_holders(moving: Mapping[str, torch.Tensor]) -> None:
+    """Warns of tensors that others hold the memory of, because what they hold does not follow when a step moves the tensors.
+
+    Args:
+        moving: the tensors, by name.
+    """
+    memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
+    expected = Counter(own.data_ptr() for own in memory.values())
+    held = [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
+    if held:
+        warnings.warn(
+            f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "
+            "was taken before the first step: a state_dict(), p.data, a view, or an output whose backward is still to come. A "
+            "step moves parameters into buckets, and what was taken before does not follow them: take it after the first step",
+            stacklevel=users_stack_level(),
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from mirrorc.torch_internals.allocations import inductor_wrapper, peak_allocation, storage_key, watched_operators
+from mirrorc.torch_internals.allocations import (
+    inductor_wrapper,
+    num_users,
+    peak_allocation,
+    storage_key,
+    watched_operators,
+)
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
@@ -79,6 +85,7 @@ __all__ = [
     "lazy_graph_module",
     "leaf_of_placeholder",
     "mark_optimizer_stepped",
+    "num_users",
     "observe_clipping",
     "outside_tensors",
     "peak_allocation",

@@ -61,6 +61,11 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
+def num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this memory; the object that is given is not counted, other objects like it are."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that is equal for tensors that share memory, fake tensors included, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)

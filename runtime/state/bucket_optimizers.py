@@ -15,9 +15,10 @@ from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
+from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownState, are_the_same
 from mirrorc.runtime.state.user_steps import UserSteps
-from mirrorc.runtime.state.variables import FlatBucket, VariableStore, slot_views
+from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import copy_each, storage_key
 
 
@@ -77,8 +78,12 @@ class BucketOptimizers:
     def adopt(self, laid: Laid) -> None:
         """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
         self._state = laid.state
-        self.is_fresh = not laid.state.is_complete and all(flat.bucket.rule.elementwise for flat in self._store.buckets)
+        self._note_whether_fresh()
         self._show(laid.shown)
+
+    def _note_whether_fresh(self) -> None:
+        is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets)
+        self.is_fresh = is_elementwise and not self._state.is_complete
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
         for flat in buckets:
@@ -104,7 +109,12 @@ class BucketOptimizers:
 
     def is_stale(self) -> bool:
         """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
-        return self.user_steps.have_written or self._shown.has_changed()
+        return self.user_steps.have_written or self._shown.has_changed() or not self._shows_its_scalars()
+
+    def _shows_its_scalars(self) -> bool:
+        """Whether the numbers that are shown are the buckets' own: they are copies, and a write may count no version."""
+        pairs = zip(self._scalars, self._own_scalars, strict=True)
+        return all(torch.equal(shown, own.expand_as(shown)) for shown, own in pairs if shown.device.type == "cpu")
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and scalars."""
@@ -126,6 +136,7 @@ class BucketOptimizers:
             return
         if self._state.buckets and self._switches != state_switches(self.user_optimizer):
             self._check_state(self._state.buckets)
+            self._note_whether_fresh()
         for own in self._state.optimizers.values():
             own.sync()
         self._hyperparameters = held
@@ -225,7 +236,7 @@ class BucketOptimizers:
                 parameter.grad = view
                 members.append((parameter, home))
         try:
-            with self.user_steps.are_ours():
+            with torch.enable_grad(), self.user_steps.are_ours():  # as in a training loop: its hooks may use autograd
                 self.user_optimizer.step()
             self._has_run_by_itself = True
         finally:

@@ -11,7 +11,7 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.optimizers import SCALAR_STATE, flat_entries
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
-from mirrorc.runtime.state.variables import FlatBucket, slot_views
+from mirrorc.runtime.state.layout import FlatBucket, slot_views
 
 UserState = Mapping[str, Any]
 """What the user's optimizer has for a parameter; empty if nothing."""

@@ -13,8 +13,9 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.layout import slot_views
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables import VariableStore, slot_views
+from mirrorc.runtime.state.variables import VariableStore
 
 _ROW = 1024  # words that are added up together
 
@@ -90,8 +91,7 @@ class ComparedState(StepState):
         copies = [own for own in self._all_copies() if own.are_many]
         if not copies:
             return
-        by_replica = [torch.stack([checksum(own.tensors[r]) for own in copies]) for r in range(len(self.store.devices))]
-        first, *others = [sums.cpu() for sums in by_replica]  # one transfer for each device
+        first, *others = [checksums([own.tensors[r] for own in copies]) for r in range(len(self.store.devices))]
         if any(not torch.equal(first, other) for other in others):
             self._refuse(copies)
 
@@ -132,6 +132,20 @@ class ComparedState(StepState):
 def make_state(store: VariableStore, optimizers: BucketOptimizers, every: int) -> StepState:
     """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
     return ComparedState(store, optimizers, every) if every else StepState(store, optimizers)
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksums of tensors, a row each, on the host; one transfer for each device that has some.
+
+    The state of an optimizer on a GPU may have its counts on the host.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(i)
+    found = torch.empty(len(tensors), 4, dtype=torch.int64)
+    for places in by_device.values():
+        found[places] = torch.stack([checksum(tensors[i]) for i in places]).cpu()
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from mirrorc.ir.program import Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.completion import completed
-from mirrorc.runtime.state.variables import Layout, Moved, VariableStore
+from mirrorc.runtime.state.layout import Layout, Moved
+from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -80,6 +81,7 @@ class StepState:
         """Called when all replicas are done; shows the new state in the user's model and optimizer. May be repeated."""
         self._kept = None
         self.optimizers.finish_step()
+        self.store.count_update()
         self.store.aggregate()
         mark_optimizer_stepped(self.optimizers.user_optimizer)
         self._is_whole = True

@@ -1,10 +1,9 @@
-"""Stores the variables of all replicas in flat buffers, one per bucket and replica, of which variables are views."""
+"""Stores the variables of all replicas, and follows what the user does to them."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,76 +12,10 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.layout import FlatBucket, Layout, Moved, memory_for_gradients, slot_views
 from mirrorc.runtime.state.shown_buffers import CopiesOfShown, ShownBuffers, counted_by, counter_of
 from mirrorc.runtime.state.watched_tensor import Watched
-from mirrorc.shared_memory import refuse_shared_memory
-
-
-@dataclass
-class FlatBucket:
-    """A bucket's memory on every replica.
-
-    Attributes:
-        bucket: the plan.
-        parameters: for each replica, its parameters, 1-D; one tensor for all where they are shared.
-        gradients: for each replica, its gradients, 1-D.
-        gradient_slots: for each replica, views of its gradients in order of the slots.
-    """
-
-    bucket: Bucket
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    gradient_slots: list[list[torch.Tensor]]
-
-
-def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """Views of a bucket-shaped tensor in order of the slots."""
-    return [
-        torch.as_strided(flat, slot.shape, slot.strides, flat.storage_offset() + slot.offset) for slot in bucket.slots
-    ]
-
-
-def _for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Allocates memory for gradients. Gaps between slots are zero; slots are not initialized, so unused pages stay untouched."""
-    flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
-    ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
-    for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
-        flat[end:start].zero_()
-    return flat
-
-
-class Moved(enum.Enum):
-    """Which variables got other memory when a program was laid out."""
-
-    NOTHING = enum.auto()
-    BUFFERS = enum.auto()  # buffers that this program is the first to write
-    BUCKETS = enum.auto()  # parameters and gradients, and maybe buffers
-
-
-@dataclass
-class Layout:
-    """Where all variables are. It is made aside: until `VariableStore.adopt` puts it in place, nothing of the user has changed.
-
-    Attributes:
-        moved: which variables get other memory than in the layout before.
-        buckets: the memory of the buckets.
-        values: for each variable, its tensor on every replica.
-        aggregates: per-replica variables as they are shown.
-        own: the variables with a tensor for every replica.
-        homes: for each variable that was laid out, the memory that the user's tensor becomes a view of; None if it stays its own.
-    """
-
-    moved: Moved = Moved.NOTHING
-    buckets: list[FlatBucket] = field(default_factory=list)
-    values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    aggregates: list[ShownBuffers] = field(default_factory=list)
-    own: set[str] = field(default_factory=set)
-    homes: dict[str, torch.Tensor | None] = field(default_factory=dict)
-
-    @property
-    def plan(self) -> tuple[Bucket, ...]:
-        """The bucket plan that the memory is laid out for."""
-        return tuple(flat.bucket for flat in self.buckets)
+from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory, warn_of_holders
 
 
 class VariableStore:
@@ -102,9 +35,11 @@ class VariableStore:
         self.devices = devices
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
+        self._trained: list[Watched] = []  # parameters that lie in buckets
         self._written: frozenset[str] = frozenset()  # per-replica variables that the present program writes
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
+        _stores.add(self)
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
@@ -134,14 +69,32 @@ class VariableStore:
         return self._copies.of(name, home)
 
     def lay_out(self, program: Program) -> Layout:
-        """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are."""
-        old = self._layout
-        moved = old.plan != program.buckets
+        """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are.
+
+        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later.
+
+        Raises:
+            ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
+                other processes.
+        """
+        old, elsewhere = self._layout, _memory_of_others(self)
+        given = [w for w in self._trained if w.has_moved() and _memory_of(w.tensor) not in elsewhere]
+        moved = old.plan != program.buckets or bool(given)
         new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
         if moved:
-            refuse_shared_memory(self.tensors, {slot.variable for b in program.buckets for slot in b.slots})
+            planned = {slot.variable: (slot.shape, b.dtype) for b in program.buckets for slot in b.slots}
+            members = [name for name in self.tensors if name in planned]
+            for name in members:
+                self._check_type(name, *planned[name])
+            refuse_shared_memory(self.tensors, members)
+            refuse_memory_of_processes(self.tensors, members)
+            warn_of_holders(
+                {name: own for name, own in self._known_to_this_alone() if name in planned.keys() - old.values.keys()}
+            )
             return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
-            gradients = [[_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets]
+            gradients = [
+                [memory_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets
+            ]
             new.buckets = [self._make_bucket(new, *pair) for pair in zip(program.buckets, gradients, strict=True)]
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
@@ -159,6 +112,10 @@ class VariableStore:
         new.moved = Moved.BUCKETS if moved else Moved.BUFFERS if first_written else Moved.NOTHING
         return new
 
+    def _known_to_this_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
+        others = {id(tensor) for store in _stores if store is not self for tensor in store.tensors.values()}
+        return ((name, tensor) for name, tensor in self.tensors.items() if id(tensor) not in others)
+
     def adopt(self, layout: Layout) -> None:
         """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
         for name, home in layout.homes.items():
@@ -166,6 +123,7 @@ class VariableStore:
                 self.tensors[name].data = home
             self._watch(name, home)
         self._layout = layout
+        self._trained = [self._watched[slot.variable] for flat in layout.buckets for slot in flat.bucket.slots]
         layout.homes = {}
 
     def _make_bucket(self, layout: Layout, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
@@ -243,12 +201,13 @@ class VariableStore:
             refuse_shared_memory(self.tensors, self._layout.own)
             self._leave_homes_of_others(changed)
         for name in changed:
-            self._mirror(name)
+            self._check_type(name, self._layout.values[name][0].shape, self._layout.values[name][0].dtype)
+        has_moved = [self._mirror(name) for name in changed]
         for shown in self._layout.aggregates if changed else ():
             shown.note()
         if self._has_copies:
             self._copies.renew()
-        return not self._layout.own.issuperset(changed)
+        return any(has_moved)
 
     def written(self) -> list[torch.Tensor]:
         """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""
@@ -270,23 +229,40 @@ class VariableStore:
             if not is_home and tensor.untyped_storage().data_ptr() in homes:
                 tensor.data = tensor.detach().clone()
 
-    def _mirror(self, name: str) -> None:
-        tensor, values = self.tensors[name], self._layout.values[name]
-        if tensor.shape != values[0].shape or tensor.dtype != values[0].dtype:
+    def _check_type(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        tensor = self.tensors[name]
+        if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
             raise ValueError(
-                f"variable {name!r} was {values[0].dtype}{list(values[0].shape)} and has become "
-                f"{tensor.dtype}{list(tensor.shape)} since the step was compiled: compile the changed model anew"
+                f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "
+                "was compiled: compile the changed model anew"
             )
-        if name not in self._layout.own:
+
+    def _mirror(self, name: str) -> bool:
+        """Gives all replicas the present value of the user's tensor; returns whether the variable got other memory."""
+        tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
+        if name in self._layout.own:
+            assert watched.home is not None
+            new = tensor.detach().clone()
+            for value in (watched.home, *values):
+                value.copy_(new)
+            tensor.data = watched.home
+        elif watched.has_moved():
             self._layout.values[name] = self._shared(name)
-            self._watch(name, None)
-            return
-        new, watched = tensor.detach().clone(), self._watched[name]
-        assert watched.home is not None
-        for value in (watched.home, *values):
-            value.copy_(new)
-        tensor.data = watched.home
+        else:
+            for copy in {id(value): value for value in values if value.data_ptr() != watched.address}.values():
+                copy.copy_(tensor.detach())
+        has_moved = name not in self._layout.own and watched.has_moved()
         watched.note()
+        return has_moved
+
+    def count_update(self) -> None:
+        """Counts a version of each parameter that the step has updated, as torch's optimizers do; may be repeated.
+
+        So autograd refuses a backward through what it has saved of them before, and other steps over them see the update.
+        """
+        torch.autograd.graph.increment_version([watched.tensor for watched in self._trained])
+        for watched in self._trained:
+            watched.version = watched.tensor._version
 
     def aggregate(self) -> None:
         """Shows the per-replica variables that the step has written, aggregated, in the user's model."""
@@ -298,3 +274,15 @@ def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor is not tensors[0]:
             tensor.copy_(tensors[0])
+
+
+_stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _memory_of_others(own: VariableStore) -> set[int]:
+    """The memory of the parameters in the buckets of all other stores: steps over the same model take turns with them."""
+    return {_memory_of(flat.parameters[0]) for store in _stores if store is not own for flat in store.buckets}

@@ -18,7 +18,11 @@ class Watched:
 
     def has_changed(self) -> bool:
         """Whether it was written in place, as far as torch counts that, or has other memory."""
-        return self.tensor._version != self.version or self.tensor.data_ptr() != self.address
+        return self.tensor._version != self.version or self.has_moved()
+
+    def has_moved(self) -> bool:
+        """Whether it has other memory."""
+        return self.tensor.data_ptr() != self.address
 
     def note(self) -> None:
         """Takes the present tensor for unchanged."""

@@ -223,6 +223,28 @@ def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
             both.go_on()
 
 
+@pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
+def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
+    replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short_of_memory(_: torch.optim.Optimizer) -> None:
+        raise RuntimeError("not enough memory")
+
+    both = Lockstep(maker(partial(torch.optim.SGD, lr=0.01), **options), BATCH)
+    with both.undisturbed.step, both.disturbed.step:
+        for _ in range(2):
+            both.go_on()
+        for training in (both.undisturbed, both.disturbed):
+            training.optimizer.param_groups[0]["momentum"] = 0.9
+        flat_optimizers = both.disturbed.step._state.optimizers._state.optimizers
+        last = max(key for key in flat_optimizers if key[1] == replica)
+        monkeypatch.setattr(flat_optimizers[last], "_step", short_of_memory)
+        raised, has_trained = both.disturb()
+        assert isinstance(raised, ExecutionError) and "No parameter was changed" in str(raised) and not has_trained
+        for _ in range(2):
+            both.go_on()
+
+
 class Careless(torch.optim.Adadelta):
     """An optimizer that fails half-way when told to."""
 

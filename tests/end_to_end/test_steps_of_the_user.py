@@ -314,6 +314,29 @@ def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
     assert not [w for w in recwarn.list if "found no gradients" in str(w.message)]
 
 
+def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook that adds the gradient of a penalty, which autograd computes."""
+    assert torch.is_grad_enabled()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    penalty = sum((p**4).sum() for p in parameters)
+    for p, gradient in zip(parameters, torch.autograd.grad(penalty, parameters), strict=True):
+        p.grad.add_(gradient)
+
+
+@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    for own in (optimizer, of_twin):
+        own.register_step_pre_hook(penalize)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        for seed in range(3):
+            batch = mlp_batch(5, seed=seed)
+            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
+    assert_same_model(model, twin, 1e-10)
+
+
 def test_parameters_stay_plain() -> None:
     model = make_mlp()
     with mirrorc.compile(

@@ -71,3 +71,16 @@ def test_code_without_a_wrapper_in_python_is_refused(source: str | None) -> None
 
     with pytest.raises(ValueError, match="0 functions of the name 'call'"):
         internals.inductor_wrapper(Compiled())
+
+
+def test_the_users_of_memory_are_counted() -> None:
+    tensor = torch.zeros(3)
+    assert internals.num_users(tensor.untyped_storage()) == 1
+    view = tensor[1:]
+    held = [tensor.detach(), tensor.numpy()]
+    assert internals.num_users(tensor.untyped_storage()) == 4
+    del view, held
+    storage = tensor.untyped_storage()
+    assert internals.num_users(storage) == 1
+    del tensor
+    assert internals.num_users(storage) == 0

@@ -2,7 +2,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import copy_each, replaced_operators
+from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import replaced_operators
 
 aten = torch.ops.aten
 
@@ -27,6 +28,6 @@ def test_each_source_is_copied_into_its_target() -> None:
     """Whatever the shapes, the strides and the dtypes; and none at all."""
     targets = [torch.zeros(3), torch.zeros(2, 4).t(), torch.zeros((), dtype=torch.float64), torch.zeros(0)]
     sources = [torch.arange(3.0), torch.rand(4, 2), torch.tensor(2.5), torch.zeros(0)]
-    copy_each(targets, sources)
+    internals.copy_each(targets, sources)
     assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(targets, sources, strict=True))
-    copy_each([], [])
+    internals.copy_each([], [])

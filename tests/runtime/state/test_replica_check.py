@@ -1,10 +1,11 @@
 """A checksum tells tensors that differ in any bit."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrorc.runtime.state.replica_check import checksum
+from mirrorc.runtime.state.replica_check import checksum, checksums
 
 DTYPES = (
     torch.float32,
@@ -67,3 +68,18 @@ def test_views_that_begin_anywhere_have_the_checksum_of_their_copies() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
             view = numbers.to(dtype)[start : 4000 + start]
             assert torch.equal(checksum(view), checksum(view.clone()))
+
+
+def test_checksums_of_many_are_those_of_each() -> None:
+    tensors = [torch.rand(5), torch.rand(3000, dtype=torch.float64), torch.zeros(()), torch.zeros(0)]
+    assert torch.equal(checksums(tensors), torch.stack([checksum(tensor) for tensor in tensors]))
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch knows no CUDA")
+def test_checksums_of_several_devices_come_together() -> None:
+    """Counts of steps may lie on the host while all else is on a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        found = checksums([torch.empty(2000, device="cuda"), torch.empty(()), torch.empty(3, device="cuda")])
+    assert found.device.type == "cpu" and found.shape == (3, 4)

@@ -1,0 +1,215 @@
+"""Parameters move into buckets: who else writes them is seen, and who else holds their memory is told."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_mirrored, assert_same_model, assert_same_state, train_step
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.ir import devices
+
+ADAM = partial(torch.optim.Adam, lr=0.05)
+COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+
+
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, num_devices: int = 2, **options: Any) -> mirrorc.Step:
+    options = {"loss_fn": F.cross_entropy, "backend": "eager"} | options
+    return mirrorc.compile(model, num_devices, optimizer=optimizer, **options)
+
+
+class Game(nn.Module):
+    """A generator and its critic; the loss of one of them, which reads the other."""
+
+    def __init__(self, generator: nn.Module, critic: nn.Module, is_critics: bool) -> None:
+        super().__init__()
+        self.generator, self.critic, self.is_critics = generator, critic, is_critics
+
+    def forward(self, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        made = self.critic(self.generator(noise))
+        return (made - self.critic(real)).mean() if self.is_critics else -made.mean()
+
+
+@pytest.fixture(params=["shared", "copies", "two memories"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of compile; devices with memory of their own, such as GPUs, are CPUs that say so."""
+    if request.param == "two memories":
+        monkeypatch.setattr(devices, "_parse_device", with_memory_of_its_own(devices._parse_device))
+    return {} if request.param == "shared" else COPIES
+
+
+def with_memory_of_its_own(parse: Callable[[str], devices.Device]) -> Callable[[str], devices.Device]:
+    """Torch tells cpu:1 from cpu and copies from one to the other."""
+
+    def parse_device(text: str) -> devices.Device:
+        device = parse(text)
+        number = int(text.rpartition(":")[2])
+        return dataclasses.replace(device, torch_device=torch.device("cpu", number)) if number else device
+
+    return parse_device
+
+
+@pytest.mark.parametrize("who_is_compiled", ["both", "generator"])
+def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_compiled: str) -> None:
+    """A generator and a critic in turn, each with a step of its own, or one with a fused optimizer of the user's."""
+
+    def games() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1)]
+        make = partial(torch.optim.Adam, lr=0.05, fused=True)
+        return [(Game(*nets, bool(i)), make(nets[i].parameters())) for i in (1, 0)]
+
+    plain, own = games(), games()
+    names = {"both": (0, 1), "generator": (1,)}[who_is_compiled]
+    steps = {i: compiled(*own[i], loss_fn=None, **way) for i in names}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        batch = {"noise": torch.randn(5, 3).double(), "real": torch.randn(5, 3).double()}
+        for i in range(2):
+            expected = train_step(*plain[i], batch, None)
+            found = steps[i](**batch).item() if i in steps else train_step(*own[i], batch, None)
+            assert found == pytest.approx(expected, rel=1e-9)
+            for model, optimizer in (plain[i], own[i]):
+                model.zero_grad() if i not in steps else optimizer.zero_grad()
+            plain[i][0].zero_grad()
+    assert_same_model(own[0][0], plain[0][0], 1e-9)
+    for i, step in steps.items():
+        step(**batch)
+        assert_mirrored(step, own[i][0], 2)
+        step.close()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_backward_through_parameters_that_a_step_has_changed_is_refused_by_torch(num_devices: int) -> None:
+    model = make_mlp()
+    with compiled(model, ADAM(model.parameters()), num_devices) as step:
+        for _ in range(2):
+            step(**mlp_batch(5))
+            loss = F.cross_entropy(model(mlp_batch(4)["x"]), mlp_batch(4)["target"])
+            step(**mlp_batch(5))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            model.zero_grad()
+
+
+def swap(model: nn.Module, _: Any, kept: list[Any]) -> None:
+    kept.append([p.data for p in model.parameters()])
+    for p in model.parameters():
+        p.data = p.data + 0.1
+
+
+def put_back(model: nn.Module, _: Any, kept: list[Any]) -> None:
+    for p, data in zip(model.parameters(), kept[-1], strict=True):
+        p.data = data
+
+
+def exchange(model: nn.Module, _: Any, kept: list[Any]) -> None:
+    kept.append(model.first.bias.data)
+    model.first.bias.data, model.first.bias.grad = model.first.bias.data.flip(0).clone(), None
+
+
+def restart(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any]) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data.zero_()
+
+
+def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any]) -> None:
+    for state in optimizer.state.values():
+        state["step"].numpy()[...] = 1
+
+
+@pytest.mark.parametrize(
+    ("events", "options"),
+    [
+        *itertools.product([(swap, put_back), (swap, exchange, swap, put_back), (restart_count,)], [{}, COPIES]),
+        ((restart,), {}),  # moments that are written so are not seen by copies
+    ],
+)
+def test_memory_that_is_replaced_or_written_behind_torchs_back(
+    events: tuple[Callable[..., None], ...], options: dict[str, Any]
+) -> None:
+    """What the user has kept stays as it was, whatever the steps between."""
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    optimizer, of_twin = ADAM(model.parameters()), ADAM(twin.parameters())
+    kept: tuple[list[Any], list[Any]] = ([], [])
+    with compiled(model, optimizer, **options) as step:
+        for seed, event in enumerate([None, *events, None, *events, None]):
+            for own, its, its_kept in ((model, optimizer, kept[0]), (twin, of_twin, kept[1])):
+                if event is not None:
+                    event(own, its, its_kept)
+            batch = mlp_batch(5, seed=seed)
+            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
+            assert_mirrored(step, model, 2)
+    assert_same_model(model, twin, 1e-10)
+    assert_same_state(optimizer, of_twin, 1e-10)
+
+
+def holders(model: nn.Module) -> Iterator[Any]:
+    """What shares memory with parameters and does not follow them into their buckets."""
+    yield model.state_dict()
+    yield [p.data for p in model.parameters()]
+    yield [p.detach() for p in model.parameters()]
+    yield model.second.weight[0].detach()
+    yield model.second.weight.data.numpy()
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: int) -> None:
+    model = make_mlp()
+    held = list(holders(model))[index]
+    with compiled(model, ADAM(model.parameters())) as step:
+        with pytest.warns(UserWarning, match=r"'(first|second)\.weight'.*taken before.*state_dict") as told:
+            step(**mlp_batch(5))
+        assert len(told) == 1 and told[0].filename == __file__
+        later = next(holders(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(**mlp_batch(5))
+            step(**mlp_batch(3))
+        assert all(torch.equal(later[name], value) for name, value in model.state_dict().items())
+    del held
+
+
+def test_nothing_is_told_where_nobody_holds_the_memory_of_parameters() -> None:
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    saved = copy.deepcopy(model.state_dict())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = ADAM(model.parameters())
+    train_step(model, optimizer, mlp_batch(5), F.cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with compiled(model, optimizer, 3) as step:
+            step(**mlp_batch(5))
+            step(**mlp_batch(4, seed=1))
+    assert_same_model(twin, make_mlp(), 0)
+    assert saved and averaged is not None
+
+
+def test_parameters_in_memory_that_processes_share_are_refused() -> None:
+    """Other processes would keep the values of before the first step."""
+    model = make_mlp().share_memory()
+    with compiled(model, ADAM(model.parameters())) as step:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"'first\.weight'.*share_memory.*load_state_dict"):
+                step(**mlp_batch(5))
+    assert all(p.is_shared() for p in model.parameters())
+    model = make_mlp()
+    with compiled(model, ADAM(model.parameters())) as step:
+        step(**mlp_batch(5))
+        model.share_memory()
+        with pytest.raises(ValueError, match=r"share_memory"):
+            step(**mlp_batch(5))
