@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import ViewedVariables, viewed
+from mirrorc.analysis.aliases import ViewedVariables, origins
 from mirrorc.analysis.region_gradients import (
     calls_by_region,
     gradient_names,
@@ -199,8 +199,9 @@ def _factors(
         if gradient is None or results.count(results[place]) > 1:
             whole.update(dict.fromkeys(variables, _of_no_form()))
             continue
-        sources = [source for factor in gradient.factors for source in given.get(viewed(factor), ())]
-        is_of_variable = any(viewed_variables.of(source) is not None for source in sources)
+        shown = set().union(*map(origins, gradient.factors))
+        sources = [source for origin in shown for source in given.get(origin, ())]
+        is_of_variable = any(map(viewed_variables.of, sources))
         if not gradient.form.is_worth_it(results[place].meta["val"], [f.meta["val"] for f in gradient.factors]):
             whole.update(dict.fromkeys(variables, "no larger than their factors"))
         elif is_of_variable:

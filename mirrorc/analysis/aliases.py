@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -9,24 +10,90 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.ir.nodes import is_compute, is_computed, is_region_call, region_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.rearrangements import SAME_MEMORY
+from mirrorc.torch_internals import is_composite
+
+_UNDECLARED = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+        torch.ops.aten.lift.default,
+        torch.ops.aten.set.source_Tensor,
+        torch.ops.prims.device_put.default,
+    }
+)
+"""Operators with kernels of their own whose results may share the memory of an argument, though their schemas say nothing of it.
+
+These are all that were found by calling the operators of torch. Those that are composed of others are not listed: whether they
+give back an argument follows from what they are called with, as for ``dropout`` and ``sum_to_size``, so all of them may.
+"""
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node is an operator of torch whose result may share the memory of its first argument."""
-    if not is_compute(node) or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    aliases = any(result.alias_info is not None for result in schema.returns)
-    return aliases or node.target is torch.ops.aten.reshape.default
+@functools.cache
+def _declared(target: Any) -> frozenset[str]:
+    """The arguments whose memory an operator's result may share by the operator's schema."""
+    schema = target._schema
+    if all(result.alias_info is None for result in schema.returns):
+        return frozenset()
+    return frozenset(argument.name for argument in schema.arguments if argument.alias_info is not None)
 
 
-def viewed(node: fx.Node) -> fx.Node:
-    """Follows views back to the value of the same graph whose memory they may share; a value that is no view is itself."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+@functools.cache
+def _may_give_any(target: Any) -> bool:
+    """Whether an operator's result may share the memory of any argument."""
+    return target in _UNDECLARED or (not _declared(target) and is_composite(target))
+
+
+def shared_by(value: fx.Node) -> list[fx.Node]:
+    """The values of the same graph whose memory a value may share because it is made of them: those that it may be a view of.
+
+    Parts of what an operator gives share what its result shares. What a region shares is not told, see `ViewedVariables`.
+    """
+    while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    if not is_computed(value):
+        return []
+    if not is_compute(value) or _may_give_any(value.target):
+        return value.all_input_nodes
+    declared: Any = _declared(value.target)
+    return [node for name in declared for node in _given(value, name)] if declared else []
+
+
+def _given(node: fx.Node, name: str) -> list[fx.Node]:
+    """The values that an operator is given for one of its arguments, which may be a list."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index(name)
+    given: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return [source for source in (given if isinstance(given, list | tuple) else [given]) if isinstance(source, fx.Node)]
+
+
+def viewed(value: fx.Node) -> fx.Node | None:
+    """The value of the same graph that a value is a view of in any case; None if it is no view, or if it may be a copy."""
+    made: Any = value
+    while made.target is operator.getitem:
+        made = made.args[0]
+    is_view = is_compute(made) and (
+        made.target in SAME_MEMORY or (bool(_declared(made.target)) and not is_composite(made.target))
+    )
+    sources = shared_by(made) if is_view else []
+    return sources[0] if len(sources) == 1 else None
+
+
+def origins(value: fx.Node) -> set[fx.Node]:
+    """The values of the same graph from whose memory a value's may come: itself, if it shares that of no other."""
+    found: set[fx.Node] = set()
+    waiting, seen = [value], {value}
+    while waiting:
+        node = waiting.pop()
+        sources = shared_by(node)
+        if not sources:
+            found.add(node)
+        waiting += (source for source in sources if source not in seen)
+        seen.update(sources)
+    return found
 
 
 class ViewedVariables:
@@ -38,30 +105,38 @@ class ViewedVariables:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._given: dict[str, dict[int, int]] = {}
+        self._shared: dict[str, dict[int, set[int]]] = {}
 
-    def of(self, value: fx.Node) -> str | None:
-        """The variable whose memory a value may share, as a read, a view or a region's result may; None if there is none."""
-        while True:
-            value = viewed(value)
-            if value.target is ops.read:
-                return str(value.kwargs["variable"])
-            call = value.args[0] if value.target is operator.getitem else None
-            if not isinstance(call, fx.Node) or not is_region_call(call):
-                return None
-            place: Any = value.args[1]
-            given = self._arguments_viewed(region_of(call)).get(place)
-            source = call.args[given] if given is not None else None
-            if not isinstance(source, fx.Node):
-                return None
-            value = source
+    def of(self, value: fx.Node) -> set[str]:
+        """The variables whose memory a value may share, as a read, a view or a region's result may."""
+        found: set[str] = set()
+        waiting, seen = [value], {value}
+        while waiting:
+            for origin in origins(waiting.pop()):
+                if origin.target is ops.read:
+                    found.add(str(origin.kwargs["variable"]))
+                arguments = [node for node in self._shared_by_part(origin) if node not in seen]
+                seen.update(arguments)
+                waiting += arguments
+        return found
 
-    def _arguments_viewed(self, region: str) -> dict[int, int]:
+    def _shared_by_part(self, part: fx.Node) -> list[fx.Node]:
+        """The arguments of a call of a region whose memory one of its results may share; none for other values."""
+        call: Any = part.args[0] if part.target is operator.getitem else None
+        if not isinstance(call, fx.Node) or not is_region_call(call):
+            return []
+        places = self._shared_arguments(region_of(call)).get(part.args[1], set())  # type: ignore[arg-type]
+        return [given for i, given in enumerate(call.args) if i in places and isinstance(given, fx.Node)]
+
+    def _shared_arguments(self, region: str) -> dict[int, set[int]]:
         """The arguments of a region whose memory its results may share: places of arguments by places of results."""
-        if region not in self._given:
+        if region not in self._shared:
             body = self._program.regions[region].graph_module.graph
             results: Any = body.output_node().args[0]
-            placeholders = {node: i for i, node in enumerate(body.find_nodes(op="placeholder"))}
-            roots = ((i, viewed(result)) for i, result in enumerate(results) if isinstance(result, fx.Node))
-            self._given[region] = {i: placeholders[root] for i, root in roots if root in placeholders}
-        return self._given[region]
+            places = {node: i for i, node in enumerate(body.find_nodes(op="placeholder"))}
+            self._shared[region] = {
+                i: {places[origin] for origin in origins(result) if origin in places}
+                for i, result in enumerate(results)
+                if isinstance(result, fx.Node)
+            }
+        return self._shared[region]

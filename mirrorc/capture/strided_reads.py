@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import is_view
+from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.layouts import BY_POSITION
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -37,8 +37,8 @@ def own_strided_reads(graph: fx.Graph) -> None:
         reach = sum((n - 1) * stride for n, stride in zip(arguments["size"], arguments["stride"], strict=True))
         last = offset + reach if 0 not in arguments["size"] else offset
         is_scatter = node.target is aten.as_strided_scatter.default  # its result has the shape of its argument
-        while not _holds(given, offset, last) and is_view(given) and not is_scatter:
-            given = given.args[0]
+        while not _holds(given, offset, last) and (source := _same_memory(given)) is not None and not is_scatter:
+            given = source
         if not _holds(given, offset, last):
             raise CaptureError(
                 f"as_strided at {source_line(node) or node.name} addresses elements by their position in memory, and what it is "
@@ -54,6 +54,12 @@ def own_strided_reads(graph: fx.Graph) -> None:
         if "storage_offset" in names:
             arguments["storage_offset"] = offset - first
         node.args, node.kwargs = (given, *[arguments[name] for name in names[1:]]), {}
+
+
+def _same_memory(node: fx.Node) -> fx.Node | None:
+    """The value that a view shows, if positions count the same elements there; None if there is none."""
+    source = viewed(node)
+    return source if source is not None and source.meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def _holds(node: fx.Node, first: int, last: int) -> bool:

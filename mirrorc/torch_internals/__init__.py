@@ -22,7 +22,7 @@ from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange, in_users_
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
-from mirrorc.torch_internals.operators import copy_each, replaced_operators
+from mirrorc.torch_internals.operators import copy_each, is_composite, replaced_operators
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.state import (
     UncountedHook,
@@ -77,6 +77,7 @@ __all__ = [
     "in_users_words",
     "inductor_decompositions",
     "inductor_wrapper",
+    "is_composite",
     "is_dense",
     "is_plain_thread",
     "is_structured_trace_on",

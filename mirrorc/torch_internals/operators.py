@@ -1,4 +1,4 @@
-"""Replaces operators of torch while a block runs, and calls one that has no public name."""
+"""Replaces operators of torch while a block runs, says how one is made, and calls one that has no public name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]],
 
     with Replace():
         yield
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an operator is composed of others, on every device: it has no kernel of its own."""
+    return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

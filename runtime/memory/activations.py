@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import is_view
+from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.factored_gradients import factor_values, factored_slots, left_to_shares, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
@@ -139,7 +139,8 @@ class _Walk:
             parts = self.values[source]
             return (parts[node.args[1]],) if len(parts) == len(source.meta["val"]) else parts, 0  # type: ignore[index]
         if is_compute(node):
-            return (self._of(node.args[:1]) if is_view(node) else self._new(node)), 0
+            source = viewed(node)
+            return (self._of([source]) if source is not None else self._new(node)), 0
         return accounts.of(node.target)(self, node) if node.target in accounts else (self._new(node), 0)
 
     def _new(self, node: fx.Node) -> tuple[Block, ...]:

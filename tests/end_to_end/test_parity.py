@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import WAYS
 from references import (
     OptimizerMaker,
     Trained,
@@ -321,6 +322,45 @@ def test_factored_gradients_are_the_same_numbers(
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for one, other in zip(factored.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+class ProductsOfParts(nn.Module):
+    """Weights that are products of a parameter and of a part of another: the gradient of the one has that part as a factor.
+
+    They have different sizes, so that no two gradients are made by one region, which would have factors for all or none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {way: 4 + i for i, way in enumerate(WAYS)}
+        self.left = nn.ParameterDict({way: nn.Parameter(torch.randn(16, n) / n) for way, n in sizes.items()})
+        self.right = nn.ParameterDict({way: nn.Parameter(torch.randn(n, 2)) for way, n in sizes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = []
+        for way, take in WAYS.items():
+            one, other = take(self.right[way])
+            columns.append(torch.tanh(x @ (self.left[way] @ one) + x[:, : len(other)] @ other))
+        return torch.cat(columns, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "optimizer", "caps"),
+    thinned([1, 2, 3], ["sgd", "adam"], [{}, {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}]),
+)
+def test_parts_of_a_parameter_may_be_operands_of_products(
+    num_devices: int, optimizer: str, caps: dict[str, float]
+) -> None:
+    """They are no factors of gradients, because an update writes them."""
+    torch.manual_seed(0)
+    model, make = ProductsOfParts().double(), OPTIMIZERS[optimizer]
+    batches = [
+        {"x": torch.randn(6, 16, dtype=torch.float64), "target": torch.randn(6, len(WAYS), dtype=torch.float64)}
+        for _ in range(3)
+    ]
+    pipeline = default_pipeline(min_factored_elements=0, **caps)
+    mirrored = train_mirrored(model, make, batches, num_devices, F.mse_loss, passes=pipeline)
+    assert_same_training(mirrored, train_on_one_device(model, make, batches, F.mse_loss), DOUBLE_TOLERANCE)
 
 
 class Tables(nn.Module):

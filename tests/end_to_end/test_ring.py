@@ -1,5 +1,6 @@
 """Several sends of one bucket, known by chunk and round: a ring, verified and run end to end."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,19 +172,39 @@ def test_a_ring_that_is_no_sum_is_refused(change: Callable[[fx.Graph], None], ru
         verify(program)
 
 
-def add_in_place(program: Program, *, after_the_send: bool) -> tuple[fx.Node, fx.Node]:
+def as_it_is(program: Program, added: fx.Node, sent: fx.Node) -> None:
+    """Sends a sum itself."""
+
+
+def by_a_part(program: Program, added: fx.Node, sent: fx.Node) -> None:
+    """Sends the whole sum as the one part of it."""
+    split = insert(program, sent, aten.split.Tensor, (added, len(added.meta["val"])))
+    sent.args = (insert(program, sent, operator.getitem, (split, 0)),)
+
+
+def by_an_undeclared_view(program: Program, added: fx.Node, sent: fx.Node) -> None:
+    """Sends a view by an operator that does not declare that it gives one."""
+    sent.args = (insert(program, sent, aten._unsafe_view.default, (added, [len(added.meta["val"])])),)
+
+
+def add_in_place(
+    program: Program, *, after_the_send: bool, show: Callable[[Program, fx.Node, fx.Node], None] = as_it_is
+) -> tuple[fx.Node, fx.Node]:
     """Puts an operator that writes to a partial sum before or after it is sent; gives the sum and its send."""
     added = first(program.mirrored_graph, aten.add.Tensor)
     sent = next(user for user in added.users if user.target is ops.send)
+    show(program, added, sent)
     insert(program, sent.next if after_the_send else sent, aten.add_.Tensor, (added, 1.0))
     return added, sent
 
 
 def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
-    program = ring_of(3)
-    added, sent = add_in_place(program, after_the_send=True)
-    (violation,) = nothing_is_written_in_flight(program)
-    assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
+    """Neither is what a sent value is a view of."""
+    for show in (by_a_part, by_an_undeclared_view, as_it_is):
+        program = ring_of(3)
+        added, sent = add_in_place(program, after_the_send=True, show=show)
+        (violation,) = nothing_is_written_in_flight(program)
+        assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
     with pytest.raises(VerifyError, match="breaks the rule regions_write_only_slots "):  # no operator may, anywhere
         verify(program)
     program = ring_of(3)

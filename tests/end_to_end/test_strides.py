@@ -159,6 +159,8 @@ def test_as_strided_addresses_the_elements_of_its_own_shard() -> None:
         lambda x, y: x.as_strided((len(x), 3, 4), (12, 4, 1), 0),
         lambda x, y: x.as_strided((len(x), 2, 2, 4), (12, 4, 4, 1)),
         lambda x, y: (x * 2)[:, 1:].as_strided((len(x), 2, 4), (12, 4, 1), 0),
+        lambda x, y: (x * 2).split([1, 2], 1)[1].as_strided((len(x), 2, 4), (12, 4, 1), 0),
+        lambda x, y: (x * 2).unbind(1)[2].as_strided((len(x), 2, 4), (12, 4, 1), 0),
         lambda x, y: torch.as_strided_scatter(x * 2, x[:, :2], (len(x), 2, 4), (12, 4, 1), 4),
     ]
     for shape in shapes:

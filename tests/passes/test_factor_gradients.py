@@ -1,3 +1,4 @@
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import FactorGradients, default_pipeline, told_of_sharing
@@ -118,28 +120,47 @@ def test_one_device_has_nothing_to_share() -> None:
     [
         torch.mm,
         lambda left, right: F.linear(left, right.t()),  # forward gives the transposed to backward
-        lambda left, right: left.detach()[:, :1] + left @ right.clone().detach(),
         lambda left, right: left @ right[:, :].reshape(30, 3),
+        lambda left, right: left @ right.chunk(1)[0],
+        lambda left, right: left @ right.view(30, 3, 1).unbind(2)[0],
     ],
-    ids=["mm", "linear", "detached-copy", "slice"],
+    ids=["mm", "linear", "slice", "chunk", "unbind"],
 )
 def test_a_variable_is_no_factor(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     program = outlined(ProductOfWeights(multiply))
     after = FactorGradients(min_elements=0).run(program)
     verify(after, before=program)
-    for product in targets(after.shard_graphs[0], ops.product):
-        assert not any(factor.target is ops.read for factor in product.all_input_nodes)
+    assert factored(after) == []
 
 
-def test_the_verifier_refuses_a_variable_as_a_factor() -> None:
+def test_a_copy_of_a_variable_may_be_a_factor() -> None:
+    program = outlined(ProductOfWeights(lambda left, right: left @ right.clone().detach()))
+    after = FactorGradients(min_elements=0).run(program)
+    verify(after, before=program)
+    assert factored(after) == ["left"]
+
+
+def slice_of(program: Program, weight: fx.Node) -> fx.Node:
+    return insert(program, weight.next, aten.slice.Tensor, (weight, 0, 0, 4))
+
+
+def part_of(program: Program, weight: fx.Node) -> fx.Node:
+    split = insert(program, weight.next, aten.split.Tensor, (weight, 4))
+    return insert(program, split.next, operator.getitem, (split, 0))
+
+
+def undeclared_view_of(program: Program, weight: fx.Node) -> fx.Node:
+    part = slice_of(program, weight)
+    return insert(program, part.next, aten._unsafe_view.default, (part, [4, 40]))
+
+
+@pytest.mark.parametrize("view", [slice_of, part_of, undeclared_view_of])
+def test_the_verifier_refuses_a_view_of_a_variable_as_a_factor(view: Callable[[Program, fx.Node], fx.Node]) -> None:
     program = FactorGradients(min_elements=0).run(outlined(TwoLayers()))
     graph = program.shard_graphs[0]
     (product,) = targets(graph, ops.product)
     wide = next(node for node in targets(graph, ops.read) if node.kwargs["variable"] == "wide.weight")
-    with graph.inserting_before(product):
-        view = graph.call_function(aten.slice.Tensor, (wide, 0, 0, 4))
-    view.meta["val"] = product.args[1].meta["val"]
-    product.args = (product.args[0], view)
+    product.args = (product.args[0], view(program, wide))
     with pytest.raises(VerifyError, match=r"factors_are_not_variables .* which is the variable wide.weight itself"):
         verify(program)
 

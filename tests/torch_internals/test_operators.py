@@ -31,3 +31,16 @@ def test_each_source_is_copied_into_its_target() -> None:
     internals.copy_each(targets, sources)
     assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(targets, sources, strict=True))
     internals.copy_each([], [])
+
+
+def test_operators_without_kernels_of_their_own_are_composite() -> None:
+    composite = (aten.linear.default, aten.dropout.default, aten.reshape.default, aten.matmul.default)
+    others = (
+        aten.mm.default,
+        aten.clone.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.native_dropout.default,
+    )
+    assert all(map(internals.is_composite, composite)) and not any(map(internals.is_composite, others))
+    assert not internals.is_composite(torch.ops.mirrorc.mm_into.default)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed
+from mirrorc.analysis.aliases import origins
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.links import check_link, link_named
@@ -106,14 +106,14 @@ _Memory = tuple[str, int] | fx.Node
 
 
 def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
-    """The memory of a value."""
-    root = viewed(value)
-    launch: Any = root.args[0] if root.target is ops.wait else None
-    is_elsewhere = (
-        launch is not None and launch.target not in ops.REDUCTIONS
-    )  # a received value is in the sender's memory, or in its own
-    part: Part | None = None if is_compute(root) or is_elsewhere else parts.of(root)
-    yield root if part is None else (part.kind, part.bucket)
+    """The memory that may be a value's."""
+    for origin in origins(value):
+        launch: Any = origin.args[0] if origin.target is ops.wait else None
+        is_elsewhere = (
+            launch is not None and launch.target not in ops.REDUCTIONS
+        )  # a received value is in the sender's memory, or in its own
+        part: Part | None = None if is_compute(origin) or is_elsewhere else parts.of(origin)
+        yield origin if part is None else (part.kind, part.bucket)
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
@@ -122,10 +122,10 @@ def _written(node: fx.Node) -> Iterator[_Memory]:
     if node.target is ops.pack or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
     if is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
-        root = viewed(node.all_input_nodes[0])
-        yield root
-        if root.target in (ops.pack, ops.wait):
-            yield GRADIENTS, bucket_of(root)
+        for origin in origins(node.all_input_nodes[0]):
+            yield origin
+            if origin.target in (ops.pack, ops.wait):
+                yield GRADIENTS, bucket_of(origin)
 
 
 def _say_memory(memory: _Memory) -> str:

@@ -162,8 +162,7 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
     for graph in program.graphs():
         for node in calls_to(graph, *ops.FACTORED):
             for factor in node.all_input_nodes:
-                variable = variables.of(factor)
-                if variable is not None:
+                for variable in sorted(variables.of(factor))[:1]:
                     yield Violation(
                         f"{node.name} is made of {factor.name}, which is the variable {variable} itself", node
                     )

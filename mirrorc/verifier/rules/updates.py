@@ -109,7 +109,7 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
 def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
     if is_region_call(node) or node.target in (ops.check, ops.pack) or node.target in ops.REDUCTIONS:
         return True
-    return is_compute(node) and any(variables.of(source) is not None for source in node.all_input_nodes)
+    return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -129,7 +129,7 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
     """A replica writes a variable only after all its own uses of the variable and of views of it."""
     variables = ViewedVariables(program)
     for where, graph, _ in scopes(program):
-        written_by: dict[int | None, set[str | None]] = {}
+        written_by: dict[int | None, set[str]] = {}
         owners = owners_of(graph)
         for node in owners:
             if (
@@ -138,8 +138,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
                 continue
             replica = owners[node]
             if replica in written_by:
-                used = {variables.of(source) for source in node.all_input_nodes}
-                early = sorted(name for name in written_by[replica] & used if name is not None)
+                used = set().union(*map(variables.of, node.all_input_nodes))
+                early = sorted(written_by[replica] & used)
                 if early:
                     yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
             if node.target is ops.write:
@@ -180,6 +180,6 @@ def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> se
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:
-            is_use = any(variables.of(source) is not None for source in node.all_input_nodes)
+            is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
     return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}

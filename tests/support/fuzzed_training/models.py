@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parts import WAYS
 from torch import nn
 
 DROPOUT = "dropout"  # which no plain step can repeat
@@ -20,6 +21,7 @@ FEATURES = (
     "two-names",  # one module under two names
     "two-heads",  # programs that train different parameters
     "table",  # an embedding
+    "parts",  # a weight that is a product of a parameter and of a part of another
     "python-state",  # forward reads attributes, containers, a class attribute and a global
     "fails",  # an operator that fails on some numbers
     "asserts",  # that the batch is finite
@@ -104,6 +106,9 @@ class Tiny(nn.Module):
             self.other_head = nn.Linear(4, 2)
         if "table" in features:
             self.table = nn.Embedding(5, 3)
+        if "parts" in features:
+            self.left, self.right = nn.Parameter(torch.randn(4, 12) / 3), nn.Parameter(torch.randn(12, 2))
+            self.way = list(WAYS)[int(torch.randint(len(WAYS), ()))]
         self.slope, self.sign = 0.5, 0.0
         self.numbers, self.pair = {"shift": 0.25}, (0.5, -0.5)
         self.layers, self.settings = [1.0, 2.0], SimpleNamespace(temperature=1.0)
@@ -124,6 +129,9 @@ class Tiny(nn.Module):
             hidden = hidden + self.tied(hidden)
         if self.has["two-names"]:
             hidden = self.again(hidden)
+        if self.has["parts"]:
+            one, other = WAYS[self.way](self.right)
+            hidden = torch.tanh(hidden + hidden @ (self.left @ one) + hidden @ other[:4])
         if self.has["python-state"]:
             hidden = self._by_python_state(hidden)
         return (self.head if head == "a" else self.other_head)(hidden) * self.scale

@@ -80,13 +80,14 @@ def draw_scenario(
     """
     left_out = {*left_out, *KNOWN_TO_FAIL}
     features = random.sample([name for name in FEATURES if name not in left_out], random.randint(0, 3))
+    factors, exact_order = random.choice(((True, False), (True, False), (False, False), (False, True)))
     distribution = Distribution(
         num_devices=random.randint(1, 4) if is_uneven else random.choice((2, 1, 4)),
         link=random.choice((None, "copy")),
         left_out=tuple(sorted(random.sample(OPTIONAL_PASSES, random.randint(0, 2)))),
         bucket_bytes=random.choice((2**20, 200, 400)),
-        factors=random.choice((False, True)),
-        exact_order=random.choice((False, True)),
+        factors=factors,
+        exact_order=exact_order,
         is_checked=random.choice((False, True)),
     )
     setting = Setting(
