@@ -14,12 +14,12 @@ from mirrorc.torch_internals import (
     PythonCall,
     PythonWrite,
     guards_of,
-    in_users_words,
     is_users_file,
     python_effects_of,
 )
 
 _OF_A_MODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])*(\._buffers|\._parameters)?$")
+_SUBMODULE = re.compile(r"\._modules\['([^']+)'\]")
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
     frame = _users_frame(write.stack)
     where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
     if _OF_A_MODULE.match(write.source):
-        module = re.sub(r"\._(buffers|parameters)$", "", write.source)
-        name = in_users_words(module).removeprefix("model").removeprefix(".")
-        owner = f"its module {name!r}" if name and module != "L['self']" else "itself"
+        name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
+        owner = f"its module {name!r}" if name else "itself"
         raise CaptureError(
             f"forward of {what} assigns an attribute of {owner} (self.x = ...){where}, which a captured graph does not do again "
             "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
@@ -94,9 +93,9 @@ def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
         )
     if is_read:
         raise CaptureError(
-            f"forward of {what} reads and changes {_named(write)}{where}: each step would go on from the last one, which a "
-            "captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or change it between "
-            "steps."
+            f"forward or loss of {what} reads and changes {write.words.name}{where}: each step would go on from the last one, "
+            "which a captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or change it "
+            "between steps."
         )
 
 
@@ -106,15 +105,11 @@ def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
     return write.source + part, of_class
 
 
-def _named(write: PythonWrite) -> str:
-    part = write.parts[0] if len(write.parts) == 1 and write.parts[0] != "[" else ""
-    return in_users_words(write.source + part)
-
-
 def _of_write(write: PythonWrite, what: str) -> Note:
     frame = _users_frame(write.stack) or traceback.FrameSummary("<unknown>", 0, "forward", line="")
+    name, place = write.words
     return Note(
-        f"{what} changes {_named(write)} in forward or loss ({frame.line}), which a captured step does not do. "
+        f"{what} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "
         "Return what you want to see with the output, keep it in a buffer, or collect it with the plain model between steps",
         frame.filename,
         frame.lineno or 0,

@@ -33,7 +33,7 @@ def untrained_tensors(
     if not found:
         return ()
     words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in found])
-    names = [word or node.name for word, (node, _) in zip(words, found, strict=True)]
+    names = [word or "a tensor" for word in words]
     for name, (node, tensor) in zip(names, found, strict=True):
         if tensor.grad_fn is not None:
             frame = _users_frame(node)

@@ -18,12 +18,13 @@ from mirrorc.torch_internals.graphs import (
     quiet_fake_tensors,
     traced_on_fake_tensors,
 )
-from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange, in_users_words
+from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.operators import copy_each, is_composite, replaced_operators
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
+from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
     UncountedHook,
     bare_step,
@@ -58,6 +59,7 @@ __all__ = [
     "JointGraph",
     "PythonCall",
     "PythonWrite",
+    "SourceWords",
     "UncountedHook",
     "add_node",
     "bare_step",
@@ -95,6 +97,7 @@ __all__ = [
     "quiet_fake_tensors",
     "reading_names",
     "replaced_operators",
+    "source_words",
     "storage_key",
     "torch_modes",
     "trace_artifact",

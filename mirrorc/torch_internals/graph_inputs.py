@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.guards import in_users_words, names_in_guards, traced_globals
+from mirrorc.torch_internals.guards import names_in_guards, traced_globals
+from mirrorc.torch_internals.source_words import source_words
 
 
 class OutsideTensor(NamedTuple):
@@ -63,18 +63,7 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
             by_id.setdefault(id(value), name)
             for key, own in value._parameters.items() if isinstance(value, nn.Module) else ():
                 by_id.setdefault(id(own), f"{name}.{key}")
-    return [in_users_words(_with_names_of_cells(by_id.get(id(tensor), ""), scope)) for tensor in tensors]
-
-
-_CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
-
-
-def _with_names_of_cells(name: str, scope: dict[str, Any]) -> str:
-    """An expression that goes through a closure, from the name of its variable on."""
-    cell = _CELL.match(name)
-    if cell is None:
-        return name
-    return str(eval(cell[1], scope).__code__.co_freevars[int(cell[2])]) + name[cell.end() :]
+    return [source_words(by_id[id(tensor)], scope).name if id(tensor) in by_id else "" for tensor in tensors]
 
 
 class _ModulesTensors:

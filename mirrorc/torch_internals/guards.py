@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.torch_internals.source_words import in_users_words
 from mirrorc.torch_internals.traced_methods import TracedMethods
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
@@ -66,19 +67,7 @@ class DynamoGuards:
             return "os.environ"
         with torch.enable_grad():
             parts = self._manager.check_verbose(self._values).verbose_code_parts
-        return in_users_words(parts[0]) if parts else "the sign of a zero"
-
-
-def in_users_words(part: str) -> str:
-    """A guard as Dynamo prints it, with the names that users know."""
-    condition, _, place = part.partition("  # ")
-    condition = re.sub(r"G\['__import_\w+'\]\.", "", condition.strip())
-    condition = re.sub(r"G\['(\w+)'\]", r"\1", condition)
-    condition = re.sub(r"L\['self'\]\.plain\['([^']+)'\]", r"\1", condition)
-    condition = re.sub(r"L\['self'\]\._modules\['model'\]", "model", condition)
-    condition = re.sub(r"L\['self'\]\.", "", re.sub(r"\._modules\['(\w+)'\]", r".\1", condition))
-    place = re.sub(r"^.*/", "", place.rpartition("# ")[2].partition(" (HINT: ")[0].strip())
-    return f"{condition}, read at {place}" if place else condition
+        return in_users_words(parts[0], self._scope) if parts else "the sign of a zero"
 
 
 def names_in_guards() -> dict[str, Any]:
@@ -162,7 +151,7 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
         with config.patch(skip_nnmodule_hook_guards=False), get_metrics_context(), dynamo_timed("build_guards"):
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
-        raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2])) from error
+        raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
     return DynamoGuards(manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)))
 
 

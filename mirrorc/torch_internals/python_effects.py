@@ -15,8 +15,18 @@ from typing import Any
 
 from torch import nn
 
+from mirrorc.torch_internals.source_words import SourceWords, source_words
+from mirrorc.torch_internals.tracked_values import (
+    MISSING,
+    attribute_of,
+    changed_items,
+    content_of,
+    evaluated,
+    is_same,
+    source_name,
+)
+
 _METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
-_MISSING = object()
 _WARNED: dict[Any, Any] = {}  # by Python's filters, a warning of one line is shown once
 
 
@@ -30,11 +40,13 @@ class PythonWrite:
         stack: the frames of the change, outermost first.
         owner: the object.
         values: what the attributes are assigned, by name, as far as these are constants.
+        words: what is changed, in the user's words; the whole object if several parts of it are.
     """
 
     source: str
     parts: tuple[str, ...]
     stack: Sequence[traceback.FrameSummary]
+    words: SourceWords
     owner: Any = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,9 +54,7 @@ class PythonWrite:
     def is_read_by_changing(self) -> bool:
         """Whether the change is also what gives a value: of a generator of random numbers, of an iterator."""
         return (
-            self.parts == ("[",)
-            and not isinstance(self.owner, list | dict | set | deque)
-            and self.owner is not _MISSING
+            self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
 
     @contextlib.contextmanager
@@ -217,84 +227,20 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
     for variable in effects._get_modified_vars():
         if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
             continue
-        name = _source_name(variable)
+        name = source_name(variable)
         stored = effects.store_attr_mutations.get(variable, {})
-        real = _evaluated(name, scope)
-        parts = [f".{key}" for key, value in stored.items() if not _is_same(value, _attribute(real, key), scope)]
-        content = _content_of(variable)
+        real = evaluated(name, scope)
+        parts = [f".{key}" for key, value in stored.items() if not is_same(value, attribute_of(real, key), scope)]
+        content = content_of(variable)
         if not stored or isinstance(real, dict):
-            parts += _changed_items(content, real, scope)
+            parts += changed_items(content, real, scope)
         recorded = getattr(effects, "mutation_user_stacks", {})
         stacks = recorded.get(variable) or recorded.get(content) or [[]]
         if parts:
             constants = {
                 k: v.as_python_constant() for k, v in stored.items() if f".{k}" in parts and v.is_python_constant()
             }
-            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), real, constants))
+            part = parts[0] if len(parts) == 1 and parts[0] != "[" else ""
+            words = source_words(name + part, scope)
+            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), words, real, constants))
     return writes
-
-
-def _content_of(variable: Any) -> Any:
-    """The variable of the plain container in that of a kind of dict or list, such as a defaultdict; else the same."""
-    inner = (getattr(variable, name, None) for name in ("_base_vt", "_dict_vt", "_list_vt"))
-    return next((content for content in inner if content is not None), variable)
-
-
-def _changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[str]:
-    """The parts of a container that have changed."""
-    if not isinstance(real, list | dict | set | deque):
-        return ["["]
-    if not isinstance(real, dict) or not isinstance(getattr(variable, "items", None), dict):
-        return [] if _is_same(variable, real, scope) else ["["]
-    found = _items_of(variable)
-    if found is None:
-        return ["["]
-    keys = [key for key in {**found, **real} if not _is_same(found.get(key), real.get(key, _MISSING), scope)]
-    return [f"[{key!r}]" for key in keys]
-
-
-def _items_of(variable: Any) -> dict[Any, Any] | None:
-    """The items of a tracer's dict or set; None if a key has no value while it is traced."""
-    keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
-    if not all(key.is_python_constant() for key in keys.values()):
-        return None
-    return {keys[key].as_python_constant(): value for key, value in variable.items.items()}
-
-
-def _attribute(real: Any, key: str) -> Any:
-    own = getattr(real, "__dict__", {})
-    return own[key] if key in own else getattr(real, key, _MISSING)
-
-
-def _is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
-    """Whether a tracer's variable stands for what is there already."""
-    if real is _MISSING or variable is None:
-        return False
-    if hasattr(variable, "is_realized"):
-        if not variable.is_realized():  # nobody has looked at it
-            return bool(variable.peek_value() is real)
-        variable = variable.realize()
-    if isinstance(real, list | tuple | deque) and hasattr(variable, "items") and isinstance(variable.items, list):
-        pairs = zip(variable.items, real, strict=False)
-        return len(variable.items) == len(real) and all(_is_same(v, r, scope) for v, r in pairs)
-    if isinstance(real, dict | set) and isinstance(getattr(variable, "items", None), dict):
-        found = _items_of(variable)
-        if found is None or found.keys() != set(real):
-            return False
-        return not isinstance(real, dict) or all(_is_same(found[key], real[key], scope) for key in found)
-    if getattr(variable, "is_python_constant", lambda: False)():
-        value = variable.as_python_constant()
-        return type(value) is type(real) and repr(value) == repr(real)
-    name = _source_name(variable)
-    return bool(name) and _evaluated(name, scope) is real
-
-
-def _source_name(variable: Any) -> str:
-    source = getattr(variable, "source", None)
-    return str(source.name) if source is not None else ""
-
-
-def _evaluated(name: str, scope: Mapping[str, Any]) -> Any:
-    with contextlib.suppress(Exception):
-        return eval(name, dict(scope)) if name else _MISSING
-    return _MISSING

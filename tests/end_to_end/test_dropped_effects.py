@@ -100,12 +100,12 @@ def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
         Inherits.problem = "regression"
 
 
-def train(model: nn.Module) -> list[warnings.WarningMessage]:
+def train(model: nn.Module, loss_fn: Any = F.mse_loss) -> list[warnings.WarningMessage]:
     """The warnings of three steps, of which the last has another shape, and uneven shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(record=True) as caught,
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step,
     ):
         warnings.simplefilter("always")
         for num_examples in (4, 4, 5):
@@ -144,6 +144,21 @@ def test_a_hook_that_stores_activations_is_spoken_of() -> None:
     (warning,) = train(model)
     assert "Sequential changes activations in forward" in str(warning.message) and warning.filename == __file__
     assert activations == []
+
+
+def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_name() -> None:
+    acts: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    model[1][0].register_forward_hook(lambda module, given, output: acts.append(output))
+    (warning,) = train(model)
+    assert "Sequential changes acts in a forward hook of module '1.0' (model[1][0].register" in str(warning.message)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        acts.append(output)
+        return F.mse_loss(output, target)
+
+    (warning,) = train(nn.Linear(3, 3), loss)
+    assert "Linear changes acts in loss_fn (acts.append(output))" in str(warning.message) and acts == []
 
 
 def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:

@@ -175,8 +175,3 @@ def test_a_warning_is_given_at_its_own_line() -> None:
     with pytest.warns(DeprecationWarning, match="of the user's") as caught:
         internals.trace_full_graph(Does(warns), (torch.ones(2, 3),))
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_guards_are_named_in_users_words() -> None:
-    assert internals.in_users_words("L['self']._modules['model']._modules['fc'].p == 2.0") == "model.fc.p == 2.0"
-    assert internals.in_users_words("G['__import_my_dot_net'].warm['beta']") == "warm['beta']"
