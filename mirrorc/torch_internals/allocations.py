@@ -63,7 +63,7 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 def num_users(storage: torch.UntypedStorage) -> int:
     """How many tensors have this memory; the object that is given is not counted, other objects like it are."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def storage_key(tensor: torch.Tensor) -> int:
