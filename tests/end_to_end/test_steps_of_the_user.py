@@ -231,6 +231,59 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
     assert not recwarn.list and not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
 
 
+def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    """As Hugging Face's Trainer ends a step; without a GradScaler, and without backward()."""
+    model = make_mlp()
+    twin = copy.deepcopy(model)
+    (optimizer, scheduler), (of_twin, scheduler_of_twin) = (
+        (own, torch.optim.lr_scheduler.LambdaLR(own, lambda i: 0.5**i))
+        for own in (FUSED(m.parameters()) for m in (model, twin))
+    )
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        for seed in range(3):
+            batch = mlp_batch(5, seed=seed)
+            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
+            early_clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            scheduler_of_twin.step()
+            model.zero_grad()
+    assert [str(warning.message).partition(" found no")[0] for warning in recwarn.list] == [
+        "clip_grad_norm_()",
+        "optimizer.step()",
+    ]
+    assert_same_model(model, twin, 1e-10)
+
+
+def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    """Its calls lead to no function of mirrorc's; the optimizer's step, to which it gets with a fused optimizer only, does."""
+    for make_optimizer in (FUSED, functools.partial(torch.optim.AdamW, lr=0.05)):
+        model, scaler = make_mlp(), torch.amp.GradScaler("cpu")
+        twin = copy.deepcopy(model)
+        optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+        recwarn.clear()
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+            for seed in range(3):
+                batch = mlp_batch(5, seed=seed)
+                loss = step(**batch)
+                assert loss.item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
+                for of_user in (loss, scaler.scale(loss)):
+                    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+                        of_user.backward()
+                if make_optimizer is FUSED:
+                    scaler.step(optimizer)
+                    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+                        scaler.update()
+                else:
+                    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+                        scaler.step(optimizer)
+                scaler = torch.amp.GradScaler("cpu")
+        told = [str(warning.message).partition(" found no")[0] for warning in recwarn.list]
+        assert told == (["optimizer.step()"] if make_optimizer is FUSED else [])
+        assert_same_model(model, twin, 1e-10)
+        assert_same_state(optimizer, of_twin, 1e-10)
+
+
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
