@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.dropped_effects import dropped_effects
@@ -17,7 +18,7 @@ from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
-from mirrorc.torch_internals import export_joint_graph, guards_of, quiet_fake_tensors, trace_full_graph
+from mirrorc.torch_internals import export_joint_graph, guards_of, quiet_fake_tensors, storage_key, trace_full_graph
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,28 @@ class DynamoFrontEnd(FrontEnd):
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
+        _own_loss(traced.graph)
         with _explained(what, leaves):
             joint = export_joint_graph(stack, traced, leaves, decompositions)
         joint.weighted_means = weighted_means_of(traced)
         return Traced(joint, guards_of(traced), (*notes, *outside))
+
+
+def _own_loss(graph: fx.Graph) -> None:
+    """Copies a loss that lies in the memory of a parameter, which the step updates before it returns the loss.
+
+    AOTAutograd would leave such a loss out of its graph: torch.compile gives it by a view of the parameter.
+    """
+    output = graph.output_node()
+    (loss,) = output.all_input_nodes
+    given = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    memory = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
+    if storage_key(loss.meta["example_value"]) in memory:
+        with graph.inserting_before(output):
+            own = graph.call_function(torch.clone, (loss,))
+        own.meta = dict(loss.meta)
+        output.replace_input_with(loss, own)
+        graph.owning_module.recompile()  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

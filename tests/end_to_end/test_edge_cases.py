@@ -27,6 +27,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError, MirrorcError
+from mirrorc.errors import VerifyError
 
 TOLERANCE = 1e-10
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -39,6 +40,49 @@ def compile_eager(model: nn.Module, devices: int = 2, make_optimizer: Any = SGD,
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# A loss that is a view of a parameter
+
+
+class LossIsParameter(nn.Module):
+    """The loss is what a function gives of a parameter, whatever the batch is."""
+
+    def __init__(self, give: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.give = nn.Parameter(normal(2)), give
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.give(self.weight)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend: str) -> None:
+    for give in (
+        lambda weight: weight[0],
+        lambda weight: weight.view(2, 1)[1].squeeze(),
+        lambda weight: weight.chunk(2)[0].squeeze(),
+        lambda weight: weight.unbind()[1],
+    ):
+        for devices in (1, 2) if backend == "eager" else (2,):
+            model = LossIsParameter(give)
+            optimizer = SGD(model.parameters())
+            with mirrorc.compile(model, devices, optimizer=optimizer, backend=backend) as step:
+                for _ in range(2):
+                    before = give(model.weight).detach().clone()
+                    assert torch.equal(step(x=normal(4, 2)), before)
+                    assert torch.allclose(give(model.weight), before - 0.1, rtol=TOLERANCE)
+
+
+def test_the_verifier_refuses_to_return_a_view_of_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirrorc.capture.dynamo._own_loss", lambda graph: None)
+    for devices in (1, 2):
+        said = "variables_are_written_after_reads .* weight is written on cpu:. before .* is returned"
+        with (
+            compile_eager(LossIsParameter(lambda weight: weight.unbind()[1]), devices) as step,
+            pytest.raises(VerifyError, match=said),
+        ):
+            step(x=normal(4, 2))
 
 
 # A step that timed out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -126,7 +127,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable only after all its own uses of the variable and of views of it."""
+    """A replica writes a variable only after its own uses of the variable and of views of it, and its loss is none of these."""
     variables = ViewedVariables(program)
     for where, graph, _ in scopes(program):
         written_by: dict[int | None, set[str]] = {}
@@ -147,6 +148,12 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
             for index in written_buckets(node):
                 names = (slot.variable for slot in program.buckets[index].slots)
                 written_by.setdefault(replica, set()).update(names)
+        output: Any = graph.output_node().args[0]
+        for loss in [output] if isinstance(output, fx.Node) else output["losses"]:
+            for name in sorted(written_by.get(owners[loss], set()) & variables.of(loss))[:1]:
+                yield Violation(
+                    f"{name} is written on {where(owners[loss])} before {loss.name}, a view of it, is returned", loss
+                )
 
 
 @rule(since=Stage.SCHEDULED)
