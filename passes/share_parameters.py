@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -121,13 +122,13 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
 
 
 def _users_of(wait: fx.Node) -> list[fx.Node]:
-    """The operators of torch that a value passes through, and the updates that take it, in program order."""
+    """What is computed of a value, parts of results included, and the updates that take it, in program order."""
     found: dict[fx.Node, None] = {}
     waiting = [wait]
     while waiting:
         users = waiting.pop().users
         found.update(dict.fromkeys(users))
-        waiting.extend(user for user in users if is_computed(user))
+        waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
     return sorted(found)
 
 

@@ -1,3 +1,5 @@
+import operator
+
 import pytest
 import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
@@ -5,11 +7,13 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targ
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
+from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Placement
 from mirrorc.passes import ShareParameters
 from mirrorc.verifier.verifier import verify
 
+aten = torch.ops.aten
 LARGE = [Weight("a", (300,)), Weight("b", (300,))]
 
 
@@ -29,6 +33,21 @@ def test_each_device_updates_its_share_of_one_copy(num_devices: int) -> None:
         updates = [n for n in targets(program.mirrored_graph, ops.update) if n.kwargs["bucket"] == bucket.index]
         sizes = {n.kwargs["replica"]: n.args[0].meta["val"].numel() for n in updates}
         assert sum(sizes.values()) == bucket.num_elements and sorted(sizes) == list(range(num_devices))
+
+
+@pytest.mark.parametrize("num_elements", [300, 4])
+def test_all_that_is_computed_of_a_sum_moves_with_it(num_elements: int) -> None:
+    """What an operator with several results gives, too; where a replica has no share, there is nothing to compute of it."""
+    program = scheduled(2, [Weight("a", (num_elements,))])
+    for wait in targets(program.mirrored_graph, ops.wait):
+        extremes = insert(program, wait.next, aten.aminmax.default, (wait,))
+        largest = insert(program, extremes.next, operator.getitem, (extremes, 1))
+        insert(program, largest.next, aten.neg.default, (largest,))
+    verify(program)
+    after = ShareParameters().run(program)
+    verify(after)
+    updates, others = (targets(after.mirrored_graph, target) for target in (ops.update, aten.neg.default))
+    assert len(updates) == len(others) == (2 if num_elements == 300 else 1)
 
 
 def test_the_bucket_that_is_launched_last_is_waited_for_first() -> None:
