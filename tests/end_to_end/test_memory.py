@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,10 +19,15 @@ from train_text import GPT, GPTConfig, next_byte_loss
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program, Stage
 from mirrorc.runtime.memory.report import MemoryReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of memory are looked at, in /proc")
 CLOSE = {"rel": 0.1}
+aten = torch.ops.aten
 WIDTH = 512  # gradients of so many rows and columns stay factors
 
 
@@ -196,6 +203,35 @@ def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
     told, measured = compare("mlp", 2, add_passes=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
     check(told, measured)
     assert told.gradients > plain.gradients
+
+
+@dataclass(frozen=True)
+class ShowsWeights:
+    """Copies each matrix; when all gradients are packed, uses the copy, and a view of the one part that it was split into."""
+
+    name: str = field(default="shows-weights", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.UPDATED, init=False)
+
+    def run(self, program: Program) -> Program:
+        program = program.evolve(graph=copied(program.mirrored_graph))
+        commit = next(calls_to(program.mirrored_graph, ops.commit))
+        for read in list(calls_to(program.mirrored_graph, ops.read)):
+            if read.meta["val"].dim() == 2:
+                copy = insert(program, read.next, aten.clone.default, (read,))
+                split = insert(program, copy.next, aten.split.Tensor, (copy, len(copy.meta["val"])))
+                part = insert(program, split.next, operator.getitem, (split, 0))
+                view = insert(program, part.next, aten._unsafe_view.default, (part, [-1]))
+                insert(program, commit, aten.dot.default, (view, view))
+                insert(program, commit, aten.sum.default, (copy,))
+        return program
+
+
+def test_views_of_what_a_pass_of_ones_own_makes_are_counted_with_it() -> None:
+    plain, _ = compare("mlp", 2)
+    told, measured = compare("mlp", 2, add_passes=[mirrorc.after("insert-update", ShowsWeights())])
+    check(told, measured)
+    assert told.activations > plain.activations
 
 
 def test_devices_with_other_shards_have_their_own_peaks() -> None:
