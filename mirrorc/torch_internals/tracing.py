@@ -41,6 +41,10 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
         "automatic_dynamic_shapes": False,
         "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
     }
+    if hasattr(
+        config, "computed_lazy_constant_max_nodes"
+    ):  # since 2.14; what is computed of a number is then no read of it
+        options["computed_lazy_constant_max_nodes"] = 0
     names = traced_globals(module)
     before = set(names)
     try:
