@@ -62,7 +62,7 @@ _KNOWN = (
     KnownFailure(
         "nn.LSTM, nn.GRU and nn.RNN are not traced",
         "call nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time, which is captured",
-        ("attempted to wrap rnn, gru, or lstm",),
+        ("rnn, gru, or lstm",),
     ),
     KnownFailure(
         "a module has a hook on its backward, which a captured step does not call",
