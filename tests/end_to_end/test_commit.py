@@ -190,12 +190,14 @@ def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
     with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
         for _ in range(5):
             both.disturb(measure)
-        for _ in range(count):
+        for i in range(20 * count):  # on a busy machine the first ones may all come late
             raised, has_trained = both.disturb(send)
             assert isinstance(raised, KeyboardInterrupt)
             outcomes.add(has_trained)
             both.go_on()
-    assert outcomes == {True, False}, "they came before the commit, and after it"
+            if i + 1 >= count and outcomes == {True, False}:
+                return
+    pytest.fail("they should come before the commit, and after it")
 
 
 @pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
