@@ -19,7 +19,7 @@ from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.errors import CaptureError
-from mirrorc.torch_internals import JointGraph
+from mirrorc.torch_internals import JointGraph, kept_tracing_state
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ def capture(
     """
     with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())
         traced = front_end.trace(stack, call, leaves, decompositions)
     captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)

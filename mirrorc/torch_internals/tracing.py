@@ -25,6 +25,20 @@ from mirrorc.torch_internals.python_effects import PythonEffects, observed_effec
 from mirrorc.torch_internals.random_draws import observed_draws
 
 
+@contextlib.contextmanager
+def kept_tracing_state() -> Iterator[None]:
+    """Puts back what a trace that Ctrl-C ends may leave behind: torch's own managers put it back by calls that it may end, too.
+
+    A tracing context that stays makes all later traces fail, and detection of anomalies all later training slow.
+    """
+    is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    with torch._guards.tracing(None):
+        try:
+            yield
+        finally:
+            torch.set_anomaly_enabled(is_on, checks_nan)
+
+
 def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+
 from mirrorc.runtime.execution.commit import CommitPoint
 
 _LONGEST_SECONDS = 5.0  # if a step does not end for so long after Ctrl-C, the next Ctrl-C is passed on
@@ -35,7 +37,11 @@ class InterruptGuard:
     kept, and the user's handler is called when the step has ended. While devices' threads run, what the user's handler raises is
     kept, too: it stops the threads, and is raised when they have ended.
 
-    Only the main thread gets signals; in another one this does nothing. Likewise if no Python function handles the signal.
+    Only the main thread gets signals; in another one there is nothing to handle. Likewise if no Python function handles the
+    signal.
+
+    An exception that comes while ``torch.no_grad()`` ends would leave the caller without gradients, so what a step sets for a
+    while in the caller's thread is put back here, too.
 
     Attributes:
         commit: decides on the step; None until the step has one.
@@ -52,11 +58,13 @@ class InterruptGuard:
         self.is_ending = False
         self._is_holding = False
         self._kept_at: float | None = None
+        self._settings: tuple[bool, int] | None = None
 
     def begin(self) -> None:
         """Begins to handle the signal."""
         self.commit = self.raised = self._stop = self._users = self._own = self._kept_at = None
         self.is_ending = self._is_holding = False
+        self._settings = (torch.is_grad_enabled(), torch.get_num_threads())
         if threading.current_thread() is not threading.main_thread():
             return
         users = _handler_of(signal.SIGINT)
@@ -66,6 +74,7 @@ class InterruptGuard:
 
     def end(self) -> None:
         """Gives the signal back to the user's handler, and calls that if the signal came meanwhile. May be repeated."""
+        self._put_settings_back()
         own = self._own
         if own is None:
             return
@@ -76,6 +85,16 @@ class InterruptGuard:
         kept, self._kept_at = self._kept_at, None
         if kept is not None and users is not None:
             users(signal.SIGINT, None)
+
+    def _put_settings_back(self) -> None:
+        settings, self._settings = self._settings, None
+        if settings is None:
+            return
+        has_gradients, num_threads = settings
+        if torch.is_grad_enabled() is not has_gradients:
+            torch.set_grad_enabled(has_gradients)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
 
     def hold(self) -> None:
         """Keeps the signal until `let_go`: for calls that swallow what the handler raises."""

@@ -77,9 +77,8 @@ class VariableStore:
             ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
                 other processes.
         """
-        old, elsewhere = self._layout, _memory_of_others(self)
-        given = [w for w in self._trained if w.has_moved() and _memory_of(w.tensor) not in elsewhere]
-        moved = old.plan != program.buckets or bool(given)
+        old = self._layout
+        moved = old.plan != program.buckets or self._has_been_given_memory()
         new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
         if moved:
             planned = {slot.variable: (slot.shape, b.dtype) for b in program.buckets for slot in b.slots}
@@ -112,8 +111,18 @@ class VariableStore:
         new.moved = Moved.BUCKETS if moved else Moved.BUFFERS if first_written else Moved.NOTHING
         return new
 
+    def _has_been_given_memory(self) -> bool:
+        """Whether the user has given a parameter other memory; steps over the same model do so in turn, which does not count."""
+        moved = [watched.tensor for watched in self._trained if watched.has_moved()]
+        if not moved:
+            return False
+        others = {
+            _memory_of(flat.parameters[0]) for store in list(_stores) if store is not self for flat in store.buckets
+        }
+        return any(_memory_of(tensor) not in others for tensor in moved)
+
     def _known_to_this_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
-        others = {id(tensor) for store in _stores if store is not self for tensor in store.tensors.values()}
+        others = {id(tensor) for store in list(_stores) if store is not self for tensor in store.tensors.values()}
         return ((name, tensor) for name, tensor in self.tensors.items() if id(tensor) not in others)
 
     def adopt(self, layout: Layout) -> None:
@@ -281,8 +290,3 @@ _stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()
 
 def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _memory_of_others(own: VariableStore) -> set[int]:
-    """The memory of the parameters in the buckets of all other stores: steps over the same model take turns with them."""
-    return {_memory_of(flat.parameters[0]) for store in _stores if store is not own for flat in store.buckets}

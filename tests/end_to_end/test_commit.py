@@ -115,6 +115,19 @@ def test_what_comes_at_any_place_of_the_callers_thread(way: str, how: Any, strid
     assert how is fail or {True, False} == set(outcomes), "a step is stopped before its commit and finished after it"
 
 
+def test_what_comes_while_torch_turns_gradients_off_or_on() -> None:
+    """`Lockstep` looks whether they are as they were: with replicas in one thread, that is the caller's."""
+    interrupter, counted = Interrupter(lambda filename: filename.endswith("autograd/grad_mode.py")), list[int]()
+    both = lockstep("one thread")
+    with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
+        both.disturb(lambda run: counted.append(interrupter.count(run)))
+        assert counted[0]
+        for place in range(counted[0]):
+            raised, _ = both.disturb(lambda run: interrupter.interrupted(run, place))  # noqa: B023
+            assert isinstance(raised, KeyboardInterrupt)
+            both.go_on()
+
+
 class TooLong(Exception):
     """What a handler of another signal than Ctrl-C raises, as those that limit a test's time do."""
 

@@ -25,10 +25,14 @@ class Training:
     def run(self, batch: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any] = lambda run: run()) -> Any:
         """Runs a step on its own random stream; ``call`` may disturb it."""
         torch.set_rng_state(self._random)
+        settings = thread_settings()
         try:
             return call(lambda: self.step(**batch))
         finally:
             self._random = torch.get_rng_state()
+            found = thread_settings()
+            torch.set_grad_enabled(settings[0])  # a failure here makes none elsewhere
+            assert found == settings, "whether gradients are enabled, and the number of threads"
 
     def state(self) -> State:
         """A copy of all that a step may change, by name: parameters, buffers, the optimizer's state, the random stream."""
@@ -47,6 +51,11 @@ class Training:
             for name, variable in self.step.variables.items()
             for replica, value in enumerate(variable.values)
         }
+
+
+def thread_settings() -> tuple[bool, int]:
+    """What the calling thread has set that a step sets for a while: whether gradients are enabled, and torch's threads."""
+    return torch.is_grad_enabled(), torch.get_num_threads()
 
 
 class Lockstep:
@@ -85,6 +94,8 @@ class Lockstep:
         raised: BaseException | None = None
         try:
             self.disturbed.run(self._batch, call)
+        except AssertionError:
+            raise
         except BaseException as error:  # noqa: BLE001 - told to the caller
             raised = error.with_traceback(None)
         found = self.disturbed.state()

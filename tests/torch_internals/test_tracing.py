@@ -111,3 +111,14 @@ def test_draws_from_pythons_random_are_observed_and_taken_back() -> None:
         draws = internals.python_effects_of(traced).draws
         assert len(draws) == drawn and all("random.uniform" in (stack[-1].line or "") for stack in draws)
         assert random.getstate() == state
+
+
+def test_an_interrupted_trace_leaves_no_state_of_torch_behind() -> None:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with pytest.raises(KeyboardInterrupt), internals.kept_tracing_state():
+            for manager in (torch._guards.tracing(torch._guards.TracingContext(None)), torch.autograd.detect_anomaly()):
+                manager.__enter__()  # and Ctrl-C ends its exit
+            raise KeyboardInterrupt
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+    assert torch._guards.TracingContext.try_get() is None
+    internals.trace_full_graph(Small(), (torch.ones(2, 3), torch.ones(1)))
