@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.guards import names_in_guards, traced_globals
+from mirrorc.torch_internals.guards import scope_of_guards
 from mirrorc.torch_internals.source_words import source_words
 
 
@@ -55,7 +55,7 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
         names: the expressions that guards read, from ``L['self']`` or globals ``G``.
         tensors: the tensors, compared by identity.
     """
-    scope = {**names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
+    scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
     for name in sorted(names, key=len):
         with contextlib.suppress(Exception):  # the expression runs the user's code
@@ -81,9 +81,20 @@ class _ModulesTensors:
         self._read, self._module = read, module
 
     def __call__(self, *inputs: object) -> tuple[Any, ...]:
-        return tuple(self._current(value) for value in self._read(*inputs))
+        found = tuple(self._current(value) for value in self._read(*inputs))
+        _admit(found)
+        return found
 
     def _current(self, value: Any) -> Any:
         if id(value) not in self.own:
             return value
         return functools.reduce(getattr, self.own[id(value)][1].split("."), self._module)
+
+
+def _admit(values: Sequence[Any]) -> None:
+    """Lets the active mode of fake tensors take tensors from elsewhere, as newer versions of torch than 2.11 do here."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode()
+    if mode is not None and any(isinstance(value, torch.Tensor) and not mode.is_our_fake(value) for value in values):
+        mode.allow_non_fake_inputs = True

@@ -35,8 +35,8 @@ class DynamoGuards:
     def __init__(self, manager: Any, module: nn.Module, traced_code: Sequence[CodeType], names: Sequence[str]) -> None:
         self.names = frozenset(names)
         self._manager = manager
-        self._values = {"self": module}
-        self._scope = {**names_in_guards(), "L": self._values, "G": traced_globals(module)}
+        self._scope = scope_of_guards(module)
+        self._values = self._scope["L"]
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
         self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
@@ -70,12 +70,11 @@ class DynamoGuards:
         return in_users_words(parts[0], self._scope) if parts else "the sign of a zero"
 
 
-def names_in_guards() -> dict[str, Any]:
-    """The functions that occur in the expressions of guards."""
+def scope_of_guards(module: nn.Module) -> dict[str, Any]:
+    """What evaluates the expressions of guards on a call of a module: locals ``L``, globals ``G`` and functions of Dynamo's."""
     from torch._dynamo.guards import _get_closure_vars
 
-    names: dict[str, Any] = _get_closure_vars()
-    return names
+    return {**_get_closure_vars(), "L": {"self": module}, "G": traced_globals(module)}
 
 
 def _evaluated(name: str, scope: dict[str, Any]) -> list[Any]:
@@ -136,7 +135,7 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
     kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
-    scope = {**names_in_guards(), "L": {"self": module}, "G": traced_globals(module)}
+    scope = scope_of_guards(module)
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     _empty(guards)
     for guard in kept:

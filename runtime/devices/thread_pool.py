@@ -22,6 +22,7 @@ Order = (
 )  # jobs, which of them to take, and the list of results; None ends the thread
 Message = tuple[int, Exception] | None  # which device's thread could not begin, and why; None for anything else
 _STOP = None
+_LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before a wait only after it
 
 
 class DevicePool:
@@ -65,7 +66,7 @@ class DevicePool:
     def _await_ready(self) -> None:
         """Returns when one more thread is ready for jobs."""
         try:
-            message = self._outbox.get(timeout=self.timeout_seconds)
+            message = self._next_message(time.monotonic() + self.timeout_seconds)
         except queue.Empty:
             raise ExecutionError(
                 f"the devices' threads were not ready within {self.timeout_seconds:g} s: a GPU hangs, or the machine is that "
@@ -170,13 +171,23 @@ class DevicePool:
         last device to finish sends a message about all results.
         """
         try:
-            self._outbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            self._next_message(deadline)
         except queue.Empty:
             names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
             raise ExecutionError(
                 f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
                 "long; raise timeout_seconds, or close() and compile anew"
             ) from None
+
+    def _next_message(self, deadline: float) -> Message:
+        """The next message of a device's thread; raises `queue.Empty` at the deadline. Ctrl-C is handled all the while."""
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._outbox.get(timeout=min(left, _LONGEST_SLEEP_SECONDS))
+            except queue.Empty:
+                if left <= _LONGEST_SLEEP_SECONDS:
+                    raise
 
     def close(self) -> None:
         """Ends the threads and waits for them; may be repeated, if an interrupt ended it."""

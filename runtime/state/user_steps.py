@@ -69,7 +69,7 @@ class UserSteps:
             self.when_idle()
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called in every thread after every step of any optimizer, also of those that update whole buckets."""
+        """Called in every thread after every step of any optimizer but those that update whole buckets, which call no hooks."""
         if optimizer is self._optimizer:
             return
         own, stepped = _ids_of_parameters(self._optimizer), _ids_of_parameters(optimizer)

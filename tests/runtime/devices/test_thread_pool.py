@@ -1,4 +1,5 @@
 import gc
+import signal
 import threading
 import weakref
 
@@ -7,6 +8,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device, parse_devices
+from mirrorc.runtime.devices import thread_pool
 from mirrorc.runtime.devices.thread_pool import DevicePool
 
 PATIENT = 60.0
@@ -165,3 +167,35 @@ def test_an_interrupt_wakes_the_jobs_and_reaches_the_caller(monkeypatch: pytest.
         pool.run([job, job], stopped.set)
     assert ended == [True, True]
     pool.close()
+
+
+def test_a_signal_right_before_a_wait_is_handled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python handles it when the wait is over, so no wait is long, though a job may be."""
+    monkeypatch.setattr(thread_pool, "_LONGEST_SLEEP_SECONDS", 0.01)
+    pool, stopped = pool_of(1), threading.Event()
+    outbox, before = pool._outbox, signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+    class Deaf:
+        """A queue whose waits no signal ends."""
+
+        def get(self, timeout: float) -> object:
+            assert timeout <= 0.01
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            try:
+                return outbox.get(timeout=timeout)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+    monkeypatch.setattr(pool, "_outbox", Deaf())
+
+    def job() -> bool:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+        return stopped.wait(PATIENT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run([job], stopped.set)
+        assert stopped.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        pool.close()
