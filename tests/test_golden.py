@@ -67,7 +67,8 @@ def assert_golden(file: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=[pytest.mark.slow] if file.startswith("bert") else []) for file in FILES]
+    "file",
+    [pytest.param(file, marks=[pytest.mark.slow] if file.startswith(("bert", "gpt2")) else []) for file in FILES],
 )
 def test_the_program_of_a_whole_model_is_as_it_was(file: str) -> None:
     assert_golden(file, golden_text(file))

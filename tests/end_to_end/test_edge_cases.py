@@ -56,7 +56,7 @@ class LossIsParameter(nn.Module):
         return self.give(self.weight)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend: str) -> None:
     for give in (
         lambda weight: weight[0],
@@ -213,7 +213,8 @@ def test_a_forward_that_writes_into_a_buffer_trains() -> None:
     assert model.average == 4.0
 
 
-@pytest.mark.parametrize("name", ["vit", *slow(("gpt2-own-loss",), ("bert",))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "gpt2-own-loss", "bert"])
 def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
     tiny = MODELS[name]
     model, batches = tiny.make(torch.float32), tiny.batches(4, torch.float32, steps=1)
@@ -245,9 +246,9 @@ def channels_last_net() -> nn.Module:
 @pytest.mark.parametrize(
     ("disable_passes", "backend"),
     [
-        ((), "inductor"),
+        ((), "eager"),
         (("share-parameters",), "eager"),
-        *slow(((), "eager"), (("share-parameters",), "inductor")),
+        *slow(((), "inductor"), (("share-parameters",), "inductor")),
     ],
 )
 def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) -> None:
@@ -289,7 +290,7 @@ class HasEmptyParameter(nn.Module):
         return (x * self.before).mean() ** 2 * 0 + (x * self.before * self.after).mean() + self.empty.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["beside", "in-its-own-bucket"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_parameter_without_elements(devices: int, dtype: torch.dtype, backend: str) -> None:

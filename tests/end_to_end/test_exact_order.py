@@ -83,6 +83,7 @@ def test_every_pass_with_the_flag_changes_bits() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
     exact = trained(EveryFlag, IMAGES, everything_on(), exact_order=True)
     optional = []

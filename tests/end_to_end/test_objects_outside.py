@@ -236,7 +236,8 @@ def plain_step(model: nn.Module, optimizer: Any, loss_fn: Any, x: torch.Tensor, 
     return train_step(model, optimizer, {"input": x, "target": target}, loss_fn)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_what_changes_outside_of_the_model_is_seen_by_the_next_step(devices: int) -> None:
     expected = train(0)
     same = [name for (_, a), (name, b) in pairwise(expected.items()) if abs(a - b) < 1e-3]

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step
+from selections import slow
 from torch import nn
 
 import mirrorc
@@ -99,7 +101,8 @@ def _made(uses: Callable[[Any, torch.Tensor], torch.Tensor], loss: Callable[[Net
     return net, loss(net), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read() -> None:
+@pytest.mark.parametrize("devices", [2, *slow((1,))])
+def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices: int) -> None:
     ordinary: Callable[[Net], Loss] = lambda net: F.mse_loss  # noqa: E731
     cases = [(name, uses, ordinary) for name, uses in USES.items()]
     cases += [(name, _same_output, loss) for name, loss in LOSSES.items()]
@@ -115,22 +118,18 @@ def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read() -> No
                 plain.listed[:] = [plain.extra.bias, plain.scale]
             value = train_step(plain, plain_optimizer, {"x": batch["input"], "target": batch["target"]}, plain_loss)
             expected.append((value, {key: tensor.clone() for key, tensor in plain.state_dict().items()}))
-        for devices in (1, 2):
-            net, net_loss, optimizer = _made(uses, loss)
-            with mirrorc.compile(net, devices=devices, optimizer=optimizer, loss_fn=net_loss, backend="eager") as step:
-                for i, batch in enumerate(batches):
-                    if i == 2:
-                        net.listed[:] = [net.extra.bias, net.scale]
-                    found = step(batch["input"], target=batch["target"]).item()
-                    value, state = expected[i]
-                    assert abs(found - value) < 1e-9 * (1 + abs(value)), f"{name}, {devices} devices, step {i}"
-                    for key, tensor in net.state_dict().items():
-                        torch.testing.assert_close(
-                            tensor,
-                            state[key],
-                            msg=f"{name}, {devices} devices, step {i}: {key} is not that of plain PyTorch",
-                        )
-                assert set(step.program.variables) <= set(net.state_dict()), name
+        net, net_loss, optimizer = _made(uses, loss)
+        with mirrorc.compile(net, devices=devices, optimizer=optimizer, loss_fn=net_loss, backend="eager") as step:
+            for i, batch in enumerate(batches):
+                if i == 2:
+                    net.listed[:] = [net.extra.bias, net.scale]
+                found = step(batch["input"], target=batch["target"]).item()
+                value, state = expected[i]
+                assert abs(found - value) < 1e-9 * (1 + abs(value)), f"{name}, step {i}"
+                for key, tensor in net.state_dict().items():
+                    difference = f"{name}, step {i}: {key} is not that of plain PyTorch"
+                    torch.testing.assert_close(tensor, state[key], msg=difference)
+            assert set(step.program.variables) <= set(net.state_dict()), name
 
 
 def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -92,8 +93,7 @@ def both(
         ("conv", 2, 7),
         ("conv", 3, 5),
         ("conv", 4, 7),
-        ("gpt2", 3, 7),
-        *slow(("gpt2", 2, 6), ("bert", 2, 4), ("bert", 3, 5), ("vit", 2, 3), ("vit", 4, 7)),
+        *slow(("gpt2", 2, 6), ("gpt2", 3, 7), ("bert", 2, 4), ("bert", 3, 5), ("vit", 2, 3), ("vit", 4, 7)),
     ],
 )
 def test_double_precision_agrees_with_one_device(name: str, num_devices: int, num_examples: int) -> None:
@@ -137,9 +137,9 @@ def test_every_optimizer_agrees_with_itself(name: str) -> None:
         ("mlp", torch.float64, "radam", 1, 3),
         ("mlp", torch.float64, "adamw", 3, 7),
         ("mlp", torch.float64, "user-defined", 2, 5),
-        ("conv", torch.float64, "sgd-nesterov", 2, 4),
-        ("mlp", torch.float32, "sgd", 4, 7),
         *slow(
+            ("conv", torch.float64, "sgd-nesterov", 2, 4),
+            ("mlp", torch.float32, "sgd", 4, 7),
             ("gpt2", torch.float64, "sgd-momentum", 2, 4),
             ("gpt2", torch.float64, "adamw", 1, 3),
             ("gpt2", torch.float64, "sgd-momentum", 3, 6),
@@ -190,6 +190,7 @@ def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_ex
     assert mirrored.model.stem_norm.num_batches_tracked == len(batches)
 
 
+@pytest.mark.slow
 def test_batch_norm_agrees_when_compiled() -> None:
     tiny = MODELS["resnet"]
     model, batches = tiny.make(torch.float64), tiny.batches(4, torch.float64)
@@ -276,6 +277,7 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
     assert train_with_dropout(seed=6).losses != first.losses
 
 
+@pytest.mark.slow
 def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
     first, second = (train_with_dropout(seed=5, num_devices=2, backend="inductor") for _ in range(2))
     assert_same_bits(first, second)
@@ -297,14 +299,15 @@ def test_options_that_keep_the_order_of_additions_keep_the_bits(options: dict[st
     assert_same_bits(train_with_dropout(seed=5, **options), train_with_dropout(seed=5))
 
 
+FACTORED_WAYS = ([(), ("share-parameters",)], [{}, {"bucket_cap_mb": 1e-3}])
+
+
 @pytest.mark.parametrize(
     ("num_devices", "dtype", "disabled", "caps"),
-    thinned(
-        [2, 3, 4],
-        [torch.float64, torch.float32, torch.bfloat16],
-        [(), ("share-parameters",)],
-        [{}, {"bucket_cap_mb": 1e-3}],
-    ),
+    [
+        *thinned([2, 3, 4], [torch.float64, torch.bfloat16], *FACTORED_WAYS),
+        *slow(*itertools.product([2, 3, 4], [torch.float32], *FACTORED_WAYS)),
+    ],
 )
 def test_factored_gradients_are_the_same_numbers(
     num_devices: int, dtype: torch.dtype, disabled: tuple[str, ...], caps: dict[str, float]
@@ -396,10 +399,10 @@ OPTIMIZERS_OF_TABLES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize(
     ("num_devices", "optimizer", "backend"),
     [
-        (2, "adamw", "inductor"),
         *((n, "adamw", "eager") for n in (1, 2, 3, 4)),
         (3, "nesterov in place", "eager"),
         (3, "adadelta", "eager"),
+        *slow((2, "adamw", "inductor")),
         *slow(*((n, name, "eager") for n in (1, 2, 4) for name in ("nesterov in place", "adadelta"))),
     ],
 )

@@ -232,6 +232,7 @@ def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
             assert [name for name in step.variables if name.startswith("layers.0")]
 
 
+@pytest.mark.slow
 def test_what_was_added_may_change_again() -> None:
     """It is replaced, hooked, changed and removed like what the model had at first."""
 

@@ -212,6 +212,7 @@ def test_the_format_changes_no_number(make: Callable[[], nn.Module]) -> None:
         assert one.stride() == other.stride()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
 def test_a_compiled_convolutional_net_trains_as_on_one_device() -> None:
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from deep_program import deep_program
+from selections import slow
 
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.program import Program
@@ -40,7 +41,7 @@ def num_calls(num_nodes: int, bucket_cap_mb: float) -> int:
     return calls
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.02], ids=["one bucket", "a bucket for each layer"])
+@pytest.mark.parametrize("bucket_cap_mb", [25, *slow((0.02,))], ids=["one bucket", "a bucket for each layer"])
 def test_twice_the_layers_take_twice_the_calls(bucket_cap_mb: float) -> None:
     num_calls(50, bucket_cap_mb)  # fills caches
     small, medium, large = (num_calls(num_nodes, bucket_cap_mb) for num_nodes in (200, 400, 800))

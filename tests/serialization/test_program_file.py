@@ -207,6 +207,7 @@ for stage, program in every_stage(captured_two_layers()).items():
 """
 
 
+@pytest.mark.slow
 def test_another_process_loads_the_same_and_writes_the_same_bytes(tmp_path: Path) -> None:
     """It has registered neither the seeded random operators nor Inductor's, and hashes strings in another way."""
     import torch._inductor.inductor_prims  # registers the operator below

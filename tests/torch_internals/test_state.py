@@ -158,6 +158,7 @@ print("programs:", len(seen))
 """
 
 
+@pytest.mark.slow
 def test_the_precision_of_float32_products_is_seen_however_it_is_set() -> None:
     """In a process of its own: what torch takes for its defaults cannot be put back. Torch itself refuses to tell all of them in
     one word (`get_float32_matmul_precision`) once some were set in the newer way."""

@@ -141,7 +141,7 @@ def trained(
     return model, losses, often.is_interleaved
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_interleaving_gives_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     """Whatever is faster here: one run never interleaves, in the other interleaving is always faster."""
     by_threads, losses, _ = trained(monkeypatch, 0.0, num_devices)
