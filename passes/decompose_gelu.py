@@ -10,7 +10,7 @@ from mirrorc.analysis.decompositions import DECOMPOSITIONS, is_tanh_gelu, tensor
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import add_node, traced_on_fake_tensors
+from mirrorc.torch_internals import add_node, bare_name, traced_on_fake_tensors
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def _decompose(node: fx.Node) -> None:
         for inside in body.nodes:
             if inside.op == "call_function":
                 args, kwargs = (fx.node.map_arg(part, values.__getitem__) for part in (inside.args, inside.kwargs))
-                operator = inside.target._schema.name.split("::")[-1].strip("_")
-                name = f"{node.name}_{operator}"
+                name = f"{node.name}_{bare_name(inside.target)}"
                 values[inside] = add_node(node.graph, inside.op, inside.target, args, kwargs, name)
                 values[inside].meta.update({**node.meta, "val": inside.meta["val"]})
     made = body.output_node().args[0]

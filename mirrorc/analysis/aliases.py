@@ -13,7 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute, is_computed, is_region_call, region_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.rearrangements import SAME_MEMORY
-from mirrorc.torch_internals import is_composite
+from mirrorc.torch_internals import is_composite, schema_of
 
 _UNDECLARED = frozenset(
     {
@@ -35,7 +35,7 @@ give back an argument follows from what they are called with, as for ``dropout``
 @functools.cache
 def _declared(target: Any) -> frozenset[str]:
     """The arguments whose memory an operator's result may share by the operator's schema."""
-    schema = target._schema
+    schema = schema_of(target)
     if all(result.alias_info is None for result in schema.returns):
         return frozenset()
     return frozenset(argument.name for argument in schema.arguments if argument.alias_info is not None)
@@ -64,7 +64,7 @@ def shared_by(value: fx.Node) -> list[fx.Node]:
 
 def _given(node: fx.Node, name: str) -> list[fx.Node]:
     """The values that an operator is given for one of its arguments, which may be a list."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     place = names.index(name)
     given: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
     return [source for source in (given if isinstance(given, list | tuple) else [given]) if isinstance(source, fx.Node)]

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.torch_internals import traced_on_fake_tensors
+from mirrorc.torch_internals import FakeTensorMode, traced_on_fake_tensors
 
 aten = torch.ops.aten
 

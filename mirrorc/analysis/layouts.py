@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.nodes import is_operator
+from mirrorc.torch_internals import is_operator
 
 aten = torch.ops.aten
 

@@ -11,6 +11,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.source_lines import source_line
+from mirrorc.torch_internals import is_operator, schema_of, with_overload, writes_argument
 
 _aten: Any = torch.ops.aten
 _ASSERTS = (_aten._assert_async.msg, _aten._functional_assert_async.msg)
@@ -65,11 +66,11 @@ def refuse_effects(graph: fx.Graph, what: str) -> None:
         CaptureError: names the operator and its line.
     """
     for node in graph.nodes:
-        target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
-        if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and _has_effect(target):
+        target = with_overload(node.target)
+        if is_operator(target) and not writes_argument(target) and _has_effect(target):
             _refuse(target, node, what)
 
 
 def _has_effect(target: Any) -> bool:
-    is_idle = target._schema.name.startswith(_IDLE)
-    return target in _ASSERTS or (not target._schema.returns and not is_idle)
+    schema = schema_of(target)
+    return target in _ASSERTS or (not schema.returns and not schema.name.startswith(_IDLE))

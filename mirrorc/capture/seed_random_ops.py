@@ -13,6 +13,7 @@ from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.torch_internals import is_operator, schema_of
 
 aten = torch.ops.aten
 
@@ -41,14 +42,16 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target: Any = node.target
+    if node.op != "call_function" or not is_operator(target):
         return False
-    if node.target.namespace == "mirrorc" or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if target.namespace == "mirrorc" or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if node.target is aten.native_dropout.default:
+    if target is aten.native_dropout.default:
         return True
-    values = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    dropout = next((a for a in node.target._schema.arguments if a.name == "dropout_p"), None)
+    arguments = schema_of(target).arguments
+    values = {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    dropout = next((a for a in arguments if a.name == "dropout_p"), None)
     return dropout is None or bool(values.get("dropout_p", dropout.default_value) != 0.0)
 
 

@@ -13,7 +13,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.torch_internals import is_dense
+from mirrorc.torch_internals import is_dense, schema_of
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def own_strided_reads(graph: fx.Graph) -> None:
         CaptureError: an operator addresses elements outside of its argument, or the argument is not contiguous.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
-        names = [argument.name for argument in node.target._schema.arguments]
+        names = [argument.name for argument in schema_of(node.target).arguments]
         arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         given: Any = node.args[0]
         offset = arguments.get("storage_offset")

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.program import Argument, ArgumentKind, placeholders_of
 from mirrorc.ir.source_lines import module_of
+from mirrorc.torch_internals import bare_name, is_operator
 
 
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
@@ -48,8 +48,8 @@ def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Grap
 
 
 def _base(node: fx.Node, place: str, is_backward: bool) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        operation = node.target._schema.name.split("::")[-1].strip("_")
+    if is_operator(node.target):
+        operation = bare_name(node.target)
     elif node.target is operator.getitem:
         operation = f"part{node.args[1]}"
     elif "variable" in node.kwargs:

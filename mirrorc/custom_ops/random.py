@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mirrorc.torch_internals import schema_of
+
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
@@ -44,7 +46,7 @@ _seeded_ops: dict[Any, Any] = {}
 def seeded(op: Any) -> Any:
     """The operator of mirrorc that runs a random ATen operator under a seed; it is defined at its first use."""
     if op not in _seeded_ops:
-        schema = op._schema
+        schema = schema_of(op)
         name = (
             "seeded_"
             + schema.name.removeprefix("aten::")

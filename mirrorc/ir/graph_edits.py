@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from mirrorc.ir.identifiers import identifier, of_replica
-from mirrorc.ir.nodes import is_operator, operation_name, words_of_part
+from mirrorc.ir.nodes import operation_name, words_of_part
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.templates import filled
 from mirrorc.ir.type_inference import set_type
-from mirrorc.torch_internals import add_node
+from mirrorc.torch_internals import add_node, is_operator, writes_argument
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -111,4 +110,4 @@ def remove_unused(graph: fx.Graph) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return is_operator(node.target) and writes_argument(node.target)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import fx
 
 from mirrorc.ir.operation import Kind, Operation, Selection, operation_of
+from mirrorc.torch_internals import bare_name, is_operator
 
 _VARIANT = re.compile(r"_shard(\d+)$")
 
@@ -19,11 +19,6 @@ _VARIANT = re.compile(r"_shard(\d+)$")
 def is_compute(node: fx.Node) -> bool:
     """Whether a node is an operator of torch."""
     return node.op == "call_function" and is_operator(node.target)
-
-
-def is_operator(target: Any) -> bool:
-    """Whether a target is an operator of torch."""
-    return isinstance(target, torch._ops.OpOverload)
 
 
 def is_computed(node: fx.Node) -> bool:
@@ -108,7 +103,7 @@ def name_of(node: fx.Node) -> str:
 
 def operation_name(target: Any) -> str:
     """The name after which an operation's values are named: for an operator of torch, without namespace and overload."""
-    return target._schema.name.split("::")[-1].strip("_") if is_operator(target) else str(target.__name__)
+    return bare_name(target) if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import replaced_operators
+from mirrorc.torch_internals import replaced_operators, schema_of
 
 _DRAWS = (
     *(
@@ -93,7 +93,7 @@ class EqualDraws:
 
 def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a random operator draws: attention does not without dropout."""
-    arguments = operator._schema.arguments
+    arguments = schema_of(operator).arguments
     values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)
     return dropout is None or values.get("dropout_p", dropout.default_value) != 0.0

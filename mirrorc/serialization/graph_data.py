@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mirrorc.ir.ops import Pending
 from mirrorc.ir.source_lines import last_users_line
@@ -41,6 +40,7 @@ from mirrorc.serialization.plain_data import (
 )
 from mirrorc.serialization.record_data import check_keys, decode_record, encode_record
 from mirrorc.serialization.tensor_types import TensorType
+from mirrorc.torch_internals import FakeTensor, FakeTensorMode
 
 _TABLES = {"operators": str, "types": dict, "tensors": int, "lines": str, "modules": list}
 _OTHER_OPS = ("placeholder", "call_module", "output")

@@ -12,7 +12,7 @@ from mirrorc.custom_ops import matmul
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
-from mirrorc.torch_internals import inductor_decompositions
+from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
 _OWN_OPERATORS = matmul.mm_into, torch.ops.mirrorc.seeded_mask.default  # registered by the import
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
@@ -34,7 +34,7 @@ def operator_name(target: Any) -> str:
     """
     if target is operator.getitem:
         return "operator.getitem"
-    if isinstance(target, torch._ops.OpOverload):
+    if is_operator(target):
         drawn = unseeded(target)
         if drawn is not None:
             return _SEEDED + str(drawn)
@@ -72,7 +72,7 @@ def find_operator(name: Any) -> Callable[..., Any]:
 
 
 def _may_be_seeded(found: Any) -> bool:
-    is_functional = isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable
+    is_functional = is_operator(found) and not writes_argument(found)
     return is_functional and found.namespace != "mirrorc" and torch.Tag.nondeterministic_seeded in found.tags
 
 
@@ -83,4 +83,4 @@ def _overload(name: str) -> Any:
         if part.startswith("__"):
             return None
         found = getattr(found, part, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if is_operator(found) else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mirrorc.serialization.plain_data import DataError
+from mirrorc.torch_internals import FakeTensor, FakeTensorMode, lazily_negative
 
 
 @dataclass(frozen=True)
@@ -55,5 +55,5 @@ class TensorType:
         else:
             tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         tensor = tensor.conj() if self.is_conjugated else tensor
-        tensor = torch._neg_view(tensor) if self.is_negated else tensor
+        tensor = lazily_negative(tensor) if self.is_negated else tensor
         return FakeTensor(fake_mode, tensor, self.device)

@@ -13,6 +13,8 @@ from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prep
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
 from mirrorc.torch_internals.graphs import (
+    FakeTensor,
+    FakeTensorMode,
     add_node,
     lazy_graph_module,
     quiet_fake_tensors,
@@ -22,7 +24,17 @@ from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
-from mirrorc.torch_internals.operators import copy_each, is_composite, replaced_operators
+from mirrorc.torch_internals.operators import (
+    bare_name,
+    copy_each,
+    is_composite,
+    is_operator,
+    lazily_negative,
+    replaced_operators,
+    schema_of,
+    with_overload,
+    writes_argument,
+)
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
@@ -56,6 +68,8 @@ from mirrorc.torch_internals.tracing import (
 
 __all__ = [
     "DynamoGuards",
+    "FakeTensor",
+    "FakeTensorMode",
     "GuardsChange",
     "JointGraph",
     "PythonCall",
@@ -63,6 +77,7 @@ __all__ = [
     "SourceWords",
     "UncountedHook",
     "add_node",
+    "bare_name",
     "bare_step",
     "calls_step_hooks",
     "compile_with_inductor",
@@ -82,11 +97,13 @@ __all__ = [
     "inductor_wrapper",
     "is_composite",
     "is_dense",
+    "is_operator",
     "is_plain_thread",
     "is_structured_trace_on",
     "is_users_file",
     "kept_tracing_state",
     "kernels_compiled_together",
+    "lazily_negative",
     "lazy_graph_module",
     "leaf_of_placeholder",
     "mark_optimizer_stepped",
@@ -99,6 +116,7 @@ __all__ = [
     "quiet_fake_tensors",
     "reading_names",
     "replaced_operators",
+    "schema_of",
     "source_words",
     "storage_key",
     "torch_modes",
@@ -108,4 +126,6 @@ __all__ = [
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",
+    "with_overload",
+    "writes_argument",
 ]

@@ -1,4 +1,4 @@
-"""Replaces operators of torch while a block runs, says how one is made, and calls one that has no public name."""
+"""What operators of torch declare and are made of; replaces them while a block runs, and calls one that has no public name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,39 @@ def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]],
         yield
 
 
+def is_operator(target: Any) -> bool:
+    """Whether an object is an operator of torch with its overload, such as ``aten.add.Tensor``."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def with_overload(target: Any) -> Any:
+    """The default overload of an operator of torch that was named without one; anything else as it is."""
+    return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
+
+
+def schema_of(target: Any) -> Any:
+    """What an operator declares: its ``name`` with its namespace, ``overload_name``, ``arguments`` and ``returns``."""
+    return target._schema
+
+
+def writes_argument(target: Any) -> bool:
+    """Whether an operator declares that it writes an argument in place."""
+    return bool(target._schema.is_mutable)
+
+
+def bare_name(target: Any) -> str:
+    """The name of an operator without namespace and overload: ``add`` for ``aten.add_.Tensor``."""
+    return str(target._schema.name.split("::")[-1].strip("_"))
+
+
 def is_composite(target: Any) -> bool:
     """Whether an operator is composed of others, on every device: it has no kernel of its own."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor whose numbers are negated when they are read, ``tensor.is_neg()``."""
+    return torch._neg_view(tensor)
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

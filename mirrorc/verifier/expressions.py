@@ -20,6 +20,7 @@ from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Region
 from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
+from mirrorc.torch_internals import writes_argument
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Expressions:
             numbered[node] = self._decomposed(node, body, numbered)
         elif node.target in REARRANGEMENTS:
             numbered[node] = self._view(node, numbered)
-        elif node.target._schema.is_mutable:  # type: ignore[union-attr]
+        elif writes_argument(node.target):
             self._write(node, numbered)
         else:
             numbered[node] = self._number_operator(node, numbered)
@@ -198,7 +199,7 @@ class Expressions:
 def _is_plain(target: Any) -> bool:
     """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
     may_be_other = target in LAYOUT_ONLY or target in DECOMPOSITIONS or target in REARRANGEMENTS
-    return not may_be_other and not target._schema.is_mutable
+    return not may_be_other and not writes_argument(target)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.graph_function import generate
-from mirrorc.torch_internals import is_dense
+from mirrorc.torch_internals import is_dense, schema_of
 
 
 class EagerBackend(Backend):
@@ -43,7 +43,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
         return _by_position(node)
     if not is_compute(node) or not _needs_layouts(target):
         return target
-    schema = target._schema.arguments
+    schema = schema_of(target).arguments
     written = {argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write}
     positional = [None if a.name in written else _layout(given) for a, given in zip(schema, node.args, strict=False)]
     named = {name: None if name in written else _layout(given) for name, given in node.kwargs.items()}
@@ -62,7 +62,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
 def _by_position(node: fx.Node) -> Callable[..., Any]:
     """The function of an operator that is given strides; offsets are counted from the first element of its argument."""
     target: Any = node.target
-    arguments = [argument.name for argument in target._schema.arguments]
+    arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
     inferred = _layout(node.args[0])
 

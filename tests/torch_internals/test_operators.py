@@ -44,3 +44,34 @@ def test_operators_without_kernels_of_their_own_are_composite() -> None:
     )
     assert all(map(internals.is_composite, composite)) and not any(map(internals.is_composite, others))
     assert not internals.is_composite(torch.ops.mirrorc.mm_into.default)
+
+
+def test_what_an_operator_is_and_declares() -> None:
+    assert internals.is_operator(aten.add_.Tensor)
+    assert not any(map(internals.is_operator, (aten.add_, torch.add, "aten.add_.Tensor", None)))
+    assert internals.with_overload(aten.relu) is aten.relu.default
+    assert (
+        internals.with_overload(aten.add.Tensor) is aten.add.Tensor and internals.with_overload(torch.add) is torch.add
+    )
+    schema = internals.schema_of(aten.add_.Tensor)
+    assert (schema.name, schema.overload_name) == ("aten::add_", "Tensor")
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"] and len(schema.returns) == 1
+    assert schema.arguments[0].alias_info.is_write and schema.arguments[1].alias_info is None
+    assert internals.writes_argument(aten.add_.Tensor) and not internals.writes_argument(aten.add.Tensor)
+    assert internals.bare_name(aten.add_.Tensor) == internals.bare_name(aten.add.Scalar) == "add"
+
+
+def test_a_lazily_negative_tensor_shares_memory() -> None:
+    tensor = torch.ones(3)
+    negative = internals.lazily_negative(tensor)
+    assert negative.is_neg() and negative.tolist() == [-1.0] * 3
+    tensor.mul_(2)
+    assert negative.tolist() == [-2.0] * 3
+
+
+def test_fake_tensors_have_a_mode_and_a_device_and_no_memory() -> None:
+    mode = internals.FakeTensorMode()
+    made = internals.FakeTensor(mode, torch.empty_strided((2, 3), (1, 2), device="meta"), torch.device("cpu"))
+    assert made.fake_mode is mode and made.device.type == "cpu" and made.stride() == (1, 2)
+    with mode:
+        assert isinstance(torch.empty(2), internals.FakeTensor)

@@ -16,6 +16,7 @@ from mirrorc.ir.links import check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
+from mirrorc.torch_internals import writes_argument
 from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
 
@@ -121,7 +122,7 @@ def _written(node: fx.Node) -> Iterator[_Memory]:
     yield from ((PARAMETERS, index) for index in written_buckets(node))
     if node.target is ops.pack or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
-    if is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+    if is_compute(node) and writes_argument(node.target):
         for origin in origins(node.all_input_nodes[0]):
             yield origin
             if origin.target in (ops.pack, ops.wait):

@@ -26,6 +26,7 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.program import Program, Stage
+from mirrorc.torch_internals import writes_argument
 from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
@@ -200,7 +201,7 @@ def regions_write_only_slots(program: Program) -> Iterator[Violation]:
 
 def _writes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes of a graph that call an operator of torch that writes its argument."""
-    return (node for node in graph.nodes if is_compute(node) and node.target._schema.is_mutable)
+    return (node for node in graph.nodes if is_compute(node) and writes_argument(node.target))
 
 
 def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> Iterator[Violation]:
