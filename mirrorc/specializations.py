@@ -30,11 +30,12 @@ The structure of the call, the types of the shards, then the parts named in `_OT
 """
 
 _OTHER_PARTS = ("the model's attributes", "the optimizer's groups", "torch's modes")
-
-
-_REMEDY = (
-    "; keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers"
+_REMEDIES = (
+    "keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers",
+    "group parameters before training, and change hyperparameters in their groups",
+    "call the step under the same settings of torch every time: autocast, precision, default dtype",
 )
+_REMEDY = "pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes"
 
 _MOST_SHOWN = 3  # attributes, and values of one
 _MOST_CHARACTERS = 40  # of one value
@@ -184,12 +185,15 @@ class Specializations:
         changing = changing_arguments(kinds)
         attributes = _changing_attributes([one.attributes for one in first])
         parts = (attributes or _OTHER_PARTS[0], *_OTHER_PARTS[1:])
-        changing += [part for i, part in enumerate(parts, 2) if len({key[i] for key in keys}) > 1]
+        others = [i for i in range(len(parts)) if len({key[i + 2] for key in keys}) > 1]
+        remedies = [_REMEDY] if changing or self._read or not others else []
+        remedies += [_REMEDIES[i] for i in others]
+        changing += [parts[i] for i in others]
         if self._read:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         what = " and ".join(changing) or "the optimizer's state"
         warnings.warn(
-            f"the step was compiled {len(first)} times, because {what} keep changing; each new value is compiled anew: pass "
-            f"numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes{_REMEDY if attributes else ''}",
+            f"the step was compiled {len(first)} times, because {what} keep changing; each new value is compiled anew: "
+            f"{'; '.join(remedies)}",
             stacklevel=users_stack_level(),
         )

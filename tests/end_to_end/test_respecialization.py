@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import warnings
 import weakref
@@ -510,6 +511,26 @@ def test_the_warning_names_attributes_that_keep_changing_and_what_to_do() -> Non
     message = str(found.message)
     assert "the model's 'global_step' (0, 1, 2, ...) and the model's '1.p' (0.0, 0.125, 0.25, ...)" in message
     assert "outside of the model" in message and "fixed" not in message and "training" not in message
+
+
+def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
+    settings = itertools.product(("highest", "high"), (False, True), (None, torch.bfloat16, torch.float16))
+    before, model = torch.get_float32_matmul_precision(), seeded(lambda: nn.Linear(2, 2))
+    try:
+        with compiled(model, loss_fn=F.mse_loss) as step, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for precision, is_deterministic, dtype in itertools.islice(settings, 8):
+                torch.set_float32_matmul_precision(precision)
+                torch.use_deterministic_algorithms(is_deterministic)
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    step(torch.ones(4, 2), target=torch.zeros(4, 2))
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.use_deterministic_algorithms(False)
+    (found,) = [warning for warning in caught if "compiled 8 times" in str(warning.message)]
+    message = str(found.message)
+    assert "because torch's modes keep changing" in message and "under the same settings of torch" in message
+    assert "mirrorc.replicated" not in message
 
 
 def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
