@@ -54,14 +54,19 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
         )
 
 
-def warn_of_holders(moving: Mapping[str, torch.Tensor]) -> None:
+def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
     """Warns of tensors that others hold the memory of, because what they hold does not follow when a step moves the tensors.
 
     Args:
         moving: the tensors, by name.
+        tensors: all that may share memory with them without being meant: parameters and buffers, moving or not.
     """
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
-    expected = Counter(own.data_ptr() for own in memory.values())
+    bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
+    known = {
+        id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)
+    }  # a view keeps what it is a view of
+    expected = Counter(tensor.untyped_storage().data_ptr() for tensor in known.values())
     held = [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
     if held:
         warnings.warn(

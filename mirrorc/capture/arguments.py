@@ -107,6 +107,9 @@ def flatten_call(
         args: the positional arguments.
         kwargs: the keyword arguments.
         keeps_plain_apart: plain values become `Call.plain`; else they are constants of the structure.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be made again of shards; names it and the remedy.
     """
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}
@@ -114,9 +117,19 @@ def flatten_call(
     positional = []
     for i, value in enumerate(args):
         path = names[i] if i < len(names) else f"args[{i}]"
-        positional.append(_flatten(value, path, leaves, "split", apart))
-    keyword = [(key, _flatten(value, key, leaves, "split", apart)) for key, value in kwargs.items()]
+        positional.append(_flatten_argument(value, path, leaves, apart))
+    keyword = [(key, _flatten_argument(value, key, leaves, apart)) for key, value in kwargs.items()]
     return Call(tuple(leaves), (tuple(positional), tuple(keyword)), plain)
+
+
+def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str, Any] | None) -> Structure:
+    try:
+        return _flatten(value, path, leaves, "split", plain)
+    except RecursionError:
+        raise ValueError(
+            f"argument {path!r} holds itself, directly or through what it holds, and cannot be taken apart: pass "
+            "what forward needs of it"
+        ) from None
 
 
 _PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
@@ -136,7 +149,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     if isinstance(value, PerReplica):
         return _flatten_per_replica(value, path, leaves)
     if isinstance(value, torch.Tensor):
-        _refuse_attributes(value, path)
+        _refuse_own_kinds(value, path)
         leaves.append(Leaf(path, value, split=mode == "split"))
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
@@ -162,7 +175,13 @@ def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
     return ("plain", path)
 
 
-def _refuse_attributes(tensor: torch.Tensor, path: str) -> None:
+def _refuse_own_kinds(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors that are more than their numbers, because shards are plain tensors."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
+        raise TypeError(
+            f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
+            f"tensors: pass {path}.as_subclass(torch.Tensor)"
+        )
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith("_dynamo")]
     if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
         raise TypeError(

@@ -149,8 +149,19 @@ def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]]
         entries = list(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
     keys = tuple(key for key, _ in entries)
     factory = ((value.default_factory,),) if kind == "defaultdict" else ()
+    if not _is_hashable(factory):
+        raise TypeError(f"argument {path!r} is a defaultdict whose default_factory has no hash: pass dict({path})")
     own = (cls,) if kind.startswith("kind of") else ()
-    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *own)
+    kinds = tuple(map(type, keys))  # 1, 1.0 and True are equal
+    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *own, kinds)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

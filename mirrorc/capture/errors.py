@@ -112,6 +112,11 @@ def check_loss(traced: fx.GraphModule, what: str) -> None:
             f"the loss of {what} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
             "tell compile() which by loss_reduction"
         )
+    if loss.is_complex():
+        raise CaptureError(
+            f"the loss of {what} is a complex number, of which PyTorch has no backward: return its real part, loss.real, or its "
+            "size, loss.abs()"
+        )
     if not loss.requires_grad:
         raise CaptureError(
             f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "

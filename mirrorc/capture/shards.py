@@ -28,7 +28,7 @@ def split_call(call: Call, num_replicas: int) -> Shards:
 
     Raises:
         ValueError: no tensor to split, tensors that disagree on dim 0, fewer examples than replicas, a tensor that requires a
-            gradient, or one that is sparse or nested.
+            gradient, or one that is sparse, nested, quantized or without values.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -43,12 +43,17 @@ def split_call(call: Call, num_replicas: int) -> Shards:
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
-            columns.append([tensor.detach() for tensor in leaf.per_replica])
+            columns.append([_resolved(tensor).detach() for tensor in leaf.per_replica])
         elif leaf.split:
-            columns.append(leaf.tensor.split_with_sizes(sizes))
+            columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
         else:
-            columns.append([leaf.tensor.detach()] * num_replicas)
+            columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
     return Shards(tuple(zip(*columns, strict=True)), sizes)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its numbers, as compiled regions read them: not their conjugates or negatives."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
@@ -63,6 +68,12 @@ def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
             f"argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors: pass {path}.to_dense(), or its "
             "parts as tensors with a row for each example"
         )
+    if tensor.is_quantized:
+        raise ValueError(
+            f"argument {path!r} is a quantized tensor, which a step cannot split: pass {path}.dequantize()"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"argument {path!r} is on the meta device and has no values: pass a tensor that has some")
 
 
 def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:

@@ -93,7 +93,10 @@ def _ms(found: Explanation, value: float) -> str:
 def _adding_up(found: Explanation, values: Iterable[float], total: float) -> list[str]:
     """Prints milliseconds, rounded so that the printed values add up to the printed total."""
     scale = 10 ** _digits(found)
-    return [_ms(found, units / scale) for units in apportioned([*values], round(total * scale))]
+    num_units = round(
+        float(_ms(found, total)) * scale
+    )  # of what is printed: round(total * scale) may round a tie otherwise
+    return [_ms(found, units / scale) for units in apportioned([*values], num_units)]
 
 
 def _summary(found: Explanation) -> list[str]:
@@ -147,7 +150,7 @@ def _bucket_cells(found: Explanation, bucket: BucketTimes) -> Iterator[str]:
     is_moving = bucket.link and link_named(bucket.link).moves_by_itself
     yield _ms(found, bucket.hidden_ms) if is_moving else "-"
     yield _ms(found, bucket.exposed_ms)
-    yield from _adding_up(found, (bucket.skew_ms, bucket.transfer_ms), float(_ms(found, bucket.exposed_ms)))
+    yield from _adding_up(found, (bucket.skew_ms, bucket.transfer_ms), bucket.exposed_ms)
 
 
 def _device_rows(found: Explanation) -> list[str]:

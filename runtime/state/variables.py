@@ -87,9 +87,9 @@ class VariableStore:
                 self._check_type(name, *planned[name])
             refuse_shared_memory(self.tensors, members)
             refuse_memory_of_processes(self.tensors, members)
-            warn_of_holders(
-                {name: own for name, own in self._known_to_this_alone() if name in planned.keys() - old.values.keys()}
-            )
+            first = planned.keys() - old.values.keys()
+            held = {name: own for name, own in self._known_to_this_alone() if name in first}
+            warn_of_holders(held, self.tensors.values())
             return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
             gradients = [
                 [memory_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets

@@ -168,10 +168,64 @@ def test_what_cannot_be_made_again_is_refused_by_name() -> None:
 
     tensor = torch.zeros(4)
     tensor.weight = 3.0  # type: ignore[attr-defined]
-    cases = {"Defaults, which": Defaults(list), "Failure, which": Failure(1), r"attributes of yours \(weight\)": tensor}
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> int:
+            return 0
+
+    cases = {
+        "Defaults, which": Defaults(list),
+        "Failure, which": Failure(1),
+        r"attributes of yours \(weight\)": tensor,
+        r"Kind, a kind of tensor.*x\.a\.as_subclass\(torch\.Tensor\)": torch.zeros(4).as_subclass(Kind),
+        r"default_factory has no hash: pass dict\(x\.a\)": collections.defaultdict(Unhashable()),
+    }
     for text, value in cases.items():
         with pytest.raises(TypeError, match=rf"'x.a' is a .*{text}"):
             flatten_call(["x"], ({"a": value},), {})
+
+
+class Kind(torch.Tensor):
+    """A kind of tensor that does nothing of its own."""
+
+
+def test_what_holds_itself_is_refused_by_name() -> None:
+    ring: list[Any] = [torch.zeros(4)]
+    ring.append(ring)
+    plain: list[Any] = [1]
+    plain.append(plain)
+    record = Record(1)
+    record.parent = record  # type: ignore[attr-defined]
+    for apart in (False, True):
+        for value in (ring, plain, record, {"a": ring}):
+            with pytest.raises(ValueError, match="'y' holds itself"):
+                flatten_call(["x", "y"], (torch.zeros(4), value), {}, keeps_plain_apart=apart)
+
+
+def test_keys_of_other_types_make_another_structure() -> None:
+    structures = [flatten_call(["x"], ({key: torch.zeros(4)},), {}).structure for key in (1, 1.0, True, 1)]
+    assert len(set(structures)) == 3 and structures[0] == structures[3]
+
+
+def test_tensors_that_cannot_be_split_are_refused_by_name() -> None:
+    quantized = torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)
+    for text, value in {r"quantized.*y\.dequantize\(\)": quantized, "meta": torch.zeros(4, device="meta")}.items():
+        with pytest.raises(ValueError, match=f"'y' is .*{text}"):
+            split_call(flatten_call(["x", "y"], (torch.zeros(4), value), {}), 2)
+
+
+def test_shards_hold_the_numbers_of_lazily_negated_and_conjugated_tensors() -> None:
+    complex_one = torch.complex(torch.arange(4.0), torch.ones(4)).conj()
+    negated = complex_one.imag
+    assert negated.is_neg() and complex_one.is_conj()
+    arguments = (negated, mirrorc.replicated(complex_one), mirrorc.PerReplica([negated[:2], negated[2:]]))
+    shards = split_call(flatten_call(["x", "y", "z"], arguments, {}), 2)
+    for r, own in enumerate(shards.tensors):
+        assert not any(tensor.is_neg() or tensor.is_conj() for tensor in own)
+        for found, expected in zip(own, (negated[2 * r :][:2], complex_one, negated[2 * r :][:2]), strict=True):
+            assert torch.equal(found, expected)
 
 
 @fuzzed(80)

@@ -267,6 +267,8 @@ class Bad(nn.Module):
             return y.mean(dim=1)
         if self.fault == "detached":
             return y.detach().mean()
+        if self.fault == "complex":
+            return y.mean() * (1 + 1j)
         if self.fault == "nothing":
             return None
         if self.fault == "dict without loss":
@@ -284,6 +286,7 @@ FAULTS = [
     ("input in place", ("writes its argument 'x' in place", "x = x.clone()")),
     ("no scalar", ("is no scalar", "shape [3]", ".mean()", "loss_reduction")),
     ("detached", ("does not depend on any trainable parameter", ".detach()")),
+    ("complex", ("the loss of Bad is a complex number", "loss.real")),
     ("nothing", ("Bad gives no loss", "'.loss'", "loss_fn")),
     ("dict without loss", ("Bad gives no loss", "'.loss'", "loss_fn")),
     ("number", ("Bad gives no loss", "'.loss'", "loss_fn")),

@@ -211,6 +211,26 @@ def test_positional_and_keyword_arguments() -> None:
     check_parity(weighted, (X,), {"weights": WEIGHTS})
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
+    """Compiled regions read memory, which holds the numbers without their signs."""
+    torch.manual_seed(0)
+    model = OnAnything(lambda mlp, x, z: (mlp(x * 2).sin() * (z.real - z.imag)[:, :3]).square().mean())
+    expected = copy.deepcopy(model)
+    optimizer, expected_optimizer = MOMENTUM(model.parameters()), MOMENTUM(expected.parameters())
+    conjugated = torch.randn(6, 6, dtype=torch.complex128).conj()
+    arguments = (conjugated.imag, conjugated)
+    assert arguments[0].is_neg() and arguments[1].is_conj()
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:  # type: ignore[call-overload]
+        for _ in range(2):
+            found = step(*arguments).item()
+            expected_optimizer.zero_grad()
+            loss = expected(*arguments)
+            loss.backward()
+            expected_optimizer.step()
+            assert found == pytest.approx(loss.item(), rel=1e-9)
+
+
 def test_one_device() -> None:
     check_parity(weighted, (X, WEIGHTS), num_devices=1)
 

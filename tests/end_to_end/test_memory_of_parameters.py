@@ -199,6 +199,23 @@ def test_nothing_is_told_where_nobody_holds_the_memory_of_parameters() -> None:
     assert saved and averaged is not None
 
 
+def test_nothing_is_told_where_parameters_and_buffers_lie_in_one_memory() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    flat, begin = torch.zeros(100), 0
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            part = flat[begin : begin + value.numel()].view(value.shape).copy_(value)
+            model.load_state_dict({name: part}, strict=False, assign=True)
+            begin += value.numel()
+    del flat, part, value
+    optimizer = ADAM(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+            step(torch.ones(4, 3), target=torch.zeros(4, 2))
+
+
 def test_parameters_in_memory_that_processes_share_are_refused() -> None:
     """Other processes would keep the values of before the first step."""
     model = make_mlp().share_memory()

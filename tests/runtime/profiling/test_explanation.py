@@ -10,7 +10,7 @@ from decimal import Decimal
 
 import pytest
 from fuzzing import fuzzed
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
 from torch import fx
@@ -374,6 +374,7 @@ def test_what_is_apportioned_adds_up(values: list[float], num_units: int) -> Non
 
 @fuzzed(60)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(["shared-memory", "nccl"]), st.integers(1, 3))
+@example(1, 2676624, "shared-memory", 1)  # 9.1645 ms, which is printed as 9.165
 def test_figures_always_add_up(num_devices: int, seed: int, link: str, num_steps: int) -> None:
     draw = random.Random(seed)
     program = _lowered(num_devices, link)
