@@ -15,40 +15,37 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.kept_model import KeptValue, can_keep_value, is_same
+from mirrorc.capture.kept_model import KeptValue, can_keep_value, is_same, put_back_after
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
-_LIBRARIES = {
-    *sys.stdlib_module_names,
-    "torch",
-    "numpy",
-    "mirrorc",
-}  # their objects are not looked into, except for modules
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"}
+"""Whose objects are not looked into, except for modules."""
 
 
 @contextlib.contextmanager
 def kept_objects(*roots: object) -> Iterator[None]:
-    """Undoes what a block does to objects, also if the block fails.
+    """Undoes what a block does to objects, also if the block fails, or if something cannot be put back.
 
-    Put back are attributes, dicts, lists, sets and deques, variables of closures, the values of tensors and numpy's arrays, and
-    the states of random generators: those that the roots hold, directly or through one another. Not looked into are objects of
-    libraries other than modules, classes, and globals.
+    Put back are attributes, dicts, lists, sets and deques, variables of closures, the values and shapes of tensors and of
+    numpy's arrays, and the states of random generators: those that the roots hold, directly or through one another. Not looked
+    into are globals, classes, and objects of libraries other than modules.
 
     Args:
         roots: models and losses.
     """
-    kept = _KeptObjects(roots)
-    try:
+    with put_back_after(_KeptObjects(roots).actions):
         yield
-    finally:
-        kept.put_back()
 
 
 class _KeptObjects:
-    """What objects held at one time, each looked at once."""
+    """What objects held at one time, each looked at once.
+
+    Attributes:
+        actions: what puts it back.
+    """
 
     def __init__(self, roots: Iterable[object]) -> None:
-        self._actions: list[Callable[[], object]] = []
+        self.actions: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # they live, so that no other object has their id
         waiting = list(roots)
         while waiting:
@@ -57,21 +54,17 @@ class _KeptObjects:
                 self._seen[id(value)] = value
                 waiting.extend(self._kept(value))
 
-    def put_back(self) -> None:
-        for action in self._actions:
-            action()
-
     def _kept(self, value: Any) -> list[Any]:
         """Notes what an object holds; gives that."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):
-                self._actions.append(KeptValue(value).put_back)
+                self.actions.append(KeptValue(value).put_back)
             return []
         if issubclass(kind, np.ndarray):
-            self._actions.append(functools.partial(_put_back_array, value, value.copy()))
+            self.actions.append(functools.partial(_put_back_array, value, value.copy()))
             return list(value.flat) if value.dtype.hasobject else []
-        self._actions += _states(value, kind)
+        self.actions += _states(value, kind)
         held: list[Any] = []
         container = next((container for container in _CONTAINERS if issubclass(kind, container)), None)
         if container is not None:
@@ -87,13 +80,13 @@ class _KeptObjects:
         elif kind is CellType:
             held += self._kept_cell(value)
         if _is_looked_into(kind):
-            with contextlib.suppress(AttributeError):  # a proxy has no attributes of its own, nor has what has slots
+            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor has what has only slots
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
 
     def _kept_container(self, value: Any, kind: Any) -> list[Any]:
         content: Any = dict(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
-        self._actions.append(functools.partial(_refill, value, kind, content))
+        self.actions.append(functools.partial(_refill, value, kind, content))
         return list(content.values() if isinstance(content, dict) else content)
 
     def _kept_cell(self, cell: CellType) -> list[Any]:
@@ -101,7 +94,7 @@ class _KeptObjects:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return []
-        self._actions.append(functools.partial(setattr, cell, "cell_contents", content))
+        self.actions.append(functools.partial(setattr, cell, "cell_contents", content))
         return [content]
 
 
@@ -131,6 +124,8 @@ def _refill(container: Any, kind: Any, content: Any) -> None:
         (kind.extend if isinstance(container, list | deque) else kind.update)(container, content)
 
 
-def _put_back_array(array: Any, content: Any) -> None:
-    if array.tobytes() != content.tobytes():
-        array[...] = content
+def _put_back_array(values: Any, content: Any) -> None:
+    if values.shape != content.shape:
+        values.resize(content.shape, refcheck=False)
+    if values.tobytes() != content.tobytes():
+        values[...] = content

@@ -12,7 +12,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.capture.front_ends import FrontEnd, register_front_end, unregister_front_end
-from mirrorc.capture.kept_model import kept_as_it_is
+from mirrorc.capture.kept_model import kept_as_it_is, put_back_after
 from mirrorc.capture.training_call import TrainingCall
 
 
@@ -169,3 +169,36 @@ def test_a_buffer_that_is_not_a_number_counts_as_kept() -> None:
     with kept_as_it_is(model):
         pass
     assert model.running_mean._version == version
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_tensors_have_their_shape_and_kind_again_and_the_block_s_error_is_raised(raises: bool) -> None:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.copy_(torch.arange(3.0))
+    values = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="of the block") if raises else contextlib.nullcontext(), kept_as_it_is(model):
+        model.running_mean.resize_(500)
+        model.running_var.data = torch.ones(2, dtype=torch.float64)
+        model.weight.data = model.weight.data[:2]
+        if raises:
+            raise ValueError("of the block")
+    assert all(
+        torch.equal(value, values[name]) and value.dtype == values[name].dtype
+        for name, value in model.state_dict().items()
+    )
+    assert model.running_mean.untyped_storage().nbytes() == 3 * 4
+
+
+def test_all_is_put_back_but_what_cannot_be() -> None:
+    first = torch.zeros(3)
+
+    def failing() -> None:
+        raise OSError("of putting back")
+
+    with pytest.raises(OSError, match="of putting back"), put_back_after([failing, first.zero_]):
+        first.fill_(1.0)
+    assert not first.any()
+    with pytest.raises(ValueError, match="of the block") as caught, put_back_after([failing, first.zero_]):
+        first.fill_(1.0)
+        raise ValueError("of the block")
+    assert not first.any() and "OSError: of putting back" in caught.value.__notes__[0]

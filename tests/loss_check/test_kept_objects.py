@@ -189,3 +189,73 @@ def test_a_failing_loss_leaves_no_trace(raises: bool) -> None:
     else:
         assert not check(Net(), loss_fn).same
     assert log == []
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_tensors_and_arrays_of_another_shape_are_put_back(raises: bool) -> None:
+    table = torch.arange(6.0)
+    tensors = {
+        "grown": torch.arange(3.0),
+        "shrunk": torch.arange(3.0),
+        "part": table[1:3],
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "elsewhere": torch.arange(3.0),
+        "of another kind": torch.arange(3.0),
+        "repeated": torch.ones(2, 1).expand(2, 3),
+    }
+    before = {name: (tensor.clone(), tensor.stride()) for name, tensor in tensors.items()}
+    array = np.arange(3.0)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        tensors["grown"].resize_(len(tensors["grown"]) + 100)
+        tensors["shrunk"].resize_(1).zero_()
+        tensors["part"].resize_(50)
+        tensors["turned"].t_().add_(1)
+        tensors["elsewhere"].set_(torch.ones(2))
+        tensors["of another kind"].data = torch.ones(3, dtype=torch.float64)
+        tensors["repeated"][:, :1].add_(1)
+        array.resize(7, refcheck=False)
+        if raises:
+            raise ValueError("of the user's")
+        return F.mse_loss(output, target) * array.size
+
+    if raises:
+        with pytest.raises(ValueError, match="of the user's"):
+            check(Net(), loss_fn)
+    else:
+        assert check(Net(), loss_fn).same
+    for name, tensor in tensors.items():
+        value, strides = before[name]
+        assert tensor.dtype == value.dtype and tensor.stride() == strides and torch.equal(tensor, value), name
+    assert array.tolist() == [0.0, 1.0, 2.0]
+    table.add_(1)
+    assert tensors["part"].tolist() == [2.0, 3.0]  # it is still a part of its table
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_cannot_be_put_back_leaves_the_rest_put_back_and_errors_as_they_are(raises: bool) -> None:
+    streams = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)]
+    before = text_of(streams[0])
+    locked = np.ones(2)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for stream in held[::2]:
+            torch.rand(1, generator=stream)
+        locked[0] = 2.0
+        locked.flags.writeable = False
+        if raises:
+            raise KeyError("of the user's")
+        return F.mse_loss(output, target)
+
+    held: list[Any] = [streams[0], locked, streams[1]]  # one comes before what cannot be put back, and one after it
+    with pytest.raises(KeyError if raises else ValueError, match="of the user's" if raises else "read-only") as caught:
+        check(Net(), loss_fn)
+    assert [text_of(stream) for stream in streams] == [before] * 2
+    notes = getattr(caught.value, "__notes__", [])
+    assert ("could not be put back" in str(notes) and "read-only" in str(notes)) == raises
+
+
+def test_held_tensors_that_are_no_numbers_in_memory_are_left_alone() -> None:
+    model = Net()
+    model.held = [torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
+    assert check(model).same
