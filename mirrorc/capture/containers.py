@@ -47,7 +47,7 @@ def take_apart(value: Any, path: str) -> Parts | None:
             f"argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards, because its class is "
             "based on one written in C: pass its parts, or the same as a plain dict, list or tuple"
         )
-    attributes = _attributes_of(value) if kind in _WITH_ATTRIBUTES else {}
+    attributes = _own_attributes(value) if kind in _WITH_ATTRIBUTES else {}
     entries, detail = _entries_of(kind, value, path)
     own = [(f"{path}.{name}", child) for name, child in attributes.items()]
     return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
@@ -164,14 +164,16 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The slots that objects of a class have for attributes, those of its bases included.
+
+    Each knows the name that the attribute is stored under, and reads, writes and deletes it past all methods of the class.
+    """
+    with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    return tuple(own for names in with_slots for own in names.values() if type(own) is types.MemberDescriptorType)
+
+
+def _own_attributes(value: Any) -> dict[str, Any]:
     """The attributes that an object itself has: those of its dict and in slots of its classes."""
-    found = {}
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            hidden = name.startswith("__") and not name.endswith("__")
-            stored = f"_{cls.__name__.lstrip('_')}{name}" if hidden else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, stored):
-                found[stored] = getattr(value, stored)
-    return {**found, **getattr(value, "__dict__", {})}
+    names = [slot.__name__ for slot in slots_of(type(value))]
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **getattr(value, "__dict__", {})}

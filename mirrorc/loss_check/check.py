@@ -83,8 +83,9 @@ def check_loss(
 
     It computes loss and gradients of the whole batch, and of shards of it as a step would split it, one after the other on the
     model's own device. Model, gradients and random streams are left as they are, and so is what model and loss hold in Python:
-    attributes, containers, closures, generators. Globals and classes that they change stay changed. Random numbers are the same
-    for each example, so dropout makes no difference.
+    attributes, containers, closures, random generators. Globals and classes that they change stay changed, and so do iterators,
+    Python generators and queues of the standard library. Random numbers are the same for each example, so dropout makes no
+    difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP

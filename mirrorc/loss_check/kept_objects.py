@@ -6,19 +6,21 @@ import contextlib
 import functools
 import random
 import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from mirrorc.capture.containers import slots_of
 from mirrorc.capture.kept_model import KeptValue, can_keep_value, is_same, put_back_after
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
 """Whose objects are not looked into, except for modules."""
 
 
@@ -26,9 +28,10 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"}
 def kept_objects(*roots: object) -> Iterator[None]:
     """Undoes what a block does to objects, also if the block fails, or if something cannot be put back.
 
-    Put back are attributes, dicts, lists, sets and deques, variables of closures, the values and shapes of tensors and of
+    Put back are attributes in dicts and slots, collections, variables of closures, the values and shapes of tensors and of
     numpy's arrays, and the states of random generators: those that the roots hold, directly or through one another. Not looked
-    into are globals, classes, and objects of libraries other than modules.
+    into are globals, classes, iterators, Python generators, and objects of libraries other than modules and collections: queues
+    of the standard library, say.
 
     Args:
         roots: models and losses.
@@ -69,6 +72,8 @@ class _KeptObjects:
         container = next((container for container in _CONTAINERS if issubclass(kind, container)), None)
         if container is not None:
             held += self._kept_container(value, container)
+        elif issubclass(kind, bytearray | array):
+            self.actions.append(functools.partial(_put_back_numbers, value, value[:]))
         elif issubclass(kind, tuple | frozenset):
             held += tuple.__iter__(value) if issubclass(kind, tuple) else frozenset.__iter__(value)
         elif issubclass(kind, functools.partial):
@@ -80,6 +85,7 @@ class _KeptObjects:
         elif kind is CellType:
             held += self._kept_cell(value)
         if _is_looked_into(kind):
+            held += [content for slot in slots_of(kind) for content in self._kept_slot(value, slot)]
             with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor has what has only slots
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
@@ -88,6 +94,15 @@ class _KeptObjects:
         content: Any = dict(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
         self.actions.append(functools.partial(_refill, value, kind, content))
         return list(content.values() if isinstance(content, dict) else content)
+
+    def _kept_slot(self, value: Any, slot: MemberDescriptorType) -> list[Any]:
+        try:
+            content = slot.__get__(value)
+        except AttributeError:  # it is empty
+            self.actions.append(functools.partial(_empty_slot, value, slot))
+            return []
+        self.actions.append(functools.partial(slot.__set__, value, content))
+        return [content]
 
     def _kept_cell(self, cell: CellType) -> list[Any]:
         try:
@@ -122,6 +137,16 @@ def _refill(container: Any, kind: Any, content: Any) -> None:
     if not is_same(now, content):
         kind.clear(container)
         (kind.extend if isinstance(container, list | deque) else kind.update)(container, content)
+
+
+def _empty_slot(value: Any, slot: MemberDescriptorType) -> None:
+    with contextlib.suppress(AttributeError):  # it is still empty
+        slot.__delete__(value)
+
+
+def _put_back_numbers(numbers: bytearray | array[Any], content: Any) -> None:
+    if numbers != content:
+        numbers[:] = content
 
 
 def _put_back_array(values: Any, content: Any) -> None:

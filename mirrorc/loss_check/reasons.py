@@ -37,7 +37,7 @@ def reasons_for(
     if not is_repeatable:
         found.append(
             "the loss of the same batch changes from call to call: forward or the loss reads Python state that it changes where "
-            "check_loss cannot put it back, in a global or a class, say; compare with that held fixed"
+            "check_loss cannot put it back, such as a global, a class, an iterator or a queue; compare with that held fixed"
         )
     if whole.observed.unequal_draws:
         names = ", ".join(sorted(whole.observed.unequal_draws))
