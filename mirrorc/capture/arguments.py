@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirrorc.capture.containers import put_together, take_apart
+from mirrorc.capture.containers import paths_of_children, put_together, take_apart
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
@@ -232,3 +232,23 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
     if kind == "constant":
         return structure[1].value
     return put_together(kind, structure[1], [rebuild(child, leaves, plain) for child in structure[2]])
+
+
+def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
+    """The names of the containers of a call, in the order in which `rebuild_call` puts them together.
+
+    Args:
+        structure: that of a whole call.
+        names: the names of the positional parameters.
+    """
+    positional, keyword = structure
+    named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
+    return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
+
+
+def _paths_within(structure: Structure, path: str) -> list[str]:
+    if structure[0] in ("leaf", "plain", "constant"):
+        return []
+    kind, detail, children = structure
+    paths = paths_of_children(kind, detail, len(children), path)
+    return [*(p for name, child in zip(paths, children, strict=True) for p in _paths_within(child, name)), path]

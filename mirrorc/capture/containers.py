@@ -53,6 +53,18 @@ def take_apart(value: Any, path: str) -> Parts | None:
     return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
 
 
+def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
+    """The names of the children of a container that was taken apart, as `take_apart` has given them."""
+    attributes = [f"{path}.{name}" for name in detail[-1]]
+    named = getattr(detail[0], "_fields", ())
+    num_entries = num_children - len(attributes)
+    if kind in ("dict", "mappingproxy", "defaultdict", "kind of dict", "kind of OrderedDict"):
+        entries = [f"{path}.{key}" for key in detail[0]]
+    else:
+        entries = [f"{path}.{named[i]}" if i < len(named) else f"{path}[{i}]" for i in range(num_entries)]
+    return entries + attributes
+
+
 def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
     """Makes a container of the kind that was taken apart; runs under the tracer."""
     names = detail[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import (
     PythonCall,
@@ -20,6 +22,7 @@ from mirrorc.torch_internals import (
 
 _OF_A_MODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])*(\._buffers|\._parameters)?$")
 _SUBMODULE = re.compile(r"\._modules\['([^']+)'\]")
+_UNKNOWN = traceback.FrameSummary("<unknown>", 0, "forward", line="")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
     """Notes on what a trace did to Python objects, and on what it printed.
 
     What is read and changed is state, unless a trace after the change gives the same graph and does not change it again: then it
-    was noted once what Python would find out anew, as libraries do in their configurations.
+    was noted once what Python would find out anew, as libraries do in their configurations. What is changed is read as well if a
+    trace after the change gives another graph: a list whose length counts, or a key that is looked up where it is missing.
 
     Args:
         traced: what the tracer gave.
@@ -55,34 +59,92 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
         if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, traced, again):
             _refuse_state(write, is_read, what)
             lasting.append(write)
+    _refuse_what_the_next_reads(lasting, traced, again, what)
     return tuple(dict.fromkeys([*(_of_write(write, what) for write in lasting), *_of_calls(effects.calls, what)]))
+
+
+def changed_arguments(traced: fx.GraphModule, call: TrainingCall, what: str) -> tuple[Note, ...]:
+    """Notes on containers among the arguments out of which a trace takes items; other changes of containers are refused.
+
+    Replicas get containers of their own, made anew of shards, so that a change would be lost, and read back by no step.
+
+    Raises:
+        CaptureError: names the argument and the line.
+    """
+    effects = python_effects_of(traced)
+    paths = call.containers()
+    notes: list[Note] = []
+    changed = [(paths[container.position], container) for container in effects.changed_arguments]
+    for path, container in changed:
+        if container.only_loses:
+            continue
+        raise CaptureError(
+            f"forward or loss of {what} changes its argument {path!r}{_where(container.stack)}: each replica has a "
+            "container of its own, made for the step, so that the caller's would stay as it is. Remedy: change a copy, as in "
+            "dict(batch) or list(states), return what is to last with the output, or keep it in a buffer and write that in place "
+            "(self.x.copy_(value))."
+        )
+    for path, container in changed:
+        frame = _users_frame(container.stack) or _UNKNOWN
+        notes.append(
+            Note(
+                f"{what} takes items out of its argument {path!r} ({frame.line}), which stay in yours: each replica has a "
+                "container of its own. Take them out of a copy, as in dict(batch), or before the step",
+                frame.filename,
+                frame.lineno or 0,
+            )
+        )
+    return tuple(notes)
+
+
+def _where(stack: Sequence[traceback.FrameSummary]) -> str:
+    frame = _users_frame(stack)
+    return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
 
 
 def _refuse_draws(draws: Sequence[Sequence[traceback.FrameSummary]], what: str) -> None:
     for stack in draws:
-        frame = _users_frame(stack)
-        where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
         raise CaptureError(
-            f"forward or loss of {what} draws a number from Python's random{where}, which would be the same in every step of a "
-            "captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass it as a "
-            "replicated tensor."
+            f"forward or loss of {what} draws a number from Python's random{_where(stack)}, which would be the same in every "
+            "step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass "
+            "it as a replicated tensor."
         )
 
 
 def _settles(write: PythonWrite, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
     """Whether the next trace, after the change, gives the same graph and leaves alone what was changed."""
-    with write.applied() as is_applied:
-        if not is_applied:
-            return False
+    if not (write.is_constant and write.can_be_applied):
+        return False
+    with write.applied():
         second = again()
         later = {(other.source, part) for other in python_effects_of(second).writes for part in other.parts}
     is_same = str(second.graph) == str(traced.graph)
     return is_same and later.isdisjoint((write.source, part) for part in write.parts)
 
 
+def _refuse_what_the_next_reads(
+    writes: Sequence[PythonWrite], traced: fx.GraphModule, again: Callable[[], fx.GraphModule], what: str
+) -> None:
+    """Refuses changes after which the next trace gives another graph: it has read a length, a key that was not there, an item."""
+    known = [write for write in writes if write.can_be_applied]
+    if not known or _is_same_after(known, traced, again):
+        return
+    alone = (write for write in known if len(known) == 1 or not _is_same_after([write], traced, again))
+    _refuse_state(next(alone, known[0]), True, what)
+
+
+def _is_same_after(writes: Sequence[PythonWrite], traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+    with contextlib.ExitStack() as stack:
+        for write in writes:
+            stack.enter_context(write.applied())
+        try:
+            return str(again().graph) == str(traced.graph)
+        except Exception:  # noqa: BLE001 - it goes another way, on which it cannot be traced
+            return False
+
+
 def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
-    frame = _users_frame(write.stack)
-    where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+    where = _where(write.stack)
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         owner = f"its module {name!r}" if name else "itself"
@@ -106,7 +168,7 @@ def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
 
 
 def _of_write(write: PythonWrite, what: str) -> Note:
-    frame = _users_frame(write.stack) or traceback.FrameSummary("<unknown>", 0, "forward", line="")
+    frame = _users_frame(write.stack) or _UNKNOWN
     name, place = write.words
     return Note(
         f"{what} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "

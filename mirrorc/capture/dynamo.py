@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from mirrorc.capture.asserts import refuse_effects
-from mirrorc.capture.dropped_effects import dropped_effects
+from mirrorc.capture.containers import put_together
+from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.refused_modules import refuse_modules
@@ -39,8 +40,9 @@ class DynamoFrontEnd(FrontEnd):
         what = type(call.model).__name__
         refuse_modules(call, what)
         with _explained(what, leaves):
-            traced = trace_full_graph(call, leaves)
-        notes = dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
+            traced = trace_full_graph(call, leaves, put_together)
+        notes = changed_arguments(traced, call, what)
+        notes += dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)

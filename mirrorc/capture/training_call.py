@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from mirrorc.capture.arguments import Structure, rebuild_call
+from mirrorc.capture.arguments import Structure, paths_of_containers, rebuild_call
 
 
 class TrainingCall(nn.Module):
@@ -45,3 +46,9 @@ class TrainingCall(nn.Module):
             else:
                 loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         return loss if isinstance(loss, torch.Tensor) else torch.empty(0)  # empty: there is no loss, see _check_loss
+
+    def containers(self) -> list[str]:
+        """The names of the containers among the arguments, in the order in which forward puts them together."""
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return paths_of_containers(self.structure, names)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from mirrorc.torch_internals.made_containers import ChangedContainer, MadeContainer, changed_containers, made_container
 from mirrorc.torch_internals.source_words import SourceWords, source_words
 from mirrorc.torch_internals.tracked_values import (
     MISSING,
@@ -23,7 +24,10 @@ from mirrorc.torch_internals.tracked_values import (
     content_of,
     evaluated,
     is_same,
+    items_of,
+    replace_items,
     source_name,
+    stand_in,
 )
 
 _METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
@@ -39,7 +43,9 @@ class PythonWrite:
         parts: what follows it in the expressions of what is changed: ``.name``, ``['key']``, or ``[`` in a list or set.
         stack: the frames of the change, outermost first.
         owner: the object.
-        values: what the attributes are assigned, by name, as far as these are constants.
+        values: what the attributes are assigned, by name, as far as that is known; tensors are stand-ins.
+        items: what a container holds then, as `items_of` gives it; `MISSING` if its items stay, or are not known.
+        is_constant: whether all that is changed are attributes, which become constants.
         words: what is changed, in the user's words; the whole object if several parts of it are.
     """
 
@@ -49,6 +55,8 @@ class PythonWrite:
     words: SourceWords
     owner: Any = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    items: Any = MISSING
+    is_constant: bool = False
 
     @property
     def is_read_by_changing(self) -> bool:
@@ -57,19 +65,32 @@ class PythonWrite:
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
 
+    @property
+    def can_be_applied(self) -> bool:
+        """Whether all that is changed is known."""
+        attributes = {part[1:] for part in self.parts if part.startswith(".")}
+        if attributes != set(self.values) or (attributes and not hasattr(self.owner, "__dict__")):
+            return False
+        return self.items is not MISSING or len(attributes) == len(self.parts)
+
     @contextlib.contextmanager
-    def applied(self) -> Iterator[bool]:
-        """Makes the change for a while; gives whether that can be done: all that is changed are attributes with constants."""
-        own = getattr(self.owner, "__dict__", None)
-        if own is None or {f".{key}" for key in self.values} != set(self.parts):
-            yield False
-            return
-        before = dict(own)
+    def applied(self) -> Iterator[None]:
+        """Makes the change for a while, which must be one that can be made."""
+        before = dict(self.owner.__dict__) if self.values else {}
+        held: Any = None
+        if self.items is not MISSING:
+            held = dict(self.owner.items()) if isinstance(self.owner, dict) else list(self.owner)
         try:
-            _set_attributes(self.owner, {**before, **self.values}, self.values)
-            yield True
+            if self.values:
+                _set_attributes(self.owner, {**before, **self.values}, self.values)
+            if held is not None:
+                replace_items(self.owner, self.items)
+            yield
         finally:
-            _set_attributes(self.owner, before, self.values)
+            if self.values:
+                _set_attributes(self.owner, before, self.values)
+            if held is not None:
+                replace_items(self.owner, held)
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
@@ -110,11 +131,13 @@ class PythonEffects:
         writes: changes to objects that were there before.
         calls: calls of ``print`` and its like.
         draws: the frames, outermost first, in which a number was taken from Python's module ``random``.
+        changed_arguments: containers of the arguments, made anew for the trace, that were changed in it.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
     draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
+    changed_arguments: list[ChangedContainer] = field(default_factory=list)
 
 
 def reported_functions() -> set[Callable[..., Any]]:
@@ -123,8 +146,16 @@ def reported_functions() -> set[Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[PythonEffects]:
-    """Observes the trace of a module's call in this thread. ``names`` are the globals of what is traced."""
+def observed_effects(
+    module: nn.Module, names: Mapping[str, Any], makes_arguments: Callable[..., Any] | None = None
+) -> Iterator[PythonEffects]:
+    """Observes the trace of a module's call in this thread.
+
+    Args:
+        module: what is called.
+        names: the globals of what is traced.
+        makes_arguments: a function that the call makes containers of its arguments with; they are watched.
+    """
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
@@ -132,11 +163,17 @@ def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Py
     found, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
     clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
     enter = UserFunctionVariable.call_function
+    prune, made = SideEffects.prune_dead_object_new, list[MadeContainer]()
 
     def observed_clear(self: Any) -> None:
         if threading.get_ident() == thread:
             found.writes = _writes(self, scope)  # of the last attempt, if there are several
         clear(self)
+
+    def observed_prune(self: Any, tx: Any) -> None:
+        if threading.get_ident() == thread:
+            found.changed_arguments = changed_containers(made, self)
+        prune(self, tx)  # forgets the attributes of objects that the trace has made
 
     def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() == thread and self.value in reported_functions():
@@ -154,10 +191,14 @@ def observed_effects(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Py
 
     def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_logger = threading.get_ident() == thread and self.fn is logging.getLogger
-        return (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
+        result = (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
+        if threading.get_ident() == thread and makes_arguments is not None and self.fn is makes_arguments:
+            made.append(made_container(tx.output, result))
+        return result
 
     patched: list[tuple[Any, str, Any]] = [
         (SideEffects, "clear", observed_clear),
+        (SideEffects, "prune_dead_object_new", observed_prune),
         (IgnoredFunctionVariable, "call_function", observed_call),
         (LoggingLoggerVariable, "call_method", observed_log),
         (UserFunctionVariable, "call_function", observed_enter),
@@ -237,10 +278,12 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
         recorded = getattr(effects, "mutation_user_stacks", {})
         stacks = recorded.get(variable) or recorded.get(content) or [[]]
         if parts:
-            constants = {
-                k: v.as_python_constant() for k, v in stored.items() if f".{k}" in parts and v.is_python_constant()
-            }
+            changed = {key: value for key, value in stored.items() if f".{key}" in parts}
+            values = {key: stand_in(value, scope) for key, value in changed.items()}
+            known = {key: value for key, value in values.items() if value is not MISSING}
+            items = items_of(content, real, scope) if len(changed) < len(parts) else MISSING
+            is_constant = len(changed) == len(parts) and all(value.is_python_constant() for value in changed.values())
             part = parts[0] if len(parts) == 1 and parts[0] != "[" else ""
             words = source_words(name + part, scope)
-            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), words, real, constants))
+            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), words, real, known, items, is_constant))
     return writes

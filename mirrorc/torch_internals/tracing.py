@@ -39,10 +39,17 @@ def kept_tracing_state() -> Iterator[None]:
             torch.set_anomaly_enabled(is_on, checks_nan)
 
 
-def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
+def trace_full_graph(
+    module: nn.Module, leaves: Sequence[torch.Tensor], makes_arguments: Callable[..., Any] | None = None
+) -> fx.GraphModule:
     """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
 
     The parameters of the module's forward must be ``self`` and ``leaves``, see `guards_of`.
+
+    Args:
+        module: what is called.
+        leaves: the tensors that it is called with.
+        makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
 
     Raises:
         GuardsChange: forward reads something that changes whenever it is read.
@@ -67,7 +74,7 @@ def trace_full_graph(module: nn.Module, leaves: Sequence[torch.Tensor]) -> fx.Gr
             _no_log_of_metrics(),
             warnings.catch_warnings(),
             captured_output() as outputs,
-            observed_effects(module, names) as effects,
+            observed_effects(module, names, makes_arguments) as effects,
             observed_draws() as draws,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words

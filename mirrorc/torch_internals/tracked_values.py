@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 MISSING = object()
 """In place of what is not there."""
@@ -78,3 +80,64 @@ def evaluated(name: str, scope: Mapping[str, Any]) -> Any:
     with contextlib.suppress(Exception):
         return eval(name, dict(scope)) if name else MISSING
     return MISSING
+
+
+def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
+    """What Python would have for a tracer's variable: for a new tensor one without values; `MISSING` if that is not known."""
+    if hasattr(variable, "is_realized"):
+        if not variable.is_realized():
+            return variable.peek_value()
+        variable = variable.realize()
+    real = evaluated(source_name(variable), scope)
+    if real is not MISSING:
+        return real
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    with contextlib.suppress(Exception):  # it is none of a tensor
+        return _tensor_like(variable.as_proxy().node.meta["example_value"])
+    items = getattr(variable, "items", None)
+    kind = variable.python_type() if isinstance(items, list | dict) else None
+    if kind not in (list, tuple, dict):
+        return MISSING
+    held = items_of(variable, kind(), scope)
+    return held if held is MISSING else kind(held)
+
+
+def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
+    """What the variable of a container holds, as a list, or a dict for a kind of dict; `MISSING` if that is not known.
+
+    Args:
+        variable: of the plain container, see `content_of`.
+        real: a container of its kind.
+        scope: what evaluates the expressions of the variables.
+    """
+    items = getattr(variable, "items", None)
+    if isinstance(items, list) and isinstance(real, list | tuple | deque):
+        held = [stand_in(item, scope) for item in items]
+        return MISSING if any(item is MISSING for item in held) else held
+    found = _items_of(variable) if isinstance(items, dict) and isinstance(real, dict | set) else None
+    if found is None:
+        return MISSING
+    if isinstance(real, set):
+        return list(found)
+    kept = {key: stand_in(value, scope) for key, value in found.items()}
+    return MISSING if any(value is MISSING for value in kept.values()) else kept
+
+
+def replace_items(real: Any, items: Iterable[Any]) -> None:
+    """Makes a container hold other items, without methods of the user's. ``items`` are a dict for a kind of dict."""
+    base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
+    base.clear(real)
+    if isinstance(items, dict):
+        for key, value in items.items():
+            base.__setitem__(real, key, value)
+    elif base is set:
+        set.update(real, items)
+    else:
+        base.extend(real, items)
+
+
+def _tensor_like(example: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same type that takes no memory to speak of."""
+    one = torch.zeros((), dtype=example.dtype, device=example.device)
+    return one.expand(tuple(int(size) for size in example.shape)).requires_grad_(example.requires_grad)

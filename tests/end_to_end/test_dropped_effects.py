@@ -212,3 +212,79 @@ def test_state_that_steps_would_go_on_from_is_refused(does: Any, words: tuple[st
         train(model)
     assert all(word in str(refused.value) for word in words), str(refused.value)
     assert model.steps == 0 == counts["steps"] == Shared.steps and "steps" not in vars(Inherits)
+
+
+missed: dict[str, int] = collections.defaultdict(int)
+log: list[Any] = []
+cache: dict[str, torch.Tensor] = {}
+found: set[str] = set()
+recent: collections.deque[torch.Tensor] = collections.deque(maxlen=3)
+
+
+class Notes:
+    """An object that is no module, which forward may write."""
+
+
+notes = Notes()
+
+
+def count_what_is_missing() -> float:
+    missed["a"] += 1
+    return float(missed["a"])
+
+
+def count_by_length() -> float:
+    log.append(1)
+    return float(len(log))
+
+
+def draw_once() -> torch.Tensor:
+    if "first" not in cache:
+        cache["first"] = torch.rand(())
+    return cache["first"]
+
+
+def draw_once_for_an_attribute() -> Any:
+    if not hasattr(notes, "first"):
+        notes.first = torch.rand(())  # type: ignore[attr-defined]
+    return notes.first  # type: ignore[attr-defined]
+
+
+def count_a_set() -> float:
+    number = len(found)
+    found.add("a")
+    return number + 1.0
+
+
+def mean_of_recent(y: torch.Tensor) -> Any:
+    recent.append(y.mean())
+    return sum(recent)
+
+
+@pytest.mark.parametrize(
+    ("does", "name"),
+    [
+        (lambda net, y: y * count_what_is_missing(), "missed['a']"),
+        (lambda net, y: y * count_by_length(), "log"),
+        (lambda net, y: y * draw_once(), "cache['first']"),
+        (lambda net, y: y * draw_once_for_an_attribute(), "notes.first"),
+        (lambda net, y: y * count_a_set(), "found"),
+        (lambda net, y: mean_of_recent(y), "recent"),
+    ],
+)
+def test_a_change_that_the_next_step_would_read_is_refused_though_nothing_was_there(does: Any, name: str) -> None:
+    model = Net(does)
+    with (
+        unchanged(model),
+        pytest.raises(CaptureError, match=r"reads and changes .*test_dropped_effects\.py:") as refused,
+    ):
+        train(model)
+    assert f"reads and changes {name} " in str(refused.value)
+    assert not missed and not log and not cache and not found and not recent and not vars(notes)
+
+
+@pytest.mark.parametrize("entry", [lambda y: y, lambda y: {"of": [y, 1], "shape": (y.shape, None)}])
+def test_what_is_only_collected_is_spoken_of(entry: Any) -> None:
+    model = Net(lambda net, y: log.append(entry(y)))
+    (warning,) = train(model)
+    assert "Net changes log in" in str(warning.message) and not log
