@@ -50,7 +50,7 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
         CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
-    _refuse_draws(effects.draws, what)
+    _refuse_draws(effects.draws, effects.kept_draws, what)
     lasting = []
     for write in effects.writes:
         is_read = write.is_read_by_changing or any(
@@ -102,12 +102,21 @@ def _where(stack: Sequence[traceback.FrameSummary]) -> str:
     return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
 
 
-def _refuse_draws(draws: Sequence[Sequence[traceback.FrameSummary]], what: str) -> None:
+_Stacks = Sequence[Sequence[traceback.FrameSummary]]
+
+
+def _refuse_draws(draws: _Stacks, kept_draws: _Stacks, what: str) -> None:
     for stack in draws:
         raise CaptureError(
             f"forward or loss of {what} draws a number from Python's random{_where(stack)}, which would be the same in every "
             "step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass "
             "it as a replicated tensor."
+        )
+    for stack in kept_draws:
+        raise CaptureError(
+            f"forward or loss of {what} calls a function that keeps the random numbers that it has drawn (functools.cache)"
+            f"{_where(stack)}: a captured step would draw them anew each time. Remedy: call it before the step, and keep the "
+            "result in a buffer, or pass it as a replicated tensor."
         )
 
 

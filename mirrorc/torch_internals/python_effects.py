@@ -131,12 +131,14 @@ class PythonEffects:
         writes: changes to objects that were there before.
         calls: calls of ``print`` and its like.
         draws: the frames, outermost first, in which a number was taken from Python's module ``random``.
+        kept_draws: likewise for calls of functions that keep what they have drawn.
         changed_arguments: containers of the arguments, made anew for the trace, that were changed in it.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
     draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
+    kept_draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
     changed_arguments: list[ChangedContainer] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""Observes which numbers a traced forward takes from Python's module ``random``; a graph would have them as constants."""
+"""Observes random numbers of a traced forward that are not drawn anew in each step, or should not be: Python's, and kept ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 
 @contextlib.contextmanager
@@ -39,3 +41,43 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
             module.call_random_fn = draw
         if found:
             random.setstate(state)
+
+
+@contextlib.contextmanager
+def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
+    """Observes the traces of this thread for functions under ``functools.cache`` or ``lru_cache`` that draw random numbers.
+
+    The tracer looks into such a function as if it kept nothing.
+
+    Gives:
+        The frames, outermost first, in which such a function was called.
+    """
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+    from torch._guards import TracingContext
+
+    call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
+    found: list[Sequence[traceback.FrameSummary]] = []
+    thread = threading.get_ident()
+
+    def observed(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not hasattr(self.wrapper_obj, "cache_info"):
+            return call(self, tx, args, kwargs)
+        before, stack = set(tx.output.graph.nodes), list(TracingContext.extract_stack())
+        result = call(self, tx, args, kwargs)
+        if any(_is_random(node.target) for node in tx.output.graph.nodes if node not in before):
+            found.append(stack)
+        return result
+
+    WrapperUserFunctionVariable.call_function = observed
+    try:
+        yield found
+    finally:
+        WrapperUserFunctionVariable.call_function = call
+
+
+def _is_random(target: Any) -> bool:
+    """Whether what a node calls, a function of torch or the name of a method, draws random numbers."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)

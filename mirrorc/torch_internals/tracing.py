@@ -22,7 +22,7 @@ from mirrorc.torch_internals.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
-from mirrorc.torch_internals.random_draws import observed_draws
+from mirrorc.torch_internals.random_draws import observed_draws, observed_kept_draws
 
 
 @contextlib.contextmanager
@@ -76,6 +76,7 @@ def trace_full_graph(
             captured_output() as outputs,
             observed_effects(module, names, makes_arguments) as effects,
             observed_draws() as draws,
+            observed_kept_draws() as kept_draws,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
@@ -85,7 +86,7 @@ def trace_full_graph(
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
         traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module)
-        effects.draws = draws
+        effects.draws, effects.kept_draws = draws, kept_draws
         traced.meta["mirrorc_effects"] = effects
         return traced
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import logging
 import random
@@ -189,6 +190,22 @@ def test_numbers_that_python_would_give_anew_in_each_step_are_refused() -> None:
         ):
             train(model)
         assert random.getstate() == state and next(counter) == list(cases).index(name), (name, str(refused.value))
+
+
+@functools.cache
+def kept(kind: str) -> torch.Tensor:
+    return torch.ones(3) if kind == "constant" else torch.rand(3) if kind == "drawn" else torch.empty(3).bernoulli_(0.5)
+
+
+def test_random_numbers_that_a_function_keeps_are_refused() -> None:
+    for kind in ("drawn", "drawn in place"):
+        model = Net(lambda net, y: y * kept(kind))  # noqa: B023
+        with (
+            unchanged(model),
+            pytest.raises(CaptureError, match=r"keeps the random numbers.*test_dropped_effects\.py:.*Remedy"),
+        ):
+            train(model)
+    assert train(Net(lambda net, y: y * kept("constant"))) == []
 
 
 @pytest.mark.parametrize(
