@@ -55,7 +55,8 @@ def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext
 
-    call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
+    wrapped: Any = WrapperUserFunctionVariable
+    call: Callable[..., Any] = wrapped.call_function
     found: list[Sequence[traceback.FrameSummary]] = []
     thread = threading.get_ident()
 
@@ -68,11 +69,11 @@ def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
             found.append(stack)
         return result
 
-    WrapperUserFunctionVariable.call_function = observed
+    wrapped.call_function = observed
     try:
         yield found
     finally:
-        WrapperUserFunctionVariable.call_function = call
+        wrapped.call_function = call
 
 
 def _is_random(target: Any) -> bool:
