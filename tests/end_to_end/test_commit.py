@@ -170,7 +170,7 @@ def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> Non
     finally:
         signal.signal(signal.SIGTERM, before)
         both.close()
-    assert {True, False} <= set(outcomes)
+    assert False in outcomes and {True, None} & {*outcomes}, "some come before the commit, and some after it"
 
 
 class Sender(threading.Thread):
