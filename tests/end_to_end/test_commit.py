@@ -140,14 +140,8 @@ def alarm(frame: Any) -> None:
     too_long(signal.SIGTERM, frame)
 
 
-@pytest.mark.parametrize(
-    ("way", "stride"),
-    [
-        ("threads", 83),
-        ("one thread", 311),  # whatever is torn is compiled anew
-        *(pytest.param(way, 19, marks=pytest.mark.exhaustive) for way in ("threads", "one thread")),
-    ],
-)
+@pytest.mark.parametrize("stride", [83, pytest.param(19, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("way", ["threads", "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
     """It is raised as it is. Only replicas that run in the caller's thread may be torn by it, once committed, and it says so."""
     interrupter = Interrupter(lambda filename: not filename.startswith(WITHIN_GUARDS))
@@ -170,7 +164,7 @@ def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> Non
     finally:
         signal.signal(signal.SIGTERM, before)
         both.close()
-    assert False in outcomes and {True, None} & {*outcomes}, "some come before the commit, and some after it"
+    assert {True, False} <= set(outcomes)
 
 
 class Sender(threading.Thread):
