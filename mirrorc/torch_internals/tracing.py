@@ -57,20 +57,11 @@ def trace_full_graph(
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    options = {
-        "assume_static_by_default": True,
-        "automatic_dynamic_shapes": False,
-        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
-    }
-    if hasattr(
-        config, "computed_lazy_constant_max_nodes"
-    ):  # since 2.14; what is computed of a number is then no read of it
-        options["computed_lazy_constant_max_nodes"] = 0
     names = traced_globals(module)
     before = set(names)
     try:
         with (
-            config.patch(options),
+            config.patch(_dynamos_options()),
             _no_log_of_metrics(),
             warnings.catch_warnings(),
             captured_output() as outputs,
@@ -93,6 +84,20 @@ def trace_full_graph(
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
             if name.startswith("__compiled_fn"):
                 del names[name]
+
+
+def _dynamos_options() -> dict[str, Any]:
+    """The settings of Dynamo under which a call is traced."""
+    from torch._dynamo import config
+
+    options = {
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
+    }
+    if hasattr(config, "computed_lazy_constant_max_nodes"):  # since 2.14
+        options["computed_lazy_constant_max_nodes"] = 0  # what is computed of a number counts as a read of it
+    return options
 
 
 @contextlib.contextmanager
