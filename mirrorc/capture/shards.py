@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -34,11 +35,12 @@ def split_call(call: Call, num_replicas: int) -> Shards:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
         for tensor in tensors:
             _refuse_layout(tensor, leaf.path)
-        if any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its model "
-                f"alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds both"
-            )
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its "
+                    f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
+                    "both"
+                )
     sizes = _shard_sizes(call, num_replicas)
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
@@ -53,7 +55,7 @@ def split_call(call: Call, num_replicas: int) -> Shards:
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose memory holds its numbers, as compiled regions read them: not their conjugates or negatives."""
-    return tensor.resolve_conj().resolve_neg()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
@@ -132,6 +134,11 @@ def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
             f"argument {leaf.path!r} has {total} examples for {num_replicas} replicas: every replica needs at least "
             f"one; give a larger batch, use fewer devices, or pass mirrorc.replicated({leaf.path}) if it is no batch"
         )
+    return _even_sizes(total, num_replicas)
+
+
+@functools.lru_cache(maxsize=256)
+def _even_sizes(total: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(total // num_replicas + (i < total % num_replicas) for i in range(num_replicas))
 
 

@@ -16,10 +16,10 @@ from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
-from mirrorc.runtime.state.shown_state import ShownState, are_the_same
+from mirrorc.runtime.state.shown_state import ShownNumbers, ShownState, are_the_same
 from mirrorc.runtime.state.user_steps import UserSteps
 from mirrorc.runtime.state.variables import VariableStore
-from mirrorc.torch_internals import copy_each, storage_key
+from mirrorc.torch_internals import storage_key
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class BucketOptimizers:
         self._shown = ShownState(optimizer)
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
-        self._scalars: list[torch.Tensor] = []  # the numbers that are shown
-        self._own_scalars: list[torch.Tensor] = []  # those of the buckets, in the same order
+        self._numbers = ShownNumbers([])
         self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
@@ -109,12 +108,7 @@ class BucketOptimizers:
 
     def is_stale(self) -> bool:
         """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
-        return self.user_steps.have_written or self._shown.has_changed() or not self._shows_its_scalars()
-
-    def _shows_its_scalars(self) -> bool:
-        """Whether the numbers that are shown are the buckets' own: they are copies, and a write may count no version."""
-        pairs = zip(self._scalars, self._own_scalars, strict=True)
-        return all(torch.equal(shown, own.expand_as(shown)) for shown, own in pairs if shown.device.type == "cpu")
+        return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and scalars."""
@@ -194,13 +188,12 @@ class BucketOptimizers:
             self._state.hold_what_is_new()
             self._show(self._state.shown())
             return_freed_memory()  # the parts of the state have been copied together
-        copy_each(self._scalars, self._own_scalars)
+        self._numbers.write()
         self._shown.count_versions()
         self.is_fresh = False
 
     def _show(self, shown: Shown) -> None:
-        self._scalars = [number for number, _ in shown.scalars]
-        self._own_scalars = [value for _, value in shown.scalars]
+        self._numbers = shown.numbers
         self._entries = self._state.entries()
         if not self._state.buckets:
             self._shown.forget()
@@ -208,7 +201,7 @@ class BucketOptimizers:
         whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
         self._shown.put(
             ((self._parameter(name), entries) for name, entries in shown.states.items() if entries is not None),
-            (*whole, *self._scalars),
+            (*whole, *self._numbers.flats),
         )
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:

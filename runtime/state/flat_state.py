@@ -12,6 +12,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.optimizers import SCALAR_STATE, flat_entries
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
+from mirrorc.runtime.state.shown_state import ShownNumbers
 
 UserState = Mapping[str, Any]
 """What the user's optimizer has for a parameter; empty if nothing."""
@@ -23,11 +24,11 @@ class Shown:
 
     Attributes:
         states: for each parameter, by its name, the entries that it gets; None to leave what it has.
-        scalars: numbers that are shown for every parameter of a bucket, each beside the bucket's own.
+        numbers: the entries that are one number for a bucket, and are shown for each of its parameters.
     """
 
     states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    scalars: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    numbers: ShownNumbers = field(default_factory=lambda: ShownNumbers([]))
 
 
 class FlatState:
@@ -122,7 +123,14 @@ class FlatState:
 
     def shown(self) -> Shown:
         """Views of replica 0's state, for the user's optimizer."""
-        found = Shown()
+        numbers = {
+            (flat.bucket.index, key): (value, len(flat.bucket.slots))
+            for flat in self.buckets
+            for key, value in self._first(flat).state.items()
+            if value is not None and key in SCALAR_STATE
+        }
+        found = Shown(numbers=ShownNumbers(list(numbers.values())))
+        shown = dict(zip(numbers, found.numbers.shown, strict=True))
         for flat in self.buckets:
             own, bucket = self._first(flat).state, flat.bucket
             entries: dict[str, Sequence[Any]] = {}
@@ -130,9 +138,7 @@ class FlatState:
                 if value is None:
                     entries[key] = [None] * len(bucket.slots)
                 elif key in SCALAR_STATE:
-                    number = value.detach().expand(len(bucket.slots)).clone()
-                    found.scalars.append((number, value))
-                    entries[key] = list(number.unbind())
+                    entries[key] = shown[bucket.index, key].unbind()
                 else:
                     entries[key] = slot_views(self.whole[bucket.index][key], bucket)
             for i, slot in enumerate(bucket.slots):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.program import Program
 from mirrorc.runtime.state.shown_buffers import ShownBuffers
 
 
@@ -63,6 +65,7 @@ class Layout:
         aggregates: per-replica variables as they are shown.
         own: the variables with a tensor for every replica.
         homes: for each variable that was laid out, the memory that the user's tensor becomes a view of; None if it stays its own.
+        program: refers to the last program that it was made for.
     """
 
     moved: Moved = Moved.NOTHING
@@ -71,6 +74,7 @@ class Layout:
     aggregates: list[ShownBuffers] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
     homes: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    program: Callable[[], Program | None] = lambda: None
 
     @property
     def plan(self) -> tuple[Bucket, ...]:

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
+
+from mirrorc.torch_internals import copy_each
+
+
+class ShownNumbers:
+    """Numbers of buckets, each shown once for every parameter of its bucket.
+
+    They are copies, and a write may count no version, so they are compared by value before every step: those of one dtype and
+    device lie side by side, beside a second copy.
+
+    Args:
+        own: each number, a scalar, and how often it is shown.
+
+    Attributes:
+        shown: the copies of each, 1-D.
+        flats: the memory in which they lie.
+    """
+
+    def __init__(self, own: Sequence[tuple[torch.Tensor, int]]) -> None:
+        self._own = [number.detach() for number, _ in own]
+        self.shown: list[torch.Tensor] = list(self._own)
+        self.flats: list[torch.Tensor] = []
+        by_kind: dict[Any, list[int]] = defaultdict(list)
+        for i, number in enumerate(self._own):
+            by_kind[number.dtype, number.device].append(i)
+        for places in by_kind.values():
+            flat = torch.cat([self._own[i].expand(own[i][1]) for i in places])
+            self.flats.append(flat)
+            for i, part in zip(places, flat.split([own[i][1] for i in places]), strict=True):
+                self.shown[i] = part
+        self._compared = [flat for flat in self.flats if flat.device.type == "cpu"]  # a GPU would be waited for
+        self._written = [flat.clone() for flat in self._compared]
+
+    def write(self) -> None:
+        """Shows what the buckets' numbers are now; may be repeated."""
+        copy_each(self.shown, self._own)
+        copy_each(self._written, self._compared)
+
+    def are_as_written(self) -> bool:
+        """Whether nobody else has written them; not known of those on GPUs."""
+        return all(map(torch.equal, self._compared, self._written))
 
 
 class ShownState:

@@ -52,6 +52,8 @@ class StepState:
             return_freed_memory()  # parameters and state have moved into buckets
         elif layout.homes:
             completed(lambda: self._put_in_place(layout, None))
+        else:
+            self.store.adopt(layout)
         user_steps = self.optimizers.user_steps
         if self.store.mirror_changes(user_steps.of_others):
             self.layout += 1

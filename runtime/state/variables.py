@@ -77,9 +77,12 @@ class VariableStore:
             ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
                 other processes.
         """
-        old = self._layout
-        moved = old.plan != program.buckets or self._has_been_given_memory()
+        old, has_new_memory = self._layout, self._has_been_given_memory()
+        if old.program() is program and not has_new_memory:
+            return old
+        moved = old.plan != program.buckets or has_new_memory
         new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
+        new.program = weakref.ref(program)
         if moved:
             planned = {slot.variable: (slot.shape, b.dtype) for b in program.buckets for slot in b.slots}
             members = [name for name in self.tensors if name in planned]
@@ -133,7 +136,7 @@ class VariableStore:
             self._watch(name, home)
         self._layout = layout
         self._trained = [self._watched[slot.variable] for flat in layout.buckets for slot in flat.bucket.slots]
-        layout.homes = {}
+        layout.homes, layout.moved = {}, Moved.NOTHING
 
     def _make_bucket(self, layout: Layout, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
         owners = [bucket.owner_of_parameters(replica) for replica in range(len(self.devices))]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Role, Variable
 from mirrorc.runtime.state.variables import VariableStore
 
@@ -168,7 +168,7 @@ def test_copies_in_other_memory_follow_the_counter_of_forwards(forward: Callable
     devices: Any = [SimpleNamespace(torch_device=torch.device(name)) for name in ("cpu", "meta")]
     store = VariableStore(dict(norm.named_buffers()), devices)
     variable = Variable("running_mean", (2,), (1,), torch.float32, Role.BUFFER)
-    program: Program = SimpleNamespace(buckets=(), variables={"running_mean": variable})  # type: ignore[assignment]
+    program = Program(Stage.CAPTURED, (), {"running_mean": variable}, ())
     store.adopt(store.lay_out(program))
     copies = store.read_by(variable)
     assert [value.device.type for value in copies] == ["cpu", "meta"]
