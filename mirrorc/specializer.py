@@ -77,15 +77,18 @@ class Specializer:
         self._noted: set[Note] = set()
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
-    def executor_for(self, call: Call, shards: Shards) -> Executor:
-        """The executor for a call; compiles it if the call is the first of its kind."""
+    def executor_for(self, call: Call, shards: Shards, *, is_stale: bool) -> Executor:
+        """The executor for a call; compiles it if the call is the first of its kind.
+
+        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.
+        """
         key = self._key(call, shards)
         try:
             self._interrupts.hold()
             found = self._specializations.get(key, call.plain)
         finally:
             self._interrupts.let_go()
-        if found is not None and not self._state.needs_other_buckets(found.executor.program):
+        if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
             return found.executor
         new = self._compile(call, shards)
         try:

@@ -39,14 +39,18 @@ class StepState:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
 
-    def take_over(self, program: Program) -> None:
-        """Lays memory out for a program, and takes over what the user changed since the last step."""
+    def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
+        """Lays memory out for a program, and takes over what the user changed since the last step.
+
+        ``is_stale`` is what `BucketOptimizers.is_stale` says, if the caller knows: it takes some microseconds to tell.
+        """
+        is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
         was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
         was_whole = was_whole and not self.optimizers.user_steps.have_written
         if not was_whole:
             self.store.mirror_all()
         layout = self.store.lay_out(program)
-        if layout.moved is Moved.BUCKETS or not was_whole or self.optimizers.is_stale():
+        if layout.moved is Moved.BUCKETS or not was_whole or is_stale:
             laid = self.optimizers.lay_out(layout.buckets)
             completed(lambda: self._put_in_place(layout, laid))
             return_freed_memory()  # parameters and state have moved into buckets
@@ -69,9 +73,12 @@ class StepState:
             self.optimizers.adopt(laid)
         self.layout += 1
 
-    def needs_other_buckets(self, program: Program) -> bool:
-        """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew."""
-        is_to_move = self.store.plan != program.buckets or self.optimizers.is_stale()
+    def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
+        """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew.
+
+        ``is_stale`` is what `BucketOptimizers.is_stale` says.
+        """
+        is_to_move = is_stale or self.store.plan != program.buckets
         return is_to_move and not self.optimizers.fits(program.buckets)
 
     def begin(self) -> None:
