@@ -77,7 +77,7 @@ class Specializer:
         self._noted: set[Note] = set()
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
-    def executor_for(self, call: Call, shards: Shards, *, is_stale: bool) -> Executor:
+    def executor_for(self, call: Call, shards: Shards, is_stale: bool) -> Executor:
         """The executor for a call; compiles it if the call is the first of its kind.
 
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.

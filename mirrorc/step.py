@@ -109,8 +109,7 @@ class Step:
 
         def compiled() -> Program:
             call, shards = self._split(args, kwargs)
-            is_stale = self._state.optimizers.is_stale()
-            self._last = self._specializer.executor_for(call, shards, is_stale=is_stale)
+            self._last = self._specializer.executor_for(call, shards, self._state.optimizers.is_stale())
             return self._last.program
 
         return self._exclusively(compiled)
@@ -153,7 +152,7 @@ class Step:
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call, shards = self._split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        executor = self._specializer.executor_for(call, shards, is_stale=is_stale)
+        executor = self._specializer.executor_for(call, shards, is_stale)
         self._check_open()  # compiling takes long
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)

@@ -65,9 +65,9 @@ class ComparedState(StepState):
         self._num_begun = 0
         self._unwritten: list[Variable] = []  # by the present program
 
-    def take_over(self, program: Program) -> None:
+    def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """See `StepState`."""
-        super().take_over(program)
+        super().take_over(program, is_stale=is_stale)
         self._unwritten = [
             variable
             for name, variable in program.variables.items()

@@ -408,8 +408,8 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     step(**mlp_batch(4))
     compiled, closing = step._specializer.executor_for, list[threading.Thread]()
 
-    def close_meanwhile(*arguments: Any) -> Any:
-        found = compiled(*arguments)
+    def close_meanwhile(*arguments: Any, **options: Any) -> Any:
+        found = compiled(*arguments, **options)
         closing.append(in_background(step.close))
         while not step._is_closed:
             threading.Event().wait(0.001)

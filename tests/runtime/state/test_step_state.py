@@ -158,7 +158,10 @@ def test_memory_is_laid_out_anew_completely_or_not_at_all(
             thaw(is_thawed := not is_thawed)
             with monkeypatch.context() as patch:
                 there = functools.partial(
-                    lambda at, *given: interrupter.interrupted(lambda: take_over(*given), at, how), place
+                    lambda at, *given, **how_stale: interrupter.interrupted(
+                        lambda: take_over(*given, **how_stale), at, how
+                    ),
+                    place,
                 )
                 patch.setattr(state, "take_over", there)
                 raised, has_trained = both.disturb()
