@@ -45,7 +45,8 @@ def take_apart(value: Any, path: str) -> Parts | None:
     if kind == "refused":
         raise TypeError(
             f"argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards, because its class is "
-            "based on one written in C: pass its parts, or the same as a plain dict, list or tuple"
+            "based on one written in C, or a kind of OrderedDict with a __new__ of its own: pass its parts, or the same as a "
+            "plain dict, list or tuple"
         )
     attributes = _own_attributes(value) if kind in _WITH_ATTRIBUTES else {}
     entries, detail = _entries_of(kind, value, path)
@@ -97,7 +98,7 @@ def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
         made = dict.__new__(detail[1])
         dict.update(made, dict(zip(detail[0], entries, strict=True)))
     elif kind == "kind of OrderedDict":
-        made = OrderedDict.__new__(detail[1])
+        made = detail[1].__new__(detail[1])  # `OrderedDict`'s: since 2.14, Dynamo forgets the class if that is called
         for key, entry in zip(detail[0], entries, strict=True):
             OrderedDict.__setitem__(made, key, entry)
     else:
@@ -138,6 +139,8 @@ def _if_made(base: Any, cls: type) -> str:
     except TypeError:
         return "refused"
     if issubclass(cls, defaultdict):  # what makes its missing values is neither an item nor an attribute
+        return "refused"
+    if base is OrderedDict and cls.__new__ is not OrderedDict.__new__:
         return "refused"
     return "object" if base is object else f"kind of {base.__name__}"
 
