@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -13,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import fx
 
-from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import Shards, split_call
+from mirrorc.capture.shards import Shards
+from mirrorc.capture.signature import Signature
 from mirrorc.errors import ExecutionError
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
@@ -67,9 +66,12 @@ class Step:
         self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
         self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
         self._is_closed = False
-        self._signature = inspect.signature(options.model.forward)
-        parameters = self._signature.parameters.values()
-        self._parameter_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._signature = Signature(
+            options.model,
+            len(options.devices),
+            takes_target=options.loss_fn is not None,
+            keeps_plain_apart=options.front_end.guards_plain_values,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Trains on one batch: forward, backward, all-reduce, update.
@@ -108,7 +110,7 @@ class Step:
         """Compiles for a batch like this one, without training on it."""
 
         def compiled() -> Program:
-            call, shards = self._split(args, kwargs)
+            call, shards = self._signature.split(args, kwargs)
             self._last = self._specializer.executor_for(call, shards, self._state.optimizers.is_stale())
             return self._last.program
 
@@ -150,7 +152,7 @@ class Step:
             raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        call, shards = self._split(args, kwargs)
+        call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
         executor = self._specializer.executor_for(call, shards, is_stale)
         self._check_open()  # compiling takes long
@@ -165,21 +167,6 @@ class Step:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
             raise
-
-    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
-        if self._options.loss_fn is not None and "target" not in kwargs:
-            raise TypeError(
-                "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
-            )
-        model_kwargs = {k: v for k, v in kwargs.items() if k != "target" or self._options.loss_fn is None}
-        try:
-            self._signature.bind(*args, **model_kwargs)
-        except TypeError as error:
-            name = type(self._options.model).__name__
-            raise TypeError(f"{name}.forward{self._signature} cannot be called with these arguments: {error}") from None
-        is_apart = self._options.front_end.guards_plain_values
-        call = flatten_call(self._parameter_names, args, kwargs, keeps_plain_apart=is_apart)
-        return call, split_call(call, len(self._options.devices))
 
     def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:
         options = self._options

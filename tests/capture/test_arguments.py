@@ -182,7 +182,7 @@ def test_what_cannot_be_made_again_is_refused_by_name() -> None:
     cases = {
         "Defaults, which": Defaults(list),
         "Failure, which": Failure(1),
-        "Made, which": Made(a=1),
+        "Made, which": Made(),
         r"attributes of yours \(weight\)": tensor,
         r"Kind, a kind of tensor.*x\.a\.as_subclass\(torch\.Tensor\)": torch.zeros(4).as_subclass(Kind),
         r"default_factory has no hash: pass dict\(x\.a\)": collections.defaultdict(Unhashable()),

@@ -1,0 +1,51 @@
+"""The arguments that a step takes: those of the model's forward, and the target of the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mirrorc.capture.arguments import Call, flatten_call
+from mirrorc.capture.shards import Shards, split_call
+
+
+class Signature:
+    """Checks the arguments of a step's calls, takes them apart, and splits their tensors.
+
+    Args:
+        model: the user's model.
+        num_replicas: the number of shards.
+        takes_target: whether there is a loss_fn, which gets the keyword argument ``target``.
+        keeps_plain_apart: see `mirrorc.capture.arguments.flatten_call`.
+    """
+
+    def __init__(self, model: nn.Module, num_replicas: int, *, takes_target: bool, keeps_plain_apart: bool) -> None:
+        self._name = type(model).__name__
+        self._num_replicas, self._takes_target, self._is_apart = num_replicas, takes_target, keeps_plain_apart
+        self._of_forward = inspect.signature(model.forward)
+        parameters = self._of_forward.parameters.values()
+        self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
+        """The arguments of a call, taken apart, and the shards of their tensors.
+
+        Raises:
+            TypeError: forward does not take these arguments, or the target is missing.
+            ValueError: see `mirrorc.capture.shards.split_call`.
+        """
+        if self._takes_target and "target" not in kwargs:
+            raise TypeError(
+                "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
+            )
+        of_model = {k: v for k, v in kwargs.items() if k != "target" or not self._takes_target}
+        try:
+            self._of_forward.bind(*args, **of_model)
+        except TypeError as error:
+            raise TypeError(
+                f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {error}"
+            ) from None
+        call = flatten_call(self._names, args, kwargs, keeps_plain_apart=self._is_apart)
+        return call, split_call(call, self._num_replicas)
