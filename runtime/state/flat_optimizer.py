@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,6 +75,20 @@ class FlatOptimizer:
     def state(self) -> dict[str, Any]:
         return self.optimizer.state[self.parameter]
 
+    def make_state(self) -> None:
+        """Makes the state that the class makes in its constructor, as torch 2.11's Adagrad does; others make it in their first step.
+
+        For trials alone: in training, such state comes from the user's optimizer.
+        """
+        kind = type(self._source)
+        taken = inspect.signature(kind).parameters
+        group = {
+            key: value for key, value in self.optimizer.param_groups[0].items() if key in taken and key != "params"
+        }
+        made = kind([self.parameter], **group).state  # type: ignore[call-arg]
+        if self.parameter in made:
+            self.optimizer.state[self.parameter] = made[self.parameter]
+
     def update(self, gradient: torch.Tensor) -> None:
         """One step. Gradients are switched off in the caller's thread."""
         self.parameter.grad = gradient
@@ -98,6 +113,7 @@ def update_memory(
     """
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)
+    tried.make_state()
     with torch.no_grad():
         tried.update(gradient)  # makes its state
         made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]

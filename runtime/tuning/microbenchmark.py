@@ -134,6 +134,7 @@ class _Microbenchmark:
                 optimizer = FlatOptimizer(
                     self._configuration.optimizer, self._configuration.group, self._parameters[replica][own]
                 )
+                optimizer.make_state()
             buckets.append(_Bucket(self._gradients[replica][begin:end], optimizer))
         return buckets
 

@@ -110,7 +110,7 @@ class Calls(nn.Module):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (InBackward.apply, ("asserts something in backward", "assert it in forward")),
+        (lambda y: InBackward.apply(y), ("asserts something in backward", "assert it in forward")),
         (torch.ops.mirrorc_tests.note, ("mirrorc_tests.note", "test_asserts.py:", "call it between steps")),
     ],
     ids=["backward", "effect"],
