@@ -37,7 +37,7 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
             remedy = f"mend the batch or {subject}: {call} should raise this on one shard, too"
         if "more than 1 value per channel" in text:
             remedy = "give every device two examples or more, and drop a last batch that is too small"
-    elif "share storage" in text:
+    elif "share storage" in text or "view input mutations" in text:
         remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
     elif "requires_grad_" in text:
         remedy = "set requires_grad before the step, not inside forward"

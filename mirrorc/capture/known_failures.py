@@ -77,11 +77,6 @@ _KNOWN = (
         "writes nothing",
         ("mutating a non-functional tensor", "entirely functional graph, but found"),
     ),
-    KnownFailure(
-        "a buffer that it writes shares its memory with another one",
-        "give one of the two memory of its own, with .clone(), and write it where it should follow",
-        ("does not yet handle non-differentiable view input mutations",),
-    ),
 )
 
 

@@ -76,9 +76,9 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Makes the state that the class makes in its constructor, as torch 2.11's Adagrad does; others make it in their first step.
+        """Makes the state that its class makes in the constructor, as Adagrad does in torch 2.11, and others in their first step.
 
-        For trials alone: in training, such state comes from the user's optimizer.
+        This is for trials: in training, such state comes from the user's optimizer.
         """
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
