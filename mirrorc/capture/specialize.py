@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ def capture_program(
             capture(front_end or front_end_named(AUTO), training_call, examples, names, paths, trained, decompositions)
         )
         _refuse_added(captured[-1], added)
+    captured = _with_constants_apart(captured, {*paths.values(), *state.tensors})
     _check_agreement(captured, type(training_call.model).__name__)
     shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}
@@ -144,6 +145,33 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
                 f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
                 "model.parameters() and compile the model anew"
             )
+
+
+def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
+    """Gives constants that follow the size of a shard, as ``torch.tensor(len(x))`` does, a name of their own in each graph."""
+    known: dict[str, torch.Tensor] = {}
+    named = []
+    for shard, graph in enumerate(captured):
+        names = {}
+        for name, value in graph.constants.items():
+            is_same = name not in known or known[name] is value or _is_equal(known[name], value)
+            names[name] = name if is_same else _unique_name(f"{name}_shard{shard}", {*taken, *known, *graph.constants})
+            known.setdefault(names[name], value)
+        for node in calls_to(graph.graph, ops.read):
+            variable = str(node.kwargs["variable"])
+            node.kwargs = {**node.kwargs, "variable": names.get(variable, variable)}
+        named.append(replace(graph, constants={names[name]: value for name, value in graph.constants.items()}))
+    return named
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _unique_name(name: str, taken: Set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:

@@ -451,3 +451,29 @@ def test_a_refused_model_keeps_its_memory() -> None:
     with pytest.raises(mirrorc.CaptureError, match="no scalar"):
         mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", example_inputs=(torch.ones(4, 4),))
     assert (model.scale.data_ptr(), model.scale.stride()) == (address, strides)
+
+
+class MeanByHand(nn.Module):
+    """Divides by constants that are made of the number of examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.tensor([1.0 / len(x)] * len(x), dtype=x.dtype)
+        return (self.linear(x).square().sum(1) * rows).sum() + self.linear(x).sum() / torch.tensor(float(len(x)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_constants_that_follow_the_number_of_examples_are_each_shards_own(devices: int, backend: Any) -> None:
+    model = MeanByHand().double()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    with mirrorc.compile(model, devices, optimizer=optimizer, backend=backend) as step:
+        for seed in range(3):
+            x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            expected = train_step(twin, twin_optimizer, {"x": x}, None)
+            assert step(x).item() == pytest.approx(expected, rel=1e-12)
+    assert_same_model(model, twin, 1e-12)
