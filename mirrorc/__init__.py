@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
+from mirrorc.capture.traced_outputs import summed
 from mirrorc.errors import (
     CaptureError,
     CommunicationError,
@@ -37,6 +38,7 @@ __all__ = [
     "check_loss",
     "compile",
     "replicated",
+    "summed",
 ]
 
 __version__ = version("mirrorc")

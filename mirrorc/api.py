@@ -64,6 +64,7 @@ def compile(
     timeout_seconds: float = 1800.0,
     record: bool = True,
     cuda_graphs: bool = False,
+    return_outputs: bool = False,
     check_finite: FiniteCheck = False,
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
@@ -75,8 +76,8 @@ def compile(
         devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number; None for every visible GPU,
             else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1`` is a second logical device on GPU 0.
         optimizer: over parameters of the model.
-        loss_fn: ``loss_fn(output, target)``, a scalar tensor; None if the model returns its loss, or an object with
-            ``.loss``.
+        loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor, returned by itself,
+            as the first item of a tuple, or as ``loss`` of a dict or an object.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
         backend: "inductor" compiles regions; "eager" runs them as they are.
         dump: a directory for one file per pass, its diff and an index; also the environment variable MIRRORC_DUMP.
@@ -97,6 +98,10 @@ def compile(
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
             meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then. It
             has not run on a GPU yet.
+        return_outputs: ``loss, outputs = step(...)``: what the model returns, in containers of its own kinds, without gradients;
+            with a loss_fn that returns more than the loss, a pair of both. Tensors with a row for each example are those of the
+            whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the sum over the replicas.
+            Of anything else, such as other scalars of integers, there is a `mirrorc.PerReplica` with what each replica gives.
         check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
             a number, and changes nothing. "skip" leaves out the update of such a step, returns its loss, and counts it in
             `Step.num_skipped`.
@@ -157,6 +162,7 @@ def compile(
         timeout_seconds=longest_wait,
         record=record,
         cuda_graphs=cuda_graphs,
+        return_outputs=return_outputs,
         check_replicas_every=every,
         remarks=tuple(remarks),
     )

@@ -49,6 +49,7 @@ class StepOptions:
     timeout_seconds: float
     record: bool
     cuda_graphs: bool
+    return_outputs: bool
     check_replicas_every: int  # 0 for never
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
@@ -90,6 +91,7 @@ _TAKES = {
     "timeout_seconds": _Takes((Real,), "give a positive number of seconds (math.inf for no bound)"),
     "record": _Takes((bool,), "say True, for step.explain() and step.timeline(), or False"),
     "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
+    "return_outputs": _Takes((bool,), "say True, for loss, outputs = step(...), or False"),
     "check_finite": _Takes(
         (bool,),
         "say True, to raise an error where a loss or gradient is not finite, 'skip', to leave such updates out, or False",

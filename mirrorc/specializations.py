@@ -12,6 +12,7 @@ from typing import Any
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
 from mirrorc.capture.guards import Guards
+from mirrorc.capture.outputs import Outputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
@@ -80,12 +81,14 @@ class Specialization:
         guards: ask whether a trace would read the same, with the plain values that `training_call` has.
         training_call: what was captured.
         plain: the plain values with which it was captured.
+        outputs: what its steps return beside the loss, if they do.
     """
 
     executor: Executor
     guards: Guards
     training_call: TrainingCall
     plain: Mapping[str, Any]
+    outputs: Outputs | None = None
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
         """What differs for a call from what was read: the names of plain values, and in words what it is besides."""

@@ -77,8 +77,8 @@ class Specializer:
         self._noted: set[Note] = set()
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
-    def executor_for(self, call: Call, shards: Shards, is_stale: bool) -> Executor:
-        """The executor for a call; compiles it if the call is the first of its kind.
+    def specialization_for(self, call: Call, shards: Shards, is_stale: bool) -> Specialization:
+        """What was compiled for calls of this kind; compiles it if the call is the first one.
 
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.
         """
@@ -89,7 +89,7 @@ class Specializer:
         finally:
             self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
-            return found.executor
+            return found
         new = self._compile(call, shards)
         try:
             self._interrupts.hold()
@@ -104,7 +104,7 @@ class Specializer:
         for dropped in self._specializations.add(key, call, new, found, self._model.plain_attributes()):
             dropped.release()
         self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
-        return new.executor
+        return new
 
     @property
     def num_programs(self) -> int:
@@ -171,7 +171,9 @@ class Specializer:
         logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
         check_optimizer(options.optimizer, self._model.parameters)
         self._regions.prepare(self._home)
-        training_call = TrainingCall(options.model, options.loss_fn, call.structure, call.plain)
+        training_call = TrainingCall(
+            options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
+        )
         captured = capture_program(
             training_call,
             call,
@@ -212,7 +214,7 @@ class Specializer:
         executor = Executor(
             program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
         )
-        return Specialization(executor, captured.guards, training_call, call.plain)
+        return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs)
 
     def _check_memory(self, captured: CapturedProgram) -> None:
         """Refuses tensors that share memory with variables of a program that get memory of their own."""

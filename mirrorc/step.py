@@ -73,7 +73,7 @@ class Step:
             keeps_plain_apart=options.front_end.guards_plain_values,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
 
         Args:
@@ -81,7 +81,7 @@ class Step:
             **kwargs: likewise; with a loss_fn, ``target`` is the second argument of the loss_fn.
 
         Returns:
-            The loss of the whole batch, a scalar without gradient.
+            The loss of the whole batch, a scalar without gradient. With ``return_outputs``, a pair of the loss and the outputs.
 
         Raises:
             ValueError, TypeError: a wrong argument; nothing has changed.
@@ -111,7 +111,8 @@ class Step:
 
         def compiled() -> Program:
             call, shards = self._signature.split(args, kwargs)
-            self._last = self._specializer.executor_for(call, shards, self._state.optimizers.is_stale())
+            is_stale = self._state.optimizers.is_stale()
+            self._last = self._specializer.specialization_for(call, shards, is_stale).executor
             return self._last.program
 
         return self._exclusively(compiled)
@@ -151,10 +152,11 @@ class Step:
         if self._is_closed:
             raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
 
-    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        executor = self._specializer.executor_for(call, shards, is_stale)
+        found = self._specializer.specialization_for(call, shards, is_stale)
+        executor = found.executor
         self._check_open()  # compiling takes long
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
@@ -162,11 +164,20 @@ class Step:
         self._guard.commit = executor.commit
         stream = torch.get_rng_state() if executor.needs_seed else None
         try:
-            return self._run(executor, shards)
+            loss = self._run(executor, shards)
         except BaseException:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
             raise
+        if found.outputs is None:
+            return loss
+        try:
+            return loss, found.outputs.of_step(executor.outputs.take(), loss, call)
+        except Exception as error:
+            raise ExecutionError(
+                f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "
+                "next batch"
+            ) from error
 
     def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:
         options = self._options

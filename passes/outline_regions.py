@@ -36,9 +36,11 @@ class OutlineRegions:
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
     A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
+    Likewise what is gathered for the caller.
 
     Needs: a bucket plan.
-    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, and checks of these.
+    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, and checks and gathers of
+        these.
     """
 
     name: str = field(default="outline-regions", init=False)
@@ -135,8 +137,8 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
             found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
             region.kwargs = {**region.kwargs, "gradients": found}
         if i == 0:
-            for check in calls_to(graph, ops.check):
-                values[check] = copy_node(outer, check, values)
+            for node in calls_to(graph, *ops.OF_FORWARD):
+                values[node] = copy_node(outer, node, values)
     output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
     outer.output(output)
     return outer
@@ -144,15 +146,15 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
 
 def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     """The operators of the forward, then those up to the last gradient of each bucket."""
-    outside = (ops.read, ops.check)
+    outside = (ops.read, *ops.OF_FORWARD)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     (tangent,) = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
     first_backward = min(position[user] for user in tangent.users)
-    conditions = [check.args[0] for check in calls_to(graph, ops.check)]
-    must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *conditions) if n in position]
+    taken = [source for node in calls_to(graph, *ops.OF_FORWARD) for source in node.all_input_nodes]
+    must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *taken) if n in position]
     assert all(position[_source(n)] < first_backward for n in must_be_forward), (
         "backward starts before the loss is there"
     )

@@ -90,6 +90,7 @@ TAKEN: dict[str, set[str]] = {
     "timeout_seconds": {"1", "2.5", "inf", "numpy's 2.5"},
     "record": BOOLS,
     "cuda_graphs": {"False"},
+    "return_outputs": BOOLS,
     "check_finite": {*BOOLS, "'skip'"},
     "check_replicas_every": {"None", "0", "1"},
     "example_inputs": {"None"},

@@ -17,6 +17,7 @@ from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.capture.strided_reads import own_strided_reads
+from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -39,6 +40,7 @@ class CapturedGraph:
         weighted_means: the losses that average over something else than examples.
         guards: whether the Python state that the graph depends on is as it was.
         notes: warnings to give, once.
+        outputs: what a step returns beside its loss, if that is kept.
     """
 
     graph: fx.Graph
@@ -47,6 +49,7 @@ class CapturedGraph:
     weighted_means: tuple[WeightedMean, ...] = ()
     guards: Guards = NO_GUARDS
     notes: tuple[Note, ...] = ()
+    outputs: TracedOutputs | None = None
 
 
 def restructure(
@@ -95,12 +98,40 @@ def restructure(
         graph.erase_node(seed)
         arguments.pop()
     keep_asserts(graph, values[joint.tangent], what)
+    given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
+    _move_before_backward(values[joint.tangent], [values[node] for node in given])
+    _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
     _remove_dead_code(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
     read = _read_names(graph)
     kept = {name: constant for name, constant in constants.items() if name in read}
     return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means)
+
+
+def _move_before_backward(tangent: fx.Node, given: Sequence[fx.Node]) -> None:
+    """Moves what forward gives before backward: AOTAutograd makes views of what was written in place anew at the very end."""
+    if not tangent.users:
+        return
+    first = min(tangent.users)  # nodes compare by their places in the graph
+    late, waiting = set(), list(given)
+    while waiting:
+        node = waiting.pop()
+        if node > first and node not in late:
+            late.add(node)
+            waiting += node.all_input_nodes
+    for node in sorted(late):
+        first.prepend(node)
+
+
+def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
+    """Hands outputs to the caller, each replica's part by itself until more is known of them, see `mirrorc.capture.outputs`."""
+    first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    for name, value in outputs.items():
+        is_early = value.op == "placeholder" and first is not None
+        with graph.inserting_before(first) if is_early else graph.inserting_after(value):
+            node = graph.call_function(ops.gather, (value,), {"output": name, "how": "apart"})
+        node.meta = {**{k: v for k, v in value.meta.items() if k != "val"}, "val": None}
 
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:
@@ -165,9 +196,9 @@ def _without_idle_transpositions(node: fx.Node) -> fx.Node:
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:
-    """Removes calls whose results are not used. Placeholders and checks are kept."""
+    """Removes calls whose results are not used. Placeholders are kept, and what is called for its effect."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and node.target is not ops.check:
+        if node.op == "call_function" and not node.users and node.target not in ops.OF_FORWARD:
             graph.erase_node(node)
 
 

@@ -54,6 +54,20 @@ def take_apart(value: Any, path: str) -> Parts | None:
     return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
 
 
+def take_object_apart(value: Any, path: str) -> Parts:
+    """The parts of an object of a class that is no container: its attributes.
+
+    Raises:
+        TypeError: its class is based on one written in C, so that it cannot be made again.
+    """
+    cls = type(value)
+    if _if_made(object, cls) != "object":
+        raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")
+    attributes = _own_attributes(value)
+    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts("object", (cls, tuple(attributes)), own, len(own))
+
+
 def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
     """The names of the children of a container that was taken apart, as `take_apart` has given them."""
     attributes = [f"{path}.{name}" for name in detail[-1]]

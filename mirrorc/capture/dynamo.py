@@ -16,6 +16,7 @@ from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.refused_modules import refuse_modules
+from mirrorc.capture.traced_outputs import TracedOutputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
@@ -41,6 +42,8 @@ class DynamoFrontEnd(FrontEnd):
         refuse_modules(call, what)
         with _explained(what, leaves):
             traced = trace_full_graph(call, leaves, put_together)
+        outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
+        remove_marks(traced)
         notes = changed_arguments(traced, call, what)
         notes += dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
         check_loss(traced, what)
@@ -48,9 +51,20 @@ class DynamoFrontEnd(FrontEnd):
         refuse_effects(traced.graph, what)
         _own_loss(traced.graph)
         with _explained(what, leaves):
-            joint = export_joint_graph(stack, traced, leaves, decompositions)
+            names = tuple(outputs.types) if outputs is not None else ()
+            joint = export_joint_graph(stack, traced, leaves, decompositions, names)
         joint.weighted_means = weighted_means_of(traced)
-        return Traced(joint, guards_of(traced), (*notes, *outside))
+        return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """Reads a trace of the call that is used for nothing else."""
+        try:
+            with quiet_fake_tensors():
+                traced = trace_full_graph(call, leaves)
+        except Exception as error:
+            logger.info("no trace for another number of examples", exc_info=error)
+            return None
+        return read_outputs(traced, call, leaves, type(call.model).__name__)
 
 
 def _own_loss(graph: fx.Graph) -> None:
@@ -59,7 +73,8 @@ def _own_loss(graph: fx.Graph) -> None:
     AOTAutograd would leave such a loss out of its graph: torch.compile gives it by a view of the parameter.
     """
     output = graph.output_node()
-    (loss,) = output.all_input_nodes
+    loss = output.args[0][0]  # type: ignore[index]
+    assert isinstance(loss, fx.Node)
     given = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     memory = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
     if storage_key(loss.meta["example_value"]) in memory:

@@ -99,13 +99,14 @@ def _reason(text: str) -> str:
 
 def check_loss(traced: fx.GraphModule, what: str) -> None:
     """Refuses a loss that is not a scalar tensor, or that does not depend on parameters."""
-    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
-    results = output.all_input_nodes
-    loss = results[0].meta.get("example_value") if len(results) == 1 else None
+    values = traced.graph.output_node().args[0]
+    first = values[0] if isinstance(values, tuple | list) and values else None
+    loss = first.meta.get("example_value") if isinstance(first, fx.Node) else None
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
         raise CaptureError(
-            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, or an object with "
-            "'.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns a tensor"
+            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a tuple, or "
+            "in an object with 'loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns "
+            "it likewise"
         )
     if loss.numel() != 1:
         raise CaptureError(

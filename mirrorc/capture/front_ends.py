@@ -16,6 +16,7 @@ from mirrorc.capture.captured_graph import CapturedGraph, restructure
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
+from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.errors import CaptureError
@@ -31,11 +32,13 @@ class Traced:
         guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
             nothing but the key of its specialization.
         notes: warnings to give, once.
+        outputs: what a step returns beside its loss, if the call keeps it.
     """
 
     joint: JointGraph
     guards: Guards = NO_GUARDS
     notes: tuple[Note, ...] = ()
+    outputs: TracedOutputs | None = None
 
 
 class FrontEnd(ABC):
@@ -69,6 +72,10 @@ class FrontEnd(ABC):
         Raises:
             CaptureError: with the user's file and line, the reason and a remedy.
         """
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """What a call on example tensors of other sizes would return beside its loss; None if that is not known."""
+        return None
 
 
 AUTO = "auto"
@@ -149,12 +156,25 @@ def capture(
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
     """
-    with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(kept_tracing_state())
-        stack.enter_context(warnings.catch_warnings())
+    with _tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes)
+    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs)
+
+
+def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    """What a step on shards of another size would return beside its loss; None if that is not known."""
+    with _tracing(call):
+        return front_end.trace_outputs(call, leaves)
+
+
+@contextlib.contextmanager
+def _tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
+    """A block in which a front end may trace a call, and after which the model is as it was."""
+    with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(kept_tracing_state())
+        stack.enter_context(warnings.catch_warnings())
+        yield stack

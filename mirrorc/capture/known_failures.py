@@ -60,6 +60,12 @@ _KNOWN = (
         ("_local_scalar_dense",),
     ),
     KnownFailure(
+        "Hugging Face installs hooks for hidden states and attentions in the first call of a model, under a lock",
+        "call the model once, with the same arguments, before its first step",
+        ("",),
+        line="_hook_installation_lock",
+    ),
+    KnownFailure(
         "nn.LSTM, nn.GRU and nn.RNN are not traced",
         "call nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time, which is captured",
         ("rnn, gru, or lstm",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +14,12 @@ from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.counted_lookups import notes_on_counted_lookups
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
-from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named
+from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named, outputs_for
 from mirrorc.capture.guards import AllGuards, Guards
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.outputs import Outputs, outputs_of
 from mirrorc.capture.shards import Shards
+from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
 from mirrorc.errors import CaptureError
@@ -41,6 +44,7 @@ class CapturedProgram:
         constants: the tensors in it that are neither parameters nor buffers.
         guards: whether the Python state that its graphs depend on is as it was.
         notes: warnings to give, once.
+        outputs: what a step returns beside its loss, if that is kept.
         differences: sentences on what makes a step on this batch differ from that of one device.
     """
 
@@ -49,6 +53,7 @@ class CapturedProgram:
     guards: Guards
     differences: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+    outputs: Outputs | None = None
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
@@ -91,6 +96,7 @@ def capture_program(
     refuse_synchronized_statistics(training_call)
     types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
     distinct = list(dict.fromkeys(types_of))
+    shard_of_replica = tuple(distinct.index(types) for types in types_of)
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
@@ -105,7 +111,6 @@ def capture_program(
         _refuse_added(captured[-1], added)
     captured = _with_constants_apart(captured, {*paths.values(), *state.tensors})
     _check_agreement(captured, type(training_call.model).__name__)
-    shard_of_replica = tuple(distinct.index(types) for types in types_of)
     constants = {name: value for graph in captured for name, value in graph.constants.items()}
     program = Program(
         stage=Stage.CAPTURED,
@@ -118,13 +123,51 @@ def capture_program(
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizer),
     )
+    outputs: Outputs | None = None
+    told: tuple[Note, ...] = ()
+    if training_call.keeps_outputs:
+        sizes = [shards.num_examples[shard_of_replica.index(shard)] for shard in range(len(distinct))]
+        tell = functools.partial(outputs_for, front_end or front_end_named(AUTO), training_call)
+        outputs = _gathered(captured, shard_of_replica, sizes, lambda: tell(_grown(distinct[0], call, home)))
+        if outputs.told:
+            told = (Note(f"{type(training_call.model).__name__}: {outputs.told}", "<unknown>", 0),)
     means = captured[0].weighted_means
     program = program.with_remarks(*remarks_on(means, len(devices)))
     guards = AllGuards([graph.guards for graph in captured])
-    notes = tuple(dict.fromkeys(note for graph in captured for note in graph.notes))
+    notes = tuple(dict.fromkeys((*(note for graph in captured for note in graph.notes), *told)))
     if len(devices) > 1:
         notes += notes_on_counted_lookups(captured[0].graph, type(training_call.model).__name__)
-    return CapturedProgram(program, constants, guards, differences_in(means, shards), notes)
+    return CapturedProgram(program, constants, guards, differences_in(means, shards), notes, outputs)
+
+
+def _gathered(
+    captured: Sequence[CapturedGraph],
+    shard_of_replica: Sequence[int],
+    sizes: Sequence[int],
+    trace_grown: Callable[[], TracedOutputs | None],
+) -> Outputs:
+    """What steps return beside their loss; notes in the graphs how each output is gathered."""
+    traced = [graph.outputs for graph in captured if graph.outputs is not None]
+    other = trace_grown() if len(set(sizes)) == 1 and len(shard_of_replica) > 1 else None
+    outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
+    for graph in captured:
+        for node in calls_to(graph.graph, ops.gather):
+            node.kwargs = {**node.kwargs, "how": outputs.ways[str(node.kwargs["output"])]}
+    return outputs
+
+
+def _grown(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
+    """Example tensors for a shard with one example more."""
+    grown = []
+    for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
+        shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)
+        inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+        strides, step = [0] * len(shape), 1
+        for dim in inner_first:
+            strides[dim] = step
+            step *= shape[dim]
+        grown.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+    return grown
 
 
 def _unique(names: list[str]) -> list[str]:

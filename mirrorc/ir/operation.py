@@ -37,6 +37,7 @@ class Kind(enum.Enum):
     SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
     REGION = "region"  # runs a region
     CHECK = "check"  # stops the step unless a value is true
+    GATHER = "gather"  # hands a value to the step's caller
     COMPUTE = "operator"  # computes a value from others without effects, as an operator of torch does
     FACTORED = "factored"  # gives a gradient as factors
     PACK = "pack"  # fills a bucket
@@ -50,6 +51,7 @@ class Effect(enum.Enum):
     """An effect that an operation has besides its value."""
 
     CHECKS = "stops the step unless its value is true"
+    GATHERS = "hands its value to the step's caller"
     LAUNCHES = "gives a pending value"
     JOINS = "takes a value of every replica and belongs to none"
     SUMS = "adds up the replicas' values"

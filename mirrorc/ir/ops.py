@@ -21,6 +21,7 @@ from mirrorc.ir.type_rules import (
     of_buckets,
     of_commit,
     of_finiteness,
+    of_gather,
     of_index_add,
     of_product,
     of_region,
@@ -102,6 +103,21 @@ def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int
 @operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
 def check(condition: Any, *, text: str, replica: int | None = None) -> None:
     """Stops the step with this text, before anything has changed, unless the condition (one element) is true."""
+
+
+@operation(
+    Kind.GATHER,
+    since=Stage.CAPTURED,
+    effects=(Effect.GATHERS,),
+    gives=of_gather,
+    stem="gather_{output}",
+)
+def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
+    """Hands a replica's part of an output, which the step returns beside its loss, to the caller.
+
+    ``how`` says what the caller gets: the parts "concatenated" along dim 0, their mean over examples ("averaged"), their sum
+    ("summed"), or each by itself ("apart").
+    """
 
 
 @operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
@@ -255,3 +271,6 @@ LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 
 UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 """Operations that write the parameters of buckets."""
+
+OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
+"""Operations that come right behind the forward that gives their value, outside of regions."""

@@ -18,6 +18,10 @@ OTHERWISE = ("raise", "skip")
 """What a step may do whose losses or gradients are not all finite, see `mirrorc.ir.ops.commit`."""
 
 
+WAYS_TO_GATHER = ("concatenated", "averaged", "summed", "apart")
+"""How the replicas' parts of an output make what the caller gets, see `mirrorc.ir.ops.gather`."""
+
+
 def noted_type(node: Any) -> ValueType:
     """The type that is recorded on a node; an argument that is no node stands for itself."""
     return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
@@ -201,6 +205,20 @@ def of_commit(program: Program, node: fx.Node) -> None:
         raise TypeError(f"it is given {say_type(wrong[0])}, but decides by truth values")
     if node.kwargs.get("otherwise") not in (OTHERWISE if given else (None,)):
         raise TypeError(f"its keyword otherwise is {node.kwargs.get('otherwise')!r}, with {len(given)} truth values")
+
+
+def of_gather(program: Program, node: fx.Node) -> None:
+    """No value. ``how`` must be a way that the operand's type allows."""
+    kind, how = noted_type(node.args[0]), node.kwargs["how"]
+    if not isinstance(kind, tuple) or kind[0] != "tensor":
+        raise TypeError(f"it is given {say_type(kind)}, but hands over tensors")
+    _, shape, _, dtype, *_ = kind
+    if how not in WAYS_TO_GATHER:
+        raise TypeError(f"its keyword how is {how!r}, not one of {', '.join(WAYS_TO_GATHER)}")
+    if how == "concatenated" and not shape:
+        raise TypeError("it is given a scalar, which cannot be concatenated along dim 0")
+    if how == "averaged" and (shape or not (dtype.is_floating_point or dtype.is_complex)):
+        raise TypeError(f"it is given {say_type(kind)}, of which there is no mean over examples")
 
 
 def nothing(program: Program, node: fx.Node) -> None:

@@ -18,7 +18,7 @@ _STYLES = (
 )
 _OF_KINDS = {
     "bold yellow": (Kind.LAUNCH, Kind.WAIT),
-    "bold green": (Kind.CHECK, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
+    "bold green": (Kind.CHECK, Kind.GATHER, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
     "bold cyan": (Kind.COMPUTE,),
 }
 """Colors of operations, by their kind. Sources and regions have none, because their names are not printed."""

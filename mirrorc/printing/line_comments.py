@@ -205,9 +205,15 @@ def _updated(program: Program, node: fx.Node) -> str:
     return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_share else "")
 
 
+def _gathered(node: fx.Node) -> str:
+    """The type of a device's part of an output, as in a call it may be one of several activations."""
+    return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
+
+
 _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
     {
         ops.check: lambda program, node: f"or the step stops: {node.kwargs['text']!r}",
+        ops.gather: lambda program, node: _gathered(node),
         ops.pack: _packed,
         ops.update: _updated,
         ops.step_optimizer: lambda program, node: _OWN_STEP,

@@ -12,6 +12,7 @@ from mirrorc.torch_internals.allocations import (
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
+from mirrorc.torch_internals.graph_results import StandIns, give_values, results_with_stand_ins
 from mirrorc.torch_internals.graphs import (
     FakeTensor,
     FakeTensorMode,
@@ -75,6 +76,7 @@ __all__ = [
     "PythonCall",
     "PythonWrite",
     "SourceWords",
+    "StandIns",
     "UncountedHook",
     "add_node",
     "bare_name",
@@ -85,6 +87,7 @@ __all__ = [
     "export_joint_graph",
     "failing_node",
     "fresh_kernel_files",
+    "give_values",
     "global_hook_tables",
     "guards_of",
     "has_cpp_compiler",
@@ -116,6 +119,7 @@ __all__ = [
     "quiet_fake_tensors",
     "reading_names",
     "replaced_operators",
+    "results_with_stand_ins",
     "schema_of",
     "source_words",
     "storage_key",

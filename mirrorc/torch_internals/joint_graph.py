@@ -19,6 +19,7 @@ class JointGraph:
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
         tangent: the placeholder for the gradient of the loss.
         loss: the node of the loss.
+        outputs: what the step returns beside the loss: the nodes by name.
         gradients: parameter name to the node of its gradient; None if it has no gradient.
         buffer_writes: buffer name to the node of its new value.
         written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
@@ -30,6 +31,7 @@ class JointGraph:
     fake_mode: Any
     tangent: fx.Node
     loss: fx.Node
+    outputs: dict[str, fx.Node] = field(default_factory=dict)
     leaf_of: dict[fx.Node, int] = field(default_factory=dict)
     variable_of: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)

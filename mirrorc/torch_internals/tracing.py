@@ -143,8 +143,9 @@ def export_joint_graph(
     traced: fx.GraphModule,
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
+    outputs: Sequence[str] = (),
 ) -> JointGraph:
-    """The functional forward-and-backward graph of what `trace_full_graph` gave."""
+    """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -156,8 +157,10 @@ def export_joint_graph(
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     tangent = next(node for node in placeholders if isinstance(node.meta["desc"], d.TangentAOTInput))
     results = list(zip(output.args[0], output.meta["desc"], strict=True))
-    loss = next(node for node, desc in results if isinstance(desc, d.PlainAOTOutput))
+    by_index = {desc.idx: node for node, desc in results if isinstance(desc, d.PlainAOTOutput)}
+    loss, *others = (by_index[index] for index in range(1 + len(outputs)))
     joint = JointGraph(graph_module, tangent.meta["val"].fake_mode, tangent, loss)
+    joint.outputs = dict(zip(outputs, others, strict=True))
     for node in placeholders:
         desc = node.meta["desc"]
         if isinstance(desc, d.PlainAOTInput):

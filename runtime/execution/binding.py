@@ -22,6 +22,7 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
+from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.runtime.state.step_state import StepState
@@ -45,6 +46,7 @@ class Binder:
         constants: tensors that the capture found outside of parameters and buffers.
         communicators: the communicators by link.
         commit: where the replicas decide on a step.
+        outputs: what the replicas hand to the caller.
 
     Attributes:
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
@@ -58,9 +60,11 @@ class Binder:
         constants: Mapping[str, torch.Tensor],
         communicators: Mapping[str, Communicator],
         commit: CommitPoint,
+        outputs: StepOutputs,
     ) -> None:
         self.program, self.regions, self._state = program, regions, state
         self._constants, self._communicators, self._commit = constants, communicators, commit
+        self._outputs = outputs
         self.pieces: list[Piece] = []
 
     def bind(self, replica: int, node: fx.Node) -> Any:
@@ -89,6 +93,10 @@ class Binder:
                 raise AssertionError(text)
 
         return check
+
+    @binds(ops.gather)
+    def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        return self._outputs.part(replica, node)
 
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:

@@ -44,6 +44,11 @@ def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -
             f"cuda_graphs=True cannot capture an assert on a tensor: {source_line(checked)}, {checked.kwargs['text']!r}. The "
             "host looks at it in every step; train without it, or compile with cuda_graphs=False"
         )
+    if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
+        raise ValueError(
+            "cuda_graphs=True keeps the memory of a step for the next one, so it cannot hand outputs to the caller: compile "
+            "without return_outputs, or with cuda_graphs=False"
+        )
     check_capturable(optimizer, program.variables)
 
 

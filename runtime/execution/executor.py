@@ -25,6 +25,7 @@ from mirrorc.runtime.execution.finite_checks import commit_point_of
 from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave, pauses_at
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
+from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
@@ -46,6 +47,7 @@ class Executor:
 
     Attributes:
         commit: decides whether a step takes place.
+        outputs: what the last step has given beside its loss.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class Executor:
         self._state = state
         self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
-        self._binder = Binder(program, regions, state, constants, self._communicators, self.commit)
+        self.outputs = StepOutputs(program)
+        self._binder = Binder(program, regions, state, constants, self._communicators, self.commit, self.outputs)
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
@@ -133,6 +136,7 @@ class Executor:
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
         given = [(r, start, shards[r], weight_tensors[r], seed) for r in range(self.program.num_replicas)]
         self._state.begin()
+        self.outputs.begin()
         results: list[tuple[bool, Any] | None] = []
         loss, number = None, self._state.num_skipped + 1  # of this step, if it is skipped
         try:

@@ -155,7 +155,7 @@ class _Walk:
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
 
-    @accounts(ops.read, ops.slot, ops.recv, ops.step_optimizer, ops.store, ops.write, ops.check)
+    @accounts(ops.read, ops.slot, ops.recv, ops.step_optimizer, ops.store, ops.write, ops.check, ops.gather)
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere
 

@@ -92,8 +92,8 @@ class MemoryReport:
     """The memory of a step; `str` of it is a table.
 
     Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report does not
-    include the batch on CPUs, which belongs to the caller; variables that the program does not use; code; and memory that
-    operators allocate and free internally.
+    include the batch on CPUs and the outputs of a step, which belong to the caller; variables that the program does not use;
+    code; and memory that operators allocate and free internally.
 
     Attributes:
         devices: the memory of each device, in order of replicas.

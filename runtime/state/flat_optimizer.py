@@ -85,7 +85,7 @@ class FlatOptimizer:
         group = {
             key: value for key, value in self.optimizer.param_groups[0].items() if key in taken and key != "params"
         }
-        made = kind([self.parameter], **group).state  # type: ignore[call-arg]
+        made = kind([self.parameter], **group).state
         if self.parameter in made:
             self.optimizer.state[self.parameter] = made[self.parameter]
 

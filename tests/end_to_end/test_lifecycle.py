@@ -406,7 +406,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch.setattr(importlib.import_module("mirrorc.step"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
     step = compile_mlp(make_mlp())
     step(**mlp_batch(4))
-    compiled, closing = step._specializer.executor_for, list[threading.Thread]()
+    compiled, closing = step._specializer.specialization_for, list[threading.Thread]()
 
     def close_meanwhile(*arguments: Any, **options: Any) -> Any:
         found = compiled(*arguments, **options)
@@ -417,7 +417,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
             closing[0].join(TIMEOUT_SECONDS)
         return found
 
-    monkeypatch.setattr(step._specializer, "executor_for", close_meanwhile)
+    monkeypatch.setattr(step._specializer, "specialization_for", close_meanwhile)
     with pytest.raises(ExecutionError, match="the step is closed"):
         step(**mlp_batch(6))
     closing[0].join(TIMEOUT_SECONDS)

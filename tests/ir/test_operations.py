@@ -52,13 +52,14 @@ def programs() -> list[Program]:
     found = [stage for name in ("buffer", "uneven") for stage in every_stage(HANDMADE[name]()).values()]
     found += every_stage(captured_model(Table()), min_factored_elements=1).values()
     found += every_stage(captured_model(Asserting())).values()
+    found += every_stage(captured_model(nn.Linear(4, 3), keeps_outputs=True)).values()
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
 
 
 def test_every_operation_is_known_to_every_part() -> None:
-    others = (Kind.SOURCE, Kind.CHECK, Kind.COMPUTE, Kind.FACTORED)
+    others = (Kind.SOURCE, Kind.CHECK, Kind.GATHER, Kind.COMPUTE, Kind.FACTORED)
     categories = dict.fromkeys(others, "other") | {Kind.WRITE: "update"}
     for found in operations():
         graph = torch.fx.Graph()

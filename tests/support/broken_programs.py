@@ -489,6 +489,21 @@ def check_after_the_commit(_: Program) -> Program:
     return program
 
 
+def gather_losses(graph: fx.Graph, num: int, **options: Any) -> None:
+    """Hands the losses of so many replicas to the caller; those of a lowered graph are one."""
+    output: Any = graph.output_node().args[0]
+    for loss in (output["losses"] if isinstance(output, dict) else [output])[:num]:
+        owner = {key: loss.args[0].kwargs[key] for key in ("replica",) if key in loss.args[0].kwargs}
+        with graph.inserting_after(loss):
+            node = graph.call_function(ops.gather, (loss,), {"output": "loss", "how": "averaged"} | options | owner)
+        node.meta["val"] = None
+
+
+def gather_in_two_ways(graph: fx.Graph) -> None:
+    gather_losses(graph, 2)
+    with_kwargs(first(graph, ops.gather), how="summed")
+
+
 def checked(change: Callable[[fx.Graph], object]) -> Mutation:
     """A change of a program that looks at what is finite."""
 
@@ -545,6 +560,12 @@ BAD: dict[str, list[Mutation]] = {
     "waits_are_on_one_side_of_the_commit": [
         at("schedule-overlap", wait_on_one_side),
         at("lower-devices", wait_on_one_side),
+    ],
+    "outputs_are_gathered_alike": [
+        at("replicate", lambda graph: gather_losses(graph, 1)),
+        at("insert-update", gather_in_two_ways),
+        at("schedule-overlap", lambda graph: [gather_losses(graph, 2) for _ in range(2)] and None),
+        at("lower-devices", lambda graph: gather_losses(graph, 1)),
     ],
     "checks_come_first": [
         ("schedule-overlap", check_after_the_commit),

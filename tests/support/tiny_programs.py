@@ -177,12 +177,17 @@ def captured_two_layers(num_devices: int = 2, rows: int = 8) -> Program:
     return captured_model(TwoLayers(), num_devices, rows)
 
 
-def captured_model(model: nn.Module, num_devices: int = 2, rows: int = 8, columns: int = 4) -> Program:
-    """The same of any classifier of so many features."""
-    loss_fn = nn.functional.cross_entropy
+def captured_model(
+    model: nn.Module, num_devices: int = 2, rows: int = 8, columns: int = 4, *, keeps_outputs: bool = False
+) -> Program:
+    """The same of any classifier of so many features; one whose outputs are kept gives logits and more."""
+
+    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output if isinstance(output, torch.Tensor) else output[0], target)
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
     shards = split_call(call, num_devices)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    training_call = TrainingCall(model, loss_fn, call.structure)
+    training_call = TrainingCall(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     return capture_program(training_call, call, shards, devices, ModelState(model, loss_fn), optimizer, {}).program

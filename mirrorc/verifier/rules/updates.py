@@ -108,7 +108,7 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
 
 
 def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
-    if is_region_call(node) or node.target in (ops.check, ops.pack) or node.target in ops.REDUCTIONS:
+    if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
         return True
     return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
 

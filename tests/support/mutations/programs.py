@@ -13,6 +13,7 @@ from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
 from torch import fx, nn
 
+import mirrorc
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
@@ -153,6 +154,20 @@ class LaidOut(nn.Module):
         return self.head(torch.tanh(h).flatten(1)) * first_in_memory(h.detach(), 3)
 
 
+class Returning(nn.Module):
+    """Logits, and beside them values of equal types: along the batch, scalars, counts, and what replicas have for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = torch.tanh(self.one(x))
+        logits = self.two(hidden)
+        counts = mirrorc.summed((logits > 0).sum()), mirrorc.summed((hidden > 0).sum())
+        return logits, logits.sin(), hidden.mean(), logits.mean(), *counts, hidden.sum(0), hidden.amax(0)
+
+
 def _reads_others(num_devices: int, weights: list[Weight]) -> Program:
     """Each gradient reads the variable whose gradient is made before it, the last one a buffer that is written."""
     program = handmade(num_devices, weights, buffer=True)
@@ -203,6 +218,8 @@ def handmade_sources() -> Iterator[Source]:
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
+    yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
+    yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
 

@@ -1,0 +1,147 @@
+"""What a step returns beside its loss: the containers of the model's output, and how replicas' parts make each of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.capture.arguments import Call, Constant, PerReplica, Structure, rebuild
+from mirrorc.capture.traced_outputs import IMMUTABLE, Leaf, LeafKind, TracedOutputs
+from mirrorc.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the steps of a program return beside their loss.
+
+    Attributes:
+        ways: how each output is gathered, by name, see `mirrorc.ir.ops.gather`.
+        told: a sentence on what cannot be told of them; empty if all can.
+    """
+
+    ways: Mapping[str, str]
+    told: str
+    _structure: Structure
+    _leaves: tuple[Leaf, ...]
+
+    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
+        """Puts the outputs of a step together.
+
+        Args:
+            gathered: the outputs by name; a list of the replicas' parts for those that are apart.
+            loss: of the whole batch.
+            call: the step's arguments.
+        """
+        return rebuild(self._structure, [_value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+
+
+def _value(leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
+    if leaf.kind is LeafKind.LOSS:
+        return loss
+    if leaf.kind is LeafKind.ARGUMENT:
+        argument = call.leaves[leaf.value]
+        return argument.tensor if argument.tensor is not None else _apart(argument.per_replica)
+    if leaf.kind is LeafKind.CONSTANT:
+        return leaf.value
+    value = gathered[leaf.value]
+    return _apart(value) if isinstance(value, list) else value
+
+
+def _apart(values: Sequence[Any]) -> Any:
+    """What each replica gives; of one replica, it is the whole."""
+    return PerReplica(values) if len(values) > 1 else values[0]
+
+
+def outputs_of(
+    traced: Sequence[TracedOutputs], shard_of_replica: Sequence[int], sizes: Sequence[int], other: TracedOutputs | None
+) -> Outputs:
+    """The outputs of a program, from what its graphs give for shards of several sizes.
+
+    A tensor lies along the batch if its first dimension is the number of examples, whatever that is. One size of shard does not
+    tell: a tensor may happen to be as long. So a trace of another size is compared.
+
+    Args:
+        traced: what the graphs give, one for each kind of shard.
+        shard_of_replica: which of these each replica runs.
+        sizes: the number of examples for each of these, and that of ``other`` last, if there is one.
+        other: what a graph for a shard of another size would give; None if it is not known.
+
+    Raises:
+        CaptureError: shards of different sizes give outputs that differ in more than sizes.
+    """
+    each = [*traced, *([other] if other is not None else [])]
+    first = each[0]
+    for one in each[1:]:
+        _check_alike(first, one)
+    is_whole = len(shard_of_replica) == 1
+    ways = {name: _way(name, [one.types[name] for one in each], sizes, first.summed) for name in first.types}
+    unknown = [name for name, (shape, _) in first.types.items() if shape and shape[0] == sizes[0]]
+    told = ""
+    if unknown and len(set(sizes)) == 1 and not is_whole:
+        told = (
+            f"{', '.join(map(repr, unknown))} may lie along the batch, which only a graph for another number of examples would "
+            "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
+        )
+    own = [_common(places, shard_of_replica) for places in zip(*(one.leaves for one in each), strict=True)]
+    return Outputs(ways, told, first.structure, tuple(own))
+
+
+def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
+    kinds = [[(leaf.path, leaf.kind) for leaf in one.leaves] for one in (first, other)]
+    if first.structure != other.structure or kinds[0] != kinds[1] or list(first.types) != list(other.types):
+        differing = next((a[0] for a, b in zip(*kinds, strict=False) if a != b), "outputs")
+        raise CaptureError(
+            f"{differing!r} of what forward returns is another structure for another number of examples, a list with an item for "
+            "each example perhaps: replicas have shards, and their outputs could not be put together. Remedy: return tensors "
+            "with a row for each example, or compile without return_outputs"
+        )
+
+
+def _way(
+    name: str, types: Sequence[tuple[torch.Size, torch.dtype]], sizes: Sequence[int], summed: frozenset[str]
+) -> str:
+    shapes, dtype = [shape for shape, _ in types], types[0][1]
+    if name in summed:
+        if len(set(shapes)) > 1:
+            raise CaptureError(
+                f"{name!r} is marked by mirrorc.summed(), but its shape follows the number of examples "
+                f"({list(shapes[0])} and {list(next(s for s in shapes if s != shapes[0]))}): there is nothing to add up. Remedy: "
+                "sum over the examples first"
+            )
+        return "summed"
+    if not any(shapes):
+        return "averaged" if dtype.is_floating_point or dtype.is_complex else "apart"
+    follows = len(set(sizes)) > 1 and all(shape[:1] == (size,) for shape, size in zip(shapes, sizes, strict=True))
+    return "concatenated" if follows and len({shape[1:] for shape in shapes}) == 1 else "apart"
+
+
+def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int]) -> Leaf:
+    """What stands at one place for shards of all sizes: a constant that follows the size is each replica's own.
+
+    The places are in the order of the shards' graphs; one of another size may follow.
+    """
+    first = places[0]
+    if first.kind is not LeafKind.CONSTANT or all(_is_same(first.value, place.value) for place in places[1:]):
+        return first
+    return Leaf(first.path, LeafKind.CONSTANT, _apart([places[shard].value for shard in shard_of_replica]))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
+        return (
+            Constant(value) == Constant(other)
+            if _has_hash(value)
+            else bool(type(value) is type(other) and value == other)
+        )
+    return value is other
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a slice before Python 3.12
+        return False
+    return True

@@ -1,0 +1,59 @@
+"""Rules on what the replicas hand to the caller beside the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+_Key = tuple[str, str, object, object]
+
+
+@rule(since=Stage.CAPTURED, order=Order.OWNERS)
+def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
+    """Every replica gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated one have a row
+    for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one shape."""
+    each: list[tuple[str, list[fx.Node], int | None]] = []
+    sizes = program.num_examples
+    for i, graph in enumerate(program.shard_graphs):
+        size = sizes[program.shard_of_replica.index(i)] if sizes and i in program.shard_of_replica else None
+        each.append((f"the graph of shard {i}", list(calls_to(graph, ops.gather)), size))
+    for i, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
+        found = list(calls_to(graph, ops.gather))
+        for r in replicas:
+            size = sizes[i if r is None else r] if sizes else None
+            each.append((name_of_replica(r), [node for node in found if replica_of(node) == r], size))
+    first: dict[str, _Key] | None = None
+    for where, nodes, num_examples in each:
+        own: dict[str, _Key] = {}
+        for node in nodes:
+            name = str(node.kwargs["output"])
+            if name in own:
+                yield Violation(f"{where} gathers {name} twice", node)
+            own[name] = _key(node)
+            if own[name][0] == "concatenated" and not _has_rows(node, num_examples):
+                yield Violation(f"{where} gathers {name} along the batch, but it has no row for each example", node)
+        if first is None:
+            first = own
+        for name in {**first, **own}:
+            if first.get(name) != own.get(name):
+                at = next((n for n in nodes if str(n.kwargs["output"]) == name), nodes[0] if nodes else None)
+                yield Violation(f"{where} gathers {name} otherwise than {each[0][0]}, or not at all", at)
+
+
+def _has_rows(node: fx.Node, num_examples: int | None) -> bool:
+    value = node.all_input_nodes[0].meta["val"]
+    return value.dim() > 0 and num_examples in (None, value.shape[0])
+
+
+def _key(node: fx.Node) -> _Key:
+    """What must be the same for all parts of an output."""
+    how, value = str(node.kwargs["how"]), node.all_input_nodes[0].meta["val"]
+    shape = {"concatenated": value.shape[1:], "averaged": value.shape, "summed": value.shape}.get(how)
+    return how, str(node.kwargs["output"]), value.dtype, shape
