@@ -105,8 +105,8 @@ def check_loss(traced: fx.GraphModule, what: str) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
         raise CaptureError(
             f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a tuple, or "
-            "in an object with 'loss' (have you passed the labels?); else give compile() a loss_fn(output, target) that returns "
-            "it likewise"
+            "in a dict or an object with '.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) "
+            "that returns it likewise"
         )
     if loss.numel() != 1:
         raise CaptureError(

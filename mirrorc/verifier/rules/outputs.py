@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from mirrorc.ir import ops
@@ -20,7 +21,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
     """Every replica gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated one have a row
     for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one shape."""
     each: list[tuple[str, list[fx.Node], int | None]] = []
-    sizes = program.num_examples
+    sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
     for i, graph in enumerate(program.shard_graphs):
         size = sizes[program.shard_of_replica.index(i)] if sizes and i in program.shard_of_replica else None
         each.append((f"the graph of shard {i}", list(calls_to(graph, ops.gather)), size))
@@ -33,7 +34,9 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
     for where, nodes, num_examples in each:
         own: dict[str, _Key] = {}
         for node in nodes:
-            name = str(node.kwargs["output"])
+            name = str(node.kwargs.get("output"))
+            if not node.all_input_nodes:
+                continue  # `operations_have_their_arguments` speaks of it
             if name in own:
                 yield Violation(f"{where} gathers {name} twice", node)
             own[name] = _key(node)
@@ -43,17 +46,19 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
             first = own
         for name in {**first, **own}:
             if first.get(name) != own.get(name):
-                at = next((n for n in nodes if str(n.kwargs["output"]) == name), nodes[0] if nodes else None)
+                at = next((n for n in nodes if str(n.kwargs.get("output")) == name), nodes[0] if nodes else None)
                 yield Violation(f"{where} gathers {name} otherwise than {each[0][0]}, or not at all", at)
 
 
 def _has_rows(node: fx.Node, num_examples: int | None) -> bool:
-    value = node.all_input_nodes[0].meta["val"]
-    return value.dim() > 0 and num_examples in (None, value.shape[0])
+    value = node.all_input_nodes[0].meta.get("val")
+    return not isinstance(value, torch.Tensor) or (value.dim() > 0 and num_examples in (None, value.shape[0]))
 
 
 def _key(node: fx.Node) -> _Key:
     """What must be the same for all parts of an output."""
-    how, value = str(node.kwargs["how"]), node.all_input_nodes[0].meta["val"]
+    how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return how, str(node.kwargs.get("output")), None, None
     shape = {"concatenated": value.shape[1:], "averaged": value.shape, "summed": value.shape}.get(how)
-    return how, str(node.kwargs["output"]), value.dtype, shape
+    return how, str(node.kwargs.get("output")), value.dtype, shape
