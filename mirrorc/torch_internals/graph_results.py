@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import weakref
 from collections.abc import Sequence
@@ -53,10 +52,6 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
     assert isinstance(values, tuple | list)
     stand_ins = StandIns(values)
     unflatten: Any = traced._dynamo_bytecode_unflatten
-    unflatten.f_globals = {
-        **vars(builtins),
-        **unflatten.f_globals,
-    }  # torch 2.11 leaves out builtins that its code calls
     return unflatten(stand_ins.give(), tuple(leaves)), stand_ins
 
 

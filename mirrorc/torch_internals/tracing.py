@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import importlib.util
@@ -72,6 +73,8 @@ def trace_full_graph(
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
             traced = dynamo_graph_capture_for_export(module)(*leaves)
+        if torch.__version__ < "2.12":
+            _add_builtins(traced)
         read_variables_from_module(traced)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
@@ -84,6 +87,13 @@ def trace_full_graph(
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
             if name.startswith("__compiled_fn"):
                 del names[name]
+
+
+def _add_builtins(traced: fx.GraphModule) -> None:
+    """Adds builtins to the names that Dynamo's code may read; torch 2.11 leaves them out, and its code calls ``type``."""
+    replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
+    for replay in replays:
+        replay.f_globals = {**vars(builtins), **replay.f_globals}
 
 
 def _dynamos_options() -> dict[str, Any]:

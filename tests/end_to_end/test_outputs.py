@@ -401,6 +401,8 @@ def test_views_that_no_operator_makes_are_refused_and_copies_of_them_given(of: s
                 assert not is_copied and "that no operator has made (.T, .mT, .data)" in str(error)
                 continue
             assert is_copied or torch.__version__ >= "2.14"  # which makes some of them by operators
+            if of == "target":
+                continue
             own = [view(before)] * 2 if of == "parameter" else [view(part) for part in x.split(3)]
             for value, expected in zip(
                 parts(found, 2) if isinstance(found, PerReplica) else found.split(3), own, strict=True
