@@ -47,7 +47,7 @@ def compile(
     devices: int | Sequence[str | torch.device] | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
     loss_reduction: LossReduction = "mean",
     backend: BackendName = "inductor",
     dump: str | Path | None = None,

@@ -36,7 +36,7 @@ class StepOptions:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[[Any, Any], Any] | None
     loss_reduction: LossReduction
     backend: Backend
     front_end: FrontEnd

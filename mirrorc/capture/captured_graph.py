@@ -59,25 +59,50 @@ def restructure(
     refuse_written_inputs(joint, leaf_names, variable_names, what)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
+    arguments, seed = _add_arguments(graph, joint, leaf_names, values)
+    constants = _copy_nodes(graph, joint, variable_names, values)
+    graph.output(_outputs(joint, values, variable_names, trained, what))
+    if seed_random_ops(graph, seed) == 0:
+        graph.erase_node(seed)
+        arguments.pop()
+    keep_asserts(graph, values[joint.tangent], what)
+    given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
+    _move_before_backward(values[joint.tangent], [values[node] for node in given])
+    _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
+    _remove_dead_code(graph)
+    own_strided_reads(graph)
+    _own_gradients(graph)
+    read = _read_names(graph)
+    kept = {name: constant for name, constant in constants.items() if name in read}
+    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means)
+
+
+def _add_arguments(
+    graph: fx.Graph, joint: JointGraph, leaf_names: Sequence[str], values: dict[fx.Node, fx.Node]
+) -> tuple[list[Argument], fx.Node]:
+    """Adds the placeholders: of the batch, the loss's weight and, last, the seed, which is given back, too."""
     arguments: list[Argument] = []
-    reads: dict[str, fx.Node] = {}
-    constants: dict[str, torch.Tensor] = {}
-    joint_nodes = list(joint.graph_module.graph.nodes)
-    by_leaf = {joint.leaf_of[n]: n for n in joint_nodes if n in joint.leaf_of}
+    nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
         node = graph.placeholder(name)
         arguments.append(Argument(name, ArgumentKind.BATCH, leaf))
-        if leaf in by_leaf:
-            node.meta["val"] = by_leaf[leaf].meta["val"]
-            values[by_leaf[leaf]] = node
-    for kind, source in ((ArgumentKind.LOSS_WEIGHT, joint.tangent), (ArgumentKind.SEED, None)):
-        node = graph.placeholder(kind.value)
-        arguments.append(Argument(kind.value, kind))
-        node.meta["val"] = source.meta["val"] if source is not None else joint.fake_seed()
-        if source is not None:
-            values[source] = node
-        seed = node
-    for node in joint_nodes:
+        if leaf in nodes_of:
+            node.meta["val"] = nodes_of[leaf].meta["val"]
+            values[nodes_of[leaf]] = node
+    weight, seed = (graph.placeholder(kind.value) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED))
+    arguments += [Argument(kind.value, kind) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED)]
+    weight.meta["val"], seed.meta["val"] = joint.tangent.meta["val"], joint.fake_seed()
+    values[joint.tangent] = weight
+    return arguments, seed
+
+
+def _copy_nodes(
+    graph: fx.Graph, joint: JointGraph, variable_names: Mapping[str, str], values: dict[fx.Node, fx.Node]
+) -> dict[str, torch.Tensor]:
+    """Copies all other nodes, variables as reads; returns the tensors that are no variables of the model, by name."""
+    reads: dict[str, fx.Node] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for node in joint.graph_module.graph.nodes:
         if node in values or node.op == "output":
             continue
         if node.op == "placeholder" or node.op == "get_attr":
@@ -93,20 +118,7 @@ def restructure(
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
             values[node].meta = _kept_meta(node)
-    graph.output(_outputs(joint, values, variable_names, trained, what))
-    if seed_random_ops(graph, seed) == 0:
-        graph.erase_node(seed)
-        arguments.pop()
-    keep_asserts(graph, values[joint.tangent], what)
-    given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
-    _move_before_backward(values[joint.tangent], [values[node] for node in given])
-    _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
-    _remove_dead_code(graph)
-    own_strided_reads(graph)
-    _own_gradients(graph)
-    read = _read_names(graph)
-    kept = {name: constant for name, constant in constants.items() if name in read}
-    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means)
+    return constants
 
 
 def _move_before_backward(tangent: fx.Node, given: Sequence[fx.Node]) -> None:

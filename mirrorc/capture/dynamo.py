@@ -16,7 +16,7 @@ from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.refused_modules import refuse_modules
-from mirrorc.capture.traced_outputs import TracedOutputs, read_outputs, remove_marks
+from mirrorc.capture.traced_outputs import TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
@@ -62,7 +62,7 @@ class DynamoFrontEnd(FrontEnd):
             with quiet_fake_tensors():
                 traced = trace_full_graph(call, leaves)
         except Exception as error:
-            logger.info("no trace for another number of examples", exc_info=error)
+            logger.debug("no trace for another number of examples", exc_info=error)
             return None
         return read_outputs(traced, call, leaves, type(call.model).__name__)
 
@@ -70,14 +70,12 @@ class DynamoFrontEnd(FrontEnd):
 def _own_loss(graph: fx.Graph) -> None:
     """Copies a loss that lies in the memory of a parameter, which the step updates before it returns the loss.
 
-    AOTAutograd would leave such a loss out of its graph: torch.compile gives it by a view of the parameter.
+    torch.compile would give such a loss by a view of the parameter.
     """
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)
-    given = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-    memory = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
-    if storage_key(loss.meta["example_value"]) in memory:
+    if storage_key(loss.meta["example_value"]) in memory_of_inputs(graph):
         with graph.inserting_before(output):
             own = graph.call_function(torch.clone, (loss,))
         own.meta = dict(loss.meta)

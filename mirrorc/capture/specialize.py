@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.constants import with_constants_apart
 from mirrorc.capture.counted_lookups import notes_on_counted_lookups
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
@@ -94,24 +94,38 @@ def capture_program(
         ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
     refuse_synchronized_statistics(training_call)
+    front_end = front_end or front_end_named(AUTO)
+    home = devices[0].torch_device
     types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
     distinct = list(dict.fromkeys(types_of))
     shard_of_replica = tuple(distinct.index(types) for types in types_of)
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
-    names = _unique([identifier(leaf.path) for leaf in call.leaves])
-    home = devices[0].torch_device
-    paths, added = state.names_now()
-    captured = []
-    for types in distinct:
-        examples = [torch.empty_strided(size, stride, dtype=dtype, device=home) for size, stride, dtype in types]
-        captured.append(
-            capture(front_end or front_end_named(AUTO), training_call, examples, names, paths, trained, decompositions)
-        )
-        _refuse_added(captured[-1], added)
-    captured = _with_constants_apart(captured, {*paths.values(), *state.tensors})
-    _check_agreement(captured, type(training_call.model).__name__)
-    constants = {name: value for graph in captured for name, value in graph.constants.items()}
+    examples = [_examples(types, home) for types in distinct]
+    captured = _capture_each(front_end, training_call, call, examples, state, optimizer, decompositions)
+
+    def trace_grown() -> TracedOutputs | None:
+        return outputs_for(front_end, training_call, _examples(_grown(distinct[0], call), home))
+
+    keeps = training_call.keeps_outputs
+    outputs = _gathered(captured, shard_of_replica, shards.num_examples, trace_grown) if keeps else None
+    return CapturedProgram(
+        _program(captured, shard_of_replica, shards.num_examples, devices, state, optimizer, loss_reduction),
+        {name: value for graph in captured for name, value in graph.constants.items()},
+        AllGuards([graph.guards for graph in captured]),
+        differences_in(captured[0].weighted_means, shards),
+        _notes(captured, outputs, len(devices), type(training_call.model).__name__),
+        outputs,
+    )
+
+
+def _program(
+    captured: Sequence[CapturedGraph],
+    shard_of_replica: tuple[int, ...],
+    num_examples: tuple[int, ...],
+    devices: tuple[Device, ...],
+    state: ModelState,
+    optimizer: torch.optim.Optimizer,
+    loss_reduction: str,
+) -> Program:
     program = Program(
         stage=Stage.CAPTURED,
         devices=devices,
@@ -119,34 +133,59 @@ def capture_program(
         arguments=captured[0].arguments,
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=shard_of_replica,
-        num_examples=shards.num_examples,
+        num_examples=num_examples,
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizer),
     )
-    outputs: Outputs | None = None
-    told: tuple[Note, ...] = ()
-    if training_call.keeps_outputs:
-        sizes = [shards.num_examples[shard_of_replica.index(shard)] for shard in range(len(distinct))]
-        tell = functools.partial(outputs_for, front_end or front_end_named(AUTO), training_call)
-        outputs = _gathered(captured, shard_of_replica, sizes, lambda: tell(_grown(distinct[0], call, home)))
-        if outputs.told:
-            told = (Note(f"{type(training_call.model).__name__}: {outputs.told}", "<unknown>", 0),)
-    means = captured[0].weighted_means
-    program = program.with_remarks(*remarks_on(means, len(devices)))
-    guards = AllGuards([graph.guards for graph in captured])
-    notes = tuple(dict.fromkeys((*(note for graph in captured for note in graph.notes), *told)))
-    if len(devices) > 1:
-        notes += notes_on_counted_lookups(captured[0].graph, type(training_call.model).__name__)
-    return CapturedProgram(program, constants, guards, differences_in(means, shards), notes, outputs)
+    return program.with_remarks(*remarks_on(captured[0].weighted_means, len(devices)))
+
+
+def _capture_each(
+    front_end: FrontEnd,
+    training_call: TrainingCall,
+    call: Call,
+    examples_of: Sequence[Sequence[torch.Tensor]],
+    state: ModelState,
+    optimizer: torch.optim.Optimizer,
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> list[CapturedGraph]:
+    """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
+    names = _unique([identifier(leaf.path) for leaf in call.leaves])
+    paths, added = state.names_now()
+    captured = []
+    for examples in examples_of:
+        captured.append(capture(front_end, training_call, examples, names, paths, trained, decompositions))
+        _refuse_added(captured[-1], added)
+    captured = with_constants_apart(captured, {*paths.values(), *state.tensors})
+    _check_agreement(captured, type(training_call.model).__name__)
+    return captured
+
+
+def _examples(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of these types, of any values."""
+    return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
+
+
+def _notes(captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devices: int, what: str) -> tuple[Note, ...]:
+    """The warnings to give on all graphs, each once."""
+    notes = [note for graph in captured for note in graph.notes]
+    if outputs is not None and outputs.told:
+        notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
+    if num_devices > 1:
+        notes += notes_on_counted_lookups(captured[0].graph, what)
+    return tuple(dict.fromkeys(notes))
 
 
 def _gathered(
     captured: Sequence[CapturedGraph],
     shard_of_replica: Sequence[int],
-    sizes: Sequence[int],
+    num_examples: Sequence[int],
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
     """What steps return beside their loss; notes in the graphs how each output is gathered."""
+    sizes = [num_examples[shard_of_replica.index(shard)] for shard in range(len(captured))]
     traced = [graph.outputs for graph in captured if graph.outputs is not None]
     other = trace_grown() if len(set(sizes)) == 1 and len(shard_of_replica) > 1 else None
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
@@ -156,18 +195,17 @@ def _gathered(
     return outputs
 
 
-def _grown(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
-    """Example tensors for a shard with one example more."""
+def _grown(types: ShardTypes, call: Call) -> ShardTypes:
+    """The types of a shard with one example more, laid out in the same order of dimensions."""
     grown = []
     for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
         shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)
-        inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
         strides, step = [0] * len(shape), 1
-        for dim in inner_first:
+        for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):  # the innermost first
             strides[dim] = step
             step *= shape[dim]
-        grown.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-    return grown
+        grown.append((torch.Size(shape), tuple(strides), dtype))
+    return tuple(grown)
 
 
 def _unique(names: list[str]) -> list[str]:
@@ -188,33 +226,6 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
                 f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
                 "model.parameters() and compile the model anew"
             )
-
-
-def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Gives constants that follow the size of a shard, as ``torch.tensor(len(x))`` does, a name of their own in each graph."""
-    known: dict[str, torch.Tensor] = {}
-    named = []
-    for shard, graph in enumerate(captured):
-        names = {}
-        for name, value in graph.constants.items():
-            is_same = name not in known or known[name] is value or _is_equal(known[name], value)
-            names[name] = name if is_same else _unique_name(f"{name}_shard{shard}", {*taken, *known, *graph.constants})
-            known.setdefault(names[name], value)
-        for node in calls_to(graph.graph, ops.read):
-            variable = str(node.kwargs["variable"])
-            node.kwargs = {**node.kwargs, "variable": names.get(variable, variable)}
-        named.append(replace(graph, constants={names[name]: value for name, value in graph.constants.items()}))
-    return named
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-
-
-def _unique_name(name: str, taken: Set[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:

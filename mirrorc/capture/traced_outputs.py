@@ -91,8 +91,7 @@ def read_outputs(traced: fx.GraphModule, module: nn.Module, leaves: Sequence[tor
     structure = reader.read(results[1], again[1], "outputs")
     reader.refuse_hidden()
     marked = _marked(traced, reader.gathered, what)
-    given = [n.meta.get("example_value") for n in traced.graph.find_nodes(op="placeholder")]
-    memory = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
+    memory = memory_of_inputs(traced.graph)
     owned = [_own_value(traced, node, memory) for node in reader.gathered.values()]
     types = {
         name: (value.meta["example_value"].shape, value.meta["example_value"].dtype)
@@ -101,6 +100,12 @@ def read_outputs(traced: fx.GraphModule, module: nn.Module, leaves: Sequence[tor
     loss = stand_ins.node_of(results[0])
     give_values(traced, [*([loss] if loss is not None else []), *owned])
     return TracedOutputs(structure, tuple(reader.leaves), types, marked)
+
+
+def memory_of_inputs(graph: fx.Graph) -> set[int]:
+    """The storages of a trace's arguments and variables: what lies there, AOTAutograd leaves out of its graph."""
+    given = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    return {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
 
 
 def remove_marks(traced: fx.GraphModule) -> None:
@@ -153,8 +158,8 @@ def _sources(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _own_value(traced: fx.GraphModule, node: fx.Node, memory: set[Any]) -> fx.Node:
-    """A value without gradient, copied if it lies in an argument's memory, which AOTAutograd would leave out of its graph."""
+def _own_value(traced: fx.GraphModule, node: fx.Node, memory: set[int]) -> fx.Node:
+    """A value without gradient, copied if it lies in the memory of an input."""
     graph, value = traced.graph, node.meta["example_value"]
     with graph.inserting_before(graph.output_node()):
         own = graph.call_method("detach", (node,))

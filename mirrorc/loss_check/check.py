@@ -72,7 +72,7 @@ def check_loss(
     model: nn.Module,
     /,
     *args: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
     loss_reduction: str = "mean",
     num_replicas: int = 2,
     tolerance: float | None = None,

@@ -477,3 +477,32 @@ def test_constants_that_follow_the_number_of_examples_are_each_shards_own(device
             expected = train_step(twin, twin_optimizer, {"x": x}, None)
             assert step(x).item() == pytest.approx(expected, rel=1e-12)
     assert_same_model(model, twin, 1e-12)
+
+
+class ScaledBySize(nn.Module):
+    """Reads one of two tensors that are no buffers; which one follows from the number of examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.scales = [torch.ones(2), torch.ones(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scales[len(x) % 2]).square().mean()
+
+
+def test_constants_that_are_only_equal_stay_two() -> None:
+    model = ScaledBySize()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        for scale in (1.0, 3.0):
+            model.scales[1].fill_(scale)  # in place: what was compiled stays true
+            twin.scales[1].fill_(scale)
+            x = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+            twin_optimizer.zero_grad()
+            expected = 4 / 7 * twin(x[:4]) + 3 / 7 * twin(x[4:])
+            expected.backward()
+            twin_optimizer.step()
+            assert step(x).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert_same_model(model, twin, 1e-6)

@@ -11,27 +11,28 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program, Stage
-from mutations.places import next_like, placed_nodes, timelines, with_argument, with_keywords
+from mutations.places import (
+    dropped,
+    given_another,
+    placed_nodes,
+    timelines,
+    with_argument,
+    with_commits,
+    with_keywords,
+)
 from mutations.table import Edit, breaks
 
 
 @breaks
 def drop_a_check(program: Program) -> Iterator[Edit]:
     """A check is not made."""
-    for node in placed_nodes(program, ops.check):
-        yield partial(node.graph.erase_node, node)
+    yield from dropped(program, ops.check)
 
 
 @breaks
 def check_another_value(program: Program) -> Iterator[Edit]:
     """A check looks at the condition of another one."""
-    for timeline in timelines(program):
-        checks = [node for node in timeline if node.target is ops.check]
-        conditions = [node.all_input_nodes[0] for node in checks]
-        for node in checks:
-            other = next_like(node.all_input_nodes[0], conditions)
-            if other is not None and other is not node.all_input_nodes[0]:
-                yield partial(with_argument, node, 0, other)
+    yield from given_another(program, ops.check)
 
 
 @breaks
@@ -52,10 +53,8 @@ def check_after_everything(program: Program) -> Iterator[Edit]:
 @breaks
 def check_after_the_commit(program: Program) -> Iterator[Edit]:
     """A check comes right after its replica's commit, when others may go on."""
-    for node in placed_nodes(program, ops.check):
-        for commit in placed_nodes(program, ops.commit):
-            if commit.graph is node.graph and replica_of(commit) == replica_of(node):
-                yield partial(commit.append, node)
+    for node, commit in with_commits(program, ops.check):
+        yield partial(commit.append, node)
 
 
 @breaks

@@ -6,30 +6,22 @@ from collections.abc import Iterator
 from functools import partial
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_rules import WAYS_TO_GATHER
-from mutations.places import next_like, placed_nodes, timelines, with_argument, with_keywords
+from mutations.places import dropped, given_another, placed_nodes, with_commits, with_keywords
 from mutations.table import Edit, breaks, keeps
 
 
 @breaks
 def drop_a_gather(program: Program) -> Iterator[Edit]:
     """A replica's part of an output is not handed over."""
-    for node in placed_nodes(program, ops.gather):
-        yield partial(node.graph.erase_node, node)
+    yield from dropped(program, ops.gather)
 
 
 @breaks
 def gather_another_value(program: Program) -> Iterator[Edit]:
     """A replica hands over its part of another output."""
-    for timeline in timelines(program):
-        gathers = [node for node in timeline if node.target is ops.gather]
-        values = [node.all_input_nodes[0] for node in gathers]
-        for node in gathers:
-            other = next_like(node.all_input_nodes[0], values)
-            if other is not None and other is not node.all_input_nodes[0]:
-                yield partial(with_argument, node, 0, other)
+    yield from given_another(program, ops.gather)
 
 
 @breaks
@@ -53,16 +45,12 @@ def gather_in_another_way(program: Program) -> Iterator[Edit]:
 @breaks
 def gather_after_the_commit(program: Program) -> Iterator[Edit]:
     """A part is handed over after the commit, when nothing may fail any more."""
-    for node in placed_nodes(program, ops.gather):
-        for commit in placed_nodes(program, ops.commit):
-            if commit.graph is node.graph and replica_of(commit) == replica_of(node):
-                yield partial(commit.append, node)
+    for node, commit in with_commits(program, ops.gather):
+        yield partial(commit.append, node)
 
 
 @keeps
 def gather_later(program: Program) -> Iterator[Edit]:
     """A part is handed over right before its replica's commit."""
-    for node in placed_nodes(program, ops.gather):
-        for commit in placed_nodes(program, ops.commit):
-            if commit.graph is node.graph and replica_of(commit) == replica_of(node):
-                yield partial(commit.prepend, node)
+    for node, commit in with_commits(program, ops.gather):
+        yield partial(commit.prepend, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -151,6 +152,31 @@ def repeat_at_the_end(node: fx.Node) -> None:
     """The same call once more, as the last."""
     with node.graph.inserting_before(node.graph.output_node()):
         node.graph.node_copy(node)
+
+
+def with_commits(program: Program, target: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The nodes outside of regions that call this, each with its replica's commit in the same graph."""
+    commits = {(commit.graph, replica_of(commit)): commit for commit in placed_nodes(program, ops.commit)}
+    for node in placed_nodes(program, target):
+        if (node.graph, replica_of(node)) in commits:
+            yield node, commits[node.graph, replica_of(node)]
+
+
+def dropped(program: Program, target: Any) -> Iterator[Callable[[], object]]:
+    """For each node that calls this and that nobody uses, the edit that drops it."""
+    for node in placed_nodes(program, target):
+        yield partial(node.graph.erase_node, node)
+
+
+def given_another(program: Program, target: Any) -> Iterator[Callable[[], object]]:
+    """For each node that calls this, the edit that gives it what the next of its replica is given, of the same type."""
+    for timeline in timelines(program):
+        nodes = [node for node in timeline if node.target is target]
+        values = [node.all_input_nodes[0] for node in nodes]
+        for node, value in zip(nodes, values, strict=True):
+            other = next_like(value, values)
+            if other is not None and other is not value:
+                yield partial(with_argument, node, 0, other)
 
 
 def insert_like(node: fx.Node, target: Any, *args: Any) -> fx.Node:
