@@ -41,7 +41,7 @@ class DynamoFrontEnd(FrontEnd):
         what = type(call.model).__name__
         refuse_modules(call, what)
         with _explained(what, leaves):
-            traced = trace_full_graph(call, leaves, put_together)
+            traced = trace_full_graph(call, leaves, put_together, guards_results=call.keeps_outputs)
         outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)

@@ -122,6 +122,29 @@ def captured_output() -> Iterator[list[Any]]:
         functional_export.fullgraph_capture = capture
 
 
+@contextlib.contextmanager
+def guarded_results() -> Iterator[None]:
+    """While Dynamo traces a call, has it guard what the call returns without a look at it, such as a string that was passed.
+
+    Dynamo leaves that unguarded, because the code that it makes reads it anew in each call. mirrorc keeps what was read.
+    """
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    generate = PyCodegen.__call__
+
+    def guarding(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, LazyVariableTracker) and not value.is_realized():
+            value.realize()
+        generate(self, value, *args, **kwargs)
+
+    PyCodegen.__call__ = guarding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PyCodegen.__call__ = generate  # type: ignore[method-assign]
+
+
 def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
     """The guards of a captured call of ``module``.
 

@@ -20,7 +20,13 @@ from torch import fx, nn
 
 from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
 from mirrorc.torch_internals.graph_inputs import read_variables_from_module
-from mirrorc.torch_internals.guards import DynamoGuards, build_guards, captured_output, traced_globals
+from mirrorc.torch_internals.guards import (
+    DynamoGuards,
+    build_guards,
+    captured_output,
+    guarded_results,
+    traced_globals,
+)
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
 from mirrorc.torch_internals.random_draws import observed_draws, observed_kept_draws
@@ -41,7 +47,11 @@ def kept_tracing_state() -> Iterator[None]:
 
 
 def trace_full_graph(
-    module: nn.Module, leaves: Sequence[torch.Tensor], makes_arguments: Callable[..., Any] | None = None
+    module: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    makes_arguments: Callable[..., Any] | None = None,
+    *,
+    guards_results: bool = False,
 ) -> fx.GraphModule:
     """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
 
@@ -51,6 +61,7 @@ def trace_full_graph(
         module: what is called.
         leaves: the tensors that it is called with.
         makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
+        guards_results: whether Python values that are returned are guarded even if nothing looks at them.
 
     Raises:
         GuardsChange: forward reads something that changes whenever it is read.
@@ -66,6 +77,7 @@ def trace_full_graph(
             _no_log_of_metrics(),
             warnings.catch_warnings(),
             captured_output() as outputs,
+            guarded_results() if guards_results else contextlib.nullcontext(),
             observed_effects(module, names, makes_arguments) as effects,
             observed_draws() as draws,
             observed_kept_draws() as kept_draws,

@@ -16,6 +16,7 @@ from mirrorc import torch_internals as internals
 from mirrorc.torch_internals import tracing
 
 CHATTY = logging.getLogger("chatty")
+NAMES = {"of": "first"}
 
 
 def test_trace_full_graph_gives_one_graph_with_the_results_example() -> None:
@@ -122,3 +123,17 @@ def test_an_interrupted_trace_leaves_no_state_of_torch_behind() -> None:
         assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
     assert torch._guards.TracingContext.try_get() is None
     internals.trace_full_graph(Small(), (torch.ones(2, 3), torch.ones(1)))
+
+
+def test_values_that_are_only_returned_are_guarded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(nn.Module):
+        def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return leaves[0].sum(), NAMES["of"]
+
+    for guards_results in (False, True):
+        monkeypatch.setitem(NAMES, "of", "first")
+        traced = internals.trace_full_graph(Named(), (torch.ones(2),), guards_results=guards_results)
+        guards = internals.guards_of(traced)
+        assert guards.hold()
+        NAMES["of"] = "second"
+        assert guards.hold() is not guards_results
