@@ -15,12 +15,20 @@ from mirrorc.capture.containers import put_together
 from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
+from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.traced_outputs import TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
-from mirrorc.torch_internals import export_joint_graph, guards_of, quiet_fake_tensors, storage_key, trace_full_graph
+from mirrorc.torch_internals import (
+    export_joint_graph,
+    guards_of,
+    quiet_fake_tensors,
+    storage_key,
+    trace_full_graph,
+    traced_instead,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +49,11 @@ class DynamoFrontEnd(FrontEnd):
         what = type(call.model).__name__
         refuse_modules(call, what)
         with _explained(what, leaves):
-            traced = trace_full_graph(call, leaves, put_together, guards_results=call.keeps_outputs)
+            traced = _trace(call, leaves, put_together, call.keeps_outputs)
         outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)
-        notes += dropped_effects(traced, what, lambda: trace_full_graph(call, leaves))
+        notes += dropped_effects(traced, what, lambda: _trace(call, leaves))
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
@@ -60,11 +68,21 @@ class DynamoFrontEnd(FrontEnd):
         """Reads a trace of the call that is used for nothing else."""
         try:
             with quiet_fake_tensors():
-                traced = trace_full_graph(call, leaves)
+                traced = _trace(call, leaves)
         except Exception as error:
             logger.debug("no trace for another number of examples", exc_info=error)
             return None
         return read_outputs(traced, call, leaves, type(call.model).__name__)
+
+
+def _trace(
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    makes_arguments: Callable[..., Any] | None = None,
+    guards_results: bool = False,
+) -> fx.GraphModule:
+    with traced_instead(TRACED_INSTEAD):
+        return trace_full_graph(call, leaves, makes_arguments, guards_results=guards_results)
 
 
 def _own_loss(graph: fx.Graph) -> None:

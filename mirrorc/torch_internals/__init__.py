@@ -54,6 +54,7 @@ from mirrorc.torch_internals.state import (
     torch_modes,
     trace_artifact,
 )
+from mirrorc.torch_internals.substituted_calls import traced_instead
 from mirrorc.torch_internals.tracing import (
     export_joint_graph,
     failing_node,
@@ -127,6 +128,7 @@ __all__ = [
     "trace_artifact",
     "trace_full_graph",
     "traced_frames",
+    "traced_instead",
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",

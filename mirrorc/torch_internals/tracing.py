@@ -113,6 +113,7 @@ def _dynamos_options() -> dict[str, Any]:
     from torch._dynamo import config
 
     options = {
+        "allow_rnn": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
         "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),

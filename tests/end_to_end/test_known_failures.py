@@ -60,7 +60,11 @@ def keep_mean(net: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent(kind: type[nn.Module]) -> nn.Module:
-    return Net(lambda net, y: net.more(in_sequence(y))[0][:, 0], kind(2, 2, batch_first=True))
+    def begins_with_whole_states(net: Any, y: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(1, 1 + len(y), 2)
+        return net.more(in_sequence(y), (state, state) if kind is nn.LSTM else state)[0][:, 0]
+
+    return Net(begins_with_whole_states, kind(2, 2, batch_first=True))
 
 
 def transformer(**more: Any) -> nn.Module:
@@ -70,8 +74,14 @@ def transformer(**more: Any) -> nn.Module:
 
 ADDS_UP, READS_TOTAL = functools.partial(Net, add_up), functools.partial(Net, lambda net, y: y * float(TOTAL[0]))
 CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
-    (lambda: recurrent(nn.LSTM), ("nn.LSTM, nn.GRU and nn.RNN are not traced", "nn.LSTMCell")),
-    (lambda: recurrent(nn.GRU), ("nn.LSTM, nn.GRU and nn.RNN are not traced", "nn.GRUCell")),
+    (
+        lambda: recurrent(nn.LSTM),
+        ("the first states of a recurrent net have their examples in dim 1", "h.transpose(0, 1)"),
+    ),
+    (
+        lambda: recurrent(nn.GRU),
+        ("the first states of a recurrent net have their examples in dim 1", "h.transpose(0, 1)"),
+    ),
     (transformer, ("whether it is causal", "tgt_is_causal=True")),
     (lambda: Net(assert_small), ("torch._assert of a tensor is not captured", 'assert condition, "text"')),
     (lambda: Net(lambda net, y: y * float(ARRAY[0])), ("Python number of a value of numpy", "before the step")),

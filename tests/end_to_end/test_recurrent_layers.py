@@ -1,0 +1,153 @@
+"""nn.LSTM, nn.GRU and nn.RNN train as on one device, with one operator for each layer and direction."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import assert_same_losses, assert_same_training, train_mirrored, train_on_one_device
+from selections import thinned
+from torch import nn
+
+import mirrorc
+from mirrorc.ir.program import Program
+
+SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two layers of two directions": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    "no bias": {"bias": False, "num_layers": 2},
+}
+
+
+class Net(nn.Module):
+    """Classifies sequences [batch, time, 3] by all that a recurrent net gives."""
+
+    def __init__(self, kind: type[nn.RNNBase], has_states: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(3, 4, **options)
+        layers = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
+        outer = self.rnn.proj_size or 4
+        self.head = nn.Linear(outer * (2 if self.rnn.bidirectional else 1), 2)
+        widths = (outer, 4) if kind is nn.LSTM else (outer,)
+        self.first = nn.ParameterList([nn.Parameter(torch.randn(layers, 1, width)) for width in widths if has_states])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = tuple(state.expand(-1, len(x), -1).contiguous() for state in self.first)
+        values = x if self.rnn.batch_first else x.transpose(0, 1)
+        output, last = self.rnn(values, (first if len(first) > 1 else first[0]) if first else None)
+        output = output if self.rnn.batch_first else output.transpose(0, 1)
+        ends = last if isinstance(last, tuple) else (last,)
+        return self.head(output).mean(1) + sum(end.square().mean((0, 2)) for end in ends).unsqueeze(1)
+
+
+def batches(num_examples: int = 5, dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    made = functools.partial(torch.randn, generator=generator, dtype=dtype)
+    return [{"x": made(num_examples, 6, 3), "target": made(num_examples, 2)} for _ in range(2)]
+
+
+@pytest.mark.parametrize(("kind", "options", "num_devices"), thinned([*KINDS], [*OPTIONS], [1, 2, 3]))
+def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Net(KINDS[kind], has_states=num_devices == 2, **OPTIONS[options]).double()
+    mirrored = train_mirrored(model, SGD, batches(), num_devices, F.mse_loss)
+    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(), F.mse_loss), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("LSTM", {"proj_size": 2, "num_layers": 2}), ("RNN", {"nonlinearity": "relu"})]
+)
+def test_projections_and_relu(kind: str, options: dict[str, Any]) -> None:
+    model = Net(KINDS[kind], **options).double()
+    mirrored = train_mirrored(model, SGD, batches(), 2, F.mse_loss)
+    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(), F.mse_loss), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_compiled_regions(dtype: torch.dtype, tolerance: float) -> None:
+    model = Net(nn.LSTM, num_layers=2).to(dtype)
+    mirrored = train_mirrored(model, SGD, batches(dtype=dtype), 2, F.mse_loss, backend="inductor")
+    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(dtype=dtype), F.mse_loss), tolerance)
+
+
+def targets(program: Program) -> list[str]:
+    """The names of the operators in the regions of a program."""
+    graphs = [region.graph_module.graph for region in program.regions.values()]
+    return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("LSTM", "onednn_lstm"), ("GRU", "gru"), ("RNN", "rnn")])
+def test_a_layer_is_one_operator_however_long_the_sequences_are(kind: str, name: str) -> None:
+    model = Net(KINDS[kind], num_layers=2)
+    with mirrorc.compile(model, 1, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+        found = []
+        for time in (3, 300):
+            step(torch.randn(2, time, 3), target=torch.randn(2, 2))
+            found.append(targets(step.program))
+    assert [found[1].count(f"mirrorc.{name}{end}.default") for end in ("", "_backward")] == [2, 2]
+    assert found[0] == found[1]
+
+
+def test_dropout_between_layers_follows_torchs_seed() -> None:
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Net(nn.GRU, num_layers=3, dropout=0.5).double()
+        torch.manual_seed(seed)
+        same = [batches()[0]] * 2
+        return train_mirrored(model, functools.partial(torch.optim.SGD, lr=0.0), same, 2, F.mse_loss).losses
+
+    first, again, other = losses(1), losses(1), losses(2)
+    assert first == again and first[0] != first[1] and first != other
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_autocast(kind: str) -> None:
+    """Values have the types that autocast gives them, and the loss agrees as far as bfloat16 does."""
+    torch.manual_seed(0)
+    model, dtypes = Net(KINDS[kind]), []
+
+    class Inside(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                output, last = self.rnn(x)
+                dtypes.append([output.dtype, *(end.dtype for end in (last if isinstance(last, tuple) else (last,)))])
+                return self.head(output).mean(1).float()
+
+    model.__class__ = Inside
+    given = batches(dtype=torch.float32)[:1]
+    expected = train_on_one_device(model, SGD, given, F.mse_loss)
+    plain = dtypes[0]
+    dtypes.clear()
+    with pytest.warns(UserWarning, match="changes dtypes"):
+        assert_same_losses(train_mirrored(model, SGD, given, 2, F.mse_loss), expected, 0.03)
+    assert all(found == plain for found in dtypes)
+
+
+def test_last_states_lie_with_their_examples_in_dim_1() -> None:
+    model = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
+
+    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output[0], target)
+
+    x = torch.randn(4, 5, 3)
+    expected = model(x)
+    with mirrorc.compile(model, 2, loss_fn=loss_fn, **options) as step:
+        _, (hidden, (last, _)) = step(x, target=torch.randn(4, 5, 4))
+    torch.testing.assert_close(hidden, expected[0].detach())
+    assert isinstance(last, mirrorc.PerReplica)
+    torch.testing.assert_close(torch.cat([*last.values], 1), expected[1][0].detach())
+
+
+def test_sequences_without_items_are_refused() -> None:
+    model = Net(nn.GRU)
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
+    refused = pytest.raises(mirrorc.CaptureError, match="sequence length to be larger than 0")
+    with mirrorc.compile(model, 1, **options) as step, refused:
+        step(torch.randn(2, 0, 3), target=torch.randn(2, 2))

@@ -1,0 +1,29 @@
+"""A function of ours is traced where the traced code calls a function of torch."""
+
+import torch
+from torch import nn
+
+from mirrorc import torch_internals as internals
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.GRU(2, 3)
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        return self.net(leaves[0])[0].sum()
+
+
+def cube(inputs: torch.Tensor, state: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return inputs**3, state
+
+
+def test_traced_instead_traces_another_function() -> None:
+    module, x = Calls(), torch.ones(4, 2, 2)
+    with internals.traced_instead({torch.gru: cube}):
+        inside = internals.trace_full_graph(module, (x,))
+    after = internals.trace_full_graph(module, (x,))
+    targets = [{node.target for node in traced.graph.nodes} for traced in (inside, after)]
+    assert [torch.gru in found for found in targets] == [False, True]
+    assert torch.equal(inside(x), (x**3).sum())
