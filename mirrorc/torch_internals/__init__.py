@@ -36,6 +36,7 @@ from mirrorc.torch_internals.operators import (
     with_overload,
     writes_argument,
 )
+from mirrorc.torch_internals.profiled_threads import is_profiled, seen_by_profiler
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
@@ -103,6 +104,7 @@ __all__ = [
     "is_dense",
     "is_operator",
     "is_plain_thread",
+    "is_profiled",
     "is_structured_trace_on",
     "is_users_file",
     "kept_tracing_state",
@@ -122,6 +124,7 @@ __all__ = [
     "replaced_operators",
     "results_with_stand_ins",
     "schema_of",
+    "seen_by_profiler",
     "source_words",
     "storage_key",
     "torch_modes",

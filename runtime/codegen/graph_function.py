@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,6 +24,8 @@ class GraphFunction:
         nodes: the node that each line of the source belongs to.
         source: the generated source.
         namespace: what its names are bound to; may be rebound between calls.
+        calls: the names in it of the functions that are called, each with the node that it belongs to.
+        title: as given to `generate`.
         marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
             each of these calls.
     """
@@ -35,7 +37,9 @@ class GraphFunction:
         nodes: Sequence[fx.Node | None],
         namespace: dict[str, Any],
         marked: Sequence[fx.Node] = (),
+        calls: Mapping[str, fx.Node] | None = None,
     ) -> None:
+        self.title, self.calls = title, calls or {}
         self.source, self.nodes, self.namespace, self.marked = source, nodes, namespace, marked
         self.filename = f"<mirrorc {title} #{next(_serial)}>"
         exec(compile(source, self.filename, "exec"), namespace)  # the source was generated below from a graph
@@ -125,6 +129,7 @@ class _Generator:
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
         self.namespace: dict[str, Any] = {}
+        self.calls: dict[str, fx.Node] = {}
         self.names: dict[fx.Node, str] = {}
         self.dying: dict[fx.Node, list[str]] = {}
 
@@ -143,7 +148,7 @@ class _Generator:
             self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
         for node in self.graph.nodes:
             self._emit_node(node)
-        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked)
+        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked, self.calls)
 
     def _emit(self, line: str, node: fx.Node | None) -> None:
         self.lines.append(line)
@@ -162,10 +167,11 @@ class _Generator:
                 self.dying[node] = []
                 return
             function = f"f_{name}"
-            self.namespace[function] = bound
             if isinstance(bound, Meeting):
                 self._emit_meeting(node, name, bound)
-            elif self.boxed(node):
+                return
+            self.namespace[function], self.calls[function] = bound, node
+            if self.boxed(node):
                 self._emit_boxed(node, function)
             else:
                 if self.pauses(node):
@@ -190,6 +196,7 @@ class _Generator:
 
     def _emit_meeting(self, node: fx.Node, name: str, bound: Meeting) -> None:
         self.namespace |= {f"arrive_{name}": bound.arrive, f"leave_{name}": bound.leave}
+        self.calls |= {f"arrive_{name}": node, f"leave_{name}": node}
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
         if self.pauses(node):
             self._emit("    yield", None)

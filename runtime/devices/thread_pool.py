@@ -15,6 +15,7 @@ import torch
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.process_memory import keep_what_is_freed
+from mirrorc.torch_internals import is_profiled, seen_by_profiler
 
 Job = Callable[[], Any]
 Order = (
@@ -98,6 +99,8 @@ class DevicePool:
         self._check_free()
         results = [] if results is None else results
         results.extend([None] * len(jobs))
+        if is_profiled():
+            jobs = [seen_by_profiler(job) for job in jobs]
         waiting, deadline = dict(enumerate(jobs)), time.monotonic() + self.timeout_seconds
         interruption: BaseException | None = None
         while True:

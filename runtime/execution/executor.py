@@ -26,6 +26,7 @@ from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingSte
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.outputs import StepOutputs
+from mirrorc.runtime.execution.ranges import seen
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
@@ -242,7 +243,7 @@ class Executor:
         """Runs a replica's step in its thread; returns its loss, and an event that tells when a GPU has done the step."""
         copies = self._host_copies[replica] if self._step_graph is None else None
         values = replica_arguments(self.program, replica, copies, *given)
-        call = self._functions[replica].call
+        call = seen(self._functions[replica])
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
@@ -251,7 +252,7 @@ class Executor:
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """Runs a replica's step on a CPU in the caller's thread."""
         values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
-        return (yield from self._pausing_functions[replica].call(values)), None
+        return (yield from seen(self._pausing_functions[replica])(values)), None
 
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
