@@ -8,7 +8,6 @@ import logging
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,8 +15,9 @@ from torch import fx, nn
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.dropped_effects import Note
+from mirrorc.capture.errors import LoneExampleError
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import Shards
+from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import REMEDY
@@ -42,7 +42,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.shared_memory import refuse_shared_memory
-from mirrorc.specializations import Specialization, Specializations
+from mirrorc.specializations import Key, Specialization, Specializations
 from mirrorc.torch_internals import is_dense, torch_modes
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,31 @@ class Specializer:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
         self._specializations = Specializations()
+        self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._has_warned_of_differences = False
         self._noted: set[Note] = set()
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
-    def specialization_for(self, call: Call, shards: Shards, is_stale: bool) -> Specialization:
-        """What was compiled for calls of this kind; compiles it if the call is the first one.
+    def specialization_for(self, call: Call, shards: Shards, is_stale: bool) -> tuple[Specialization, Shards]:
+        """What was compiled for calls of this kind, and the shards to run it on; compiles it if the call is the first one.
+
+        If torch refuses a shard of one example, the batch is split anew, among fewer replicas.
 
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.
         """
         key = self._key(call, shards)
+        is_lone = 1 in shards.num_examples and key in self._lone
+        try:
+            if not is_lone:
+                return self._specialization_of(key, call, shards, is_stale), shards
+        except LoneExampleError:
+            if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
+                raise
+            self._lone.add(key)
+        shards = split_call(call, len(shards.num_examples), fewest=2)
+        return self._specialization_of(self._key(call, shards), call, shards, is_stale), shards
+
+    def _specialization_of(self, key: Key, call: Call, shards: Shards, is_stale: bool) -> Specialization:
         try:
             self._interrupts.hold()
             found = self._specializations.get(key, call.plain)
@@ -116,7 +131,7 @@ class Specializer:
         for executor in self._specializations:
             executor.release()
 
-    def _key(self, call: Call, shards: Shards) -> tuple[Any, ...]:
+    def _key(self, call: Call, shards: Shards) -> Key:
         """What a graph depends on besides what its guards watch, in the order that `mirrorc.specializations.Key` says."""
         optimizer, devices = self._options.optimizer, self._options.devices
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)

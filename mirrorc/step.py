@@ -68,8 +68,8 @@ class Step:
         self._is_closed = False
         self._signature = Signature(
             options.model,
+            options.loss_fn,
             len(options.devices),
-            takes_target=options.loss_fn is not None,
             keeps_plain_apart=options.front_end.guards_plain_values,
         )
 
@@ -112,7 +112,7 @@ class Step:
         def compiled() -> Program:
             call, shards = self._signature.split(args, kwargs)
             is_stale = self._state.optimizers.is_stale()
-            self._last = self._specializer.specialization_for(call, shards, is_stale).executor
+            self._last = self._specializer.specialization_for(call, shards, is_stale)[0].executor
             return self._last.program
 
         return self._exclusively(compiled)
@@ -155,7 +155,7 @@ class Step:
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        found = self._specializer.specialization_for(call, shards, is_stale)
+        found, shards = self._specializer.specialization_for(call, shards, is_stale)
         executor = found.executor
         self._check_open()  # compiling takes long
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
@@ -185,7 +185,7 @@ class Step:
             self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
         total = sum(shards.num_examples)
         is_mean = options.loss_reduction == "mean"
-        weights = [n / total if is_mean else 1.0 for n in shards.num_examples]
+        weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
         loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard)

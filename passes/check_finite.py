@@ -68,8 +68,9 @@ class CheckFinite:
         losses: Any = graph.output_node().args[0]
         for commit in commits:
             replica: Any = replica_of(commit)
-            loss = _looked_at(program, commits[0], losses["losses"][replica], replica)
-            commit.args = (*found[replica], loss)
+            loss = losses["losses"][replica]  # None on a replica without examples
+            own = [_looked_at(program, commits[0], loss, replica)] if loss is not None else []
+            commit.args = (*found[replica], *own)
             commit.kwargs = {**commit.kwargs, "otherwise": self.otherwise}
         checked = program.evolve(properties=(*program.properties, Property.CHECKED))
         return checked.with_remarks(_remark(program, self.otherwise, num_moved))

@@ -59,7 +59,8 @@ class InsertUpdate:
             _step_and_broadcast(program, graph, others, output["reduced"])
         for variable, replicas in output["writes"].items():
             for replica, value in enumerate(replicas):
-                call(graph, ops.write, (value,), {"variable": variable, "replica": replica})
+                if value is not None:  # a replica without examples keeps its own
+                    call(graph, ops.write, (value,), {"variable": variable, "replica": replica})
         graph.output({"losses": output["losses"]})
         return program.evolve(stage=Stage.UPDATED, graph=graph).with_remarks(*_remarks(program), is_kept=False)
 

@@ -26,6 +26,8 @@ class LowerDevices:
         wait   = wait(ar, bucket=0, replica=0)                        wait  = wait(ar, bucket=0)
         output {losses: (loss, loss_1)}                               output loss
 
+    The graph of a device without examples has no arguments, and gives None in place of a loss.
+
     Needs: collectives with links.
     Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared,
         not copied.
@@ -47,7 +49,8 @@ class LowerDevices:
         output: Any = program.mirrored_graph.output_node().args[0]
         modules: dict[str, fx.GraphModule] = {}
         for r, device in enumerate(program.devices):
-            graphs[r].output(values[r][output["losses"][r]])
+            loss = output["losses"][r]
+            graphs[r].output(values[r][loss] if loss is not None else None)
             root = nn.Module()
             for node in graphs[r].nodes:
                 if node.op == "call_module":

@@ -24,6 +24,11 @@ class PackGradients:
         output {gradients: {w: (g0, ...), b: (g1, ...)}}          pack = pack(g0, g1, bucket=0, replica=0)
                                                                   output {packed: ((pack, ...),)}
 
+    A replica without examples packs no gradients: its buckets are filled with zeros, so that it takes part in all that follows
+    as every replica does::
+
+        (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
+
     Needs: a bucket plan and the mirrored graph.
     Guarantees: every gradient is packed exactly once, in its slot's place; nothing else uses it.
     """
@@ -39,10 +44,17 @@ class PackGradients:
         packed = []
         for bucket in program.buckets:
             replicas = range(program.num_replicas)
-            packed.append(tuple(_pack(graph, bucket, output["gradients"], replica, order) for replica in replicas))
+            own = {r: _pack(graph, bucket, output["gradients"], r, order) for r in program.present}
+            last = max(own.values())
+            for replica in replicas:
+                if replica not in own:
+                    own[replica] = last = _pack_zeros(graph, bucket, replica, last)
+            packed.append(tuple(own[replica] for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
         packs = f"{counted(len(program.buckets), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
         remark = f"{packs}, one per bucket, right after the bucket's last gradient"
+        if len(program.present) < program.num_replicas:
+            remark += "; those of replicas without examples fill it with zeros"
         return program.evolve(stage=Stage.PACKED, graph=graph).with_remarks(remark, is_kept=False)
 
 
@@ -51,7 +63,18 @@ def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: 
     last = max(members, key=order.__getitem__)
     with graph.inserting_after(last):
         node = call(graph, ops.pack, members, {"bucket": bucket.index, "replica": replica})
-    fake_mode = last.meta["val"].fake_mode
-    with fake_mode:
-        node.meta["val"] = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=last.meta["val"].device)
+    _set_type(node, bucket, last.meta["val"])
     return node
+
+
+def _pack_zeros(graph: fx.Graph, bucket: Bucket, replica: int, last: fx.Node) -> fx.Node:
+    """Packs no gradients, right after the ``last`` pack of a replica that has some."""
+    with graph.inserting_after(last):
+        node = call(graph, ops.pack, (), {"bucket": bucket.index, "replica": replica})
+    _set_type(node, bucket, last.meta["val"])
+    return node
+
+
+def _set_type(node: fx.Node, bucket: Bucket, like: Any) -> None:
+    with like.fake_mode:
+        node.meta["val"] = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=like.device)

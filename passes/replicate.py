@@ -30,6 +30,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
+    A replica without examples has no nodes here, and None in place of each result.
+
     Needs: an outlined graph for each shard shape.
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
     """
@@ -41,22 +43,22 @@ class Replicate:
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in program.devices]
-        sources = [program.shard_graphs[shard] for shard in program.shard_of_replica]
+        sources = [program.shard_graphs[shard] if shard is not None else None for shard in program.shard_of_replica]
         for step in zip_longest(*(_calls(source) for source in sources), fillvalue=()):
             for replica, nodes in enumerate(step):
                 for node in nodes:
                     copies[replica][node] = _copy(graph, node, copies[replica], replica)
         outputs: list[Any] = [
-            fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__)
+            fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__) if source is not None else None
             for replica, source in enumerate(sources)
         ]
-        graph.output(
-            {
-                "losses": tuple(output["loss"] for output in outputs),
-                "gradients": {name: tuple(o["gradients"][name] for o in outputs) for name in outputs[0]["gradients"]},
-                "writes": {name: tuple(o["writes"][name] for o in outputs) for name in outputs[0]["writes"]},
-            }
-        )
+        first = next(output for output in outputs if output is not None)
+
+        def of_all(kind: str) -> dict[str, tuple[fx.Node | None, ...]]:
+            return {name: tuple(o[kind][name] if o is not None else None for o in outputs) for name in first[kind]}
+
+        losses = tuple(output["loss"] if output is not None else None for output in outputs)
+        graph.output({"losses": losses, "gradients": of_all("gradients"), "writes": of_all("writes")})
         replicated = program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
         return replicated.with_remarks(_remark(program), is_kept=False)
 
@@ -65,7 +67,8 @@ def _remark(program: Program) -> str:
     """Says which replicas run which graph, and which types of shards make the graphs differ."""
     shards: dict[int, list[int]] = {}
     for replica, shard in enumerate(program.shard_of_replica):
-        shards.setdefault(shard, []).append(replica)
+        if shard is not None:
+            shards.setdefault(shard, []).append(replica)
     batch = [argument.name for argument in program.arguments if argument.kind is ArgumentKind.BATCH]
     types = {
         shard: {
@@ -80,13 +83,17 @@ def _remark(program: Program) -> str:
         + listed([f"{name}: {types[shard][name]}" for name in differing or batch])
         for shard, replicas in shards.items()
     ]
-    return "; ".join(said) + ("" if len(shards) > 1 else ": all shards have one shape")
+    absent = [replica for replica in range(program.num_replicas) if replica not in program.present]
+    if absent:
+        has = "has" if len(absent) == 1 else "have"
+        said.append(f"{numbered('replica', absent)} {has} no examples, and no nodes of forward and backward")
+    return "; ".join(said) + ("" if len(shards) > 1 or absent else ": all shards have one shape")
 
 
-def _calls(source: fx.Graph) -> list[list[fx.Node]]:
+def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
     """The nodes of a graph, each grouped with the nodes that take parts of its result."""
     calls: list[list[fx.Node]] = []
-    for node in source.nodes:
+    for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:
             calls[-1].append(node)
         elif node.op != "output":

@@ -13,6 +13,8 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import GradientForm, details_of, form_of
 from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
 
 
 class Maker(Enum):
@@ -59,6 +61,12 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
         for place, gradient in enumerate(gradients)
         if stays_factored(gradient)
     ]
+
+
+def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
+    """The pack of a bucket on the first device of a LOWERED program that has gradients: all that have any pack the same ones."""
+    graph = list(program.device_graphs.values())[program.present[0]].graph
+    return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
 
 def left_to_shares(pack: fx.Node) -> list[fx.Node]:

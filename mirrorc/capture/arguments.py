@@ -18,7 +18,8 @@ class PerReplica:
     """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
-        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size.
+        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size. A
+            replica whose tensors have no examples (dim 0 is 0) runs nothing of forward and backward.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:

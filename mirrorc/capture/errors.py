@@ -14,6 +14,10 @@ from mirrorc.ir.source_lines import last_users_line, module_of
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
 
 
+class LoneExampleError(CaptureError):
+    """An operator of torch takes no shard of one example, because it normalizes by statistics over the examples."""
+
+
 def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
     """The tracer's exception as a `CaptureError` that names the user's line or module, and the shapes of a shard's tensors."""
     where, subject = _place(error)
@@ -36,7 +40,10 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
         if "observed exception" in text:
             remedy = f"mend the batch or {subject}: {call} should raise this on one shard, too"
         if "more than 1 value per channel" in text:
-            remedy = "give every device two examples or more, and drop a last batch that is too small"
+            return LoneExampleError(
+                f"cannot capture {what}{where}: {reason}. Remedy: give the batch, and each part of a PerReplica, two examples or "
+                "more: torch refuses one on one device, too."
+            )
     elif "share storage" in text or "view input mutations" in text:
         remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
     elif "requires_grad_" in text:

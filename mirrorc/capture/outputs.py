@@ -26,6 +26,7 @@ class Outputs:
     told: str
     _structure: Structure
     _leaves: tuple[Leaf, ...]
+    _is_whole: bool  # whether there is one device
 
     def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
         """Puts the outputs of a step together.
@@ -35,28 +36,30 @@ class Outputs:
             loss: of the whole batch.
             call: the step's arguments.
         """
-        return rebuild(self._structure, [_value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+        return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+
+    def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
+        if leaf.kind is LeafKind.LOSS:
+            return loss
+        if leaf.kind is LeafKind.ARGUMENT:
+            argument = call.leaves[leaf.value]
+            return argument.tensor if argument.tensor is not None else _apart(argument.per_replica, self._is_whole)
+        if leaf.kind is LeafKind.CONSTANT:
+            return leaf.value
+        value = gathered[leaf.value]
+        return _apart(value, self._is_whole) if isinstance(value, list) else value
 
 
-def _value(leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
-    if leaf.kind is LeafKind.LOSS:
-        return loss
-    if leaf.kind is LeafKind.ARGUMENT:
-        argument = call.leaves[leaf.value]
-        return argument.tensor if argument.tensor is not None else _apart(argument.per_replica)
-    if leaf.kind is LeafKind.CONSTANT:
-        return leaf.value
-    value = gathered[leaf.value]
-    return _apart(value) if isinstance(value, list) else value
-
-
-def _apart(values: Sequence[Any]) -> Any:
-    """What each replica gives; of one replica, it is the whole."""
-    return PerReplica(values) if len(values) > 1 else values[0]
+def _apart(values: Sequence[Any], is_whole: bool) -> Any:
+    """What each replica gives; if there is one device, its value is the whole."""
+    return values[0] if is_whole else PerReplica(values)
 
 
 def outputs_of(
-    traced: Sequence[TracedOutputs], shard_of_replica: Sequence[int], sizes: Sequence[int], other: TracedOutputs | None
+    traced: Sequence[TracedOutputs],
+    shard_of_replica: Sequence[int | None],
+    sizes: Sequence[int],
+    other: TracedOutputs | None,
 ) -> Outputs:
     """The outputs of a program, from what its graphs give for shards of several sizes.
 
@@ -65,7 +68,7 @@ def outputs_of(
 
     Args:
         traced: what the graphs give, one for each kind of shard.
-        shard_of_replica: which of these each replica runs.
+        shard_of_replica: which of these each replica runs; None if it has no examples.
         sizes: the number of examples for each of these, and that of ``other`` last, if there is one.
         other: what a graph for a shard of another size would give; None if it is not known.
 
@@ -86,7 +89,7 @@ def outputs_of(
             "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
         )
     own = [_common(places, shard_of_replica) for places in zip(*(one.leaves for one in each), strict=True)]
-    return Outputs(ways, told, first.structure, tuple(own))
+    return Outputs(ways, told, first.structure, tuple(own), is_whole)
 
 
 def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
@@ -118,7 +121,7 @@ def _way(
     return "concatenated" if follows and len({shape[1:] for shape in shapes}) == 1 else "apart"
 
 
-def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int]) -> Leaf:
+def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
     """What stands at one place for shards of all sizes: a constant that follows the size is each replica's own.
 
     The places are in the order of the shards' graphs; one of another size may follow.
@@ -126,7 +129,8 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int]) -> Leaf:
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(_is_same(first.value, place.value) for place in places[1:]):
         return first
-    return Leaf(first.path, LeafKind.CONSTANT, _apart([places[shard].value for shard in shard_of_replica]))
+    own = [places[shard].value for shard in shard_of_replica if shard is not None]
+    return Leaf(first.path, LeafKind.CONSTANT, _apart(own, len(shard_of_replica) == 1))
 
 
 def _is_same(value: Any, other: Any) -> bool:

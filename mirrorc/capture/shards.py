@@ -17,19 +17,26 @@ class Shards:
 
     Attributes:
         tensors: for each replica, its tensor arguments in order of the call's leaves.
-        num_examples: for each replica, how many examples of the batch it has.
+        num_examples: for each replica, how many examples of the batch it has; of a small batch, the last replicas have none.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
     num_examples: tuple[int, ...]
 
 
-def split_call(call: Call, num_replicas: int) -> Shards:
+def split_call(call: Call, num_replicas: int, *, fewest: int = 1) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
+    A batch that is too small for all replicas is split among the first ones; the others get none of its examples.
+
+    Args:
+        call: the arguments, taken apart.
+        num_replicas: the number of shards.
+        fewest: how many examples a shard should have, if the batch has as many. It counts for nothing beside a `PerReplica`.
+
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, fewer examples than replicas, a tensor that requires a
-            gradient, or one that is sparse, nested, quantized or without values.
+        ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or one
+            that is sparse, nested, quantized or without values.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -41,7 +48,8 @@ def split_call(call: Call, num_replicas: int) -> Shards:
                     f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
                     "both"
                 )
-    sizes = _shard_sizes(call, num_replicas)
+    is_split = any(leaf.tensor is None for leaf in call.leaves)
+    sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
@@ -78,13 +86,13 @@ def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
         raise ValueError(f"argument {path!r} is on the meta device and has no values: pass a tensor that has some")
 
 
-def _shard_sizes(call: Call, num_replicas: int) -> tuple[int, ...]:
+def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
     wanted: tuple[int, ...] | None = None
     first = ""
     for leaf in call.leaves:
         if not leaf.split:
             continue
-        found = _sizes_of(leaf, num_replicas)
+        found = _sizes_of(leaf, num_replicas, fewest)
         if wanted is None:
             wanted, first = found, leaf.path
         elif found != wanted:
@@ -110,7 +118,7 @@ def _if_listed(*paths: str) -> str:
     return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
 
 
-def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
+def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
     if leaf.tensor is None:
         if len(leaf.per_replica) != num_replicas:
             raise ValueError(
@@ -120,8 +128,8 @@ def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
         if any(tensor.dim() == 0 for tensor in leaf.per_replica):
             raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
         sizes = tuple(tensor.size(0) for tensor in leaf.per_replica)
-        if 0 in sizes:
-            raise ValueError(f"argument {leaf.path!r}: replica {sizes.index(0)} has no example; give each at least one")
+        if not any(sizes):
+            raise ValueError(f"argument {leaf.path!r} has no examples on any replica: {_LEAVE_OUT}")
         return sizes
     if leaf.tensor.dim() == 0:
         raise ValueError(
@@ -129,17 +137,21 @@ def _sizes_of(leaf: Leaf, num_replicas: int) -> tuple[int, ...]:
             f"mirrorc.replicated({leaf.path})"
         )
     total = leaf.tensor.size(0)
-    if total < num_replicas:
+    if total == 0:
         raise ValueError(
-            f"argument {leaf.path!r} has {total} examples for {num_replicas} replicas: every replica needs at least "
-            f"one; give a larger batch, use fewer devices, or pass mirrorc.replicated({leaf.path}) if it is no batch"
+            f"argument {leaf.path!r} has no examples (its dim 0 is 0): {_LEAVE_OUT}, or pass mirrorc.replicated({leaf.path}) if "
+            "it is no batch"
         )
-    return _even_sizes(total, num_replicas)
+    return _even_sizes(total, num_replicas, fewest)
+
+
+_LEAVE_OUT = "a step needs at least one; leave an empty batch out"
 
 
 @functools.lru_cache(maxsize=256)
-def _even_sizes(total: int, num_replicas: int) -> tuple[int, ...]:
-    return tuple(total // num_replicas + (i < total % num_replicas) for i in range(num_replicas))
+def _even_sizes(total: int, num_replicas: int, fewest: int) -> tuple[int, ...]:
+    used = max(1, min(num_replicas, total // fewest))
+    return tuple(total // used + (i < total % used) if i < used else 0 for i in range(num_replicas))
 
 
 def _in_all(sizes: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mirrorc.capture.arguments import Call, flatten_call
+from mirrorc.capture.batch_statistics import fewest_examples
 from mirrorc.capture.shards import Shards, split_call
 
 
@@ -17,14 +18,14 @@ class Signature:
 
     Args:
         model: the user's model.
+        loss_fn: the loss, which gets the keyword argument ``target``; None if the model returns it.
         num_replicas: the number of shards.
-        takes_target: whether there is a loss_fn, which gets the keyword argument ``target``.
         keeps_plain_apart: see `mirrorc.capture.arguments.flatten_call`.
     """
 
-    def __init__(self, model: nn.Module, num_replicas: int, *, takes_target: bool, keeps_plain_apart: bool) -> None:
-        self._name = type(model).__name__
-        self._num_replicas, self._takes_target, self._is_apart = num_replicas, takes_target, keeps_plain_apart
+    def __init__(self, model: nn.Module, loss_fn: Any, num_replicas: int, *, keeps_plain_apart: bool) -> None:
+        self._name, self._roots = type(model).__name__, (model, loss_fn)
+        self._num_replicas, self._takes_target, self._is_apart = num_replicas, loss_fn is not None, keeps_plain_apart
         self._of_forward = inspect.signature(model.forward)
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -48,4 +49,7 @@ class Signature:
                 f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {error}"
             ) from None
         call = flatten_call(self._names, args, kwargs, keeps_plain_apart=self._is_apart)
-        return call, split_call(call, self._num_replicas)
+        shards = split_call(call, self._num_replicas)
+        if self._num_replicas > 1 and min(shards.num_examples) < 2:  # modules are looked at only then
+            shards = split_call(call, self._num_replicas, fewest=fewest_examples(*self._roots))
+        return call, shards

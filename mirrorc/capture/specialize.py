@@ -96,9 +96,12 @@ def capture_program(
     refuse_synchronized_statistics(training_call)
     front_end = front_end or front_end_named(AUTO)
     home = devices[0].torch_device
-    types_of = [shard_types(shard, device.torch_device) for shard, device in zip(shards.tensors, devices, strict=True)]
-    distinct = list(dict.fromkeys(types_of))
-    shard_of_replica = tuple(distinct.index(types) for types in types_of)
+    types_of = [
+        shard_types(shard, device.torch_device) if size else None
+        for shard, device, size in zip(shards.tensors, devices, shards.num_examples, strict=True)
+    ]
+    distinct = list(dict.fromkeys(types for types in types_of if types is not None))
+    shard_of_replica = tuple(distinct.index(types) if types is not None else None for types in types_of)
     examples = [_examples(types, home) for types in distinct]
     captured = _capture_each(front_end, training_call, call, examples, state, optimizer, decompositions)
 
@@ -119,7 +122,7 @@ def capture_program(
 
 def _program(
     captured: Sequence[CapturedGraph],
-    shard_of_replica: tuple[int, ...],
+    shard_of_replica: tuple[int | None, ...],
     num_examples: tuple[int, ...],
     devices: tuple[Device, ...],
     state: ModelState,
@@ -180,7 +183,7 @@ def _notes(captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devic
 
 def _gathered(
     captured: Sequence[CapturedGraph],
-    shard_of_replica: Sequence[int],
+    shard_of_replica: Sequence[int | None],
     num_examples: Sequence[int],
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:

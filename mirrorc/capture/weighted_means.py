@@ -102,12 +102,13 @@ def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, .
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
     """Sentences on what of a loss makes the step of this batch differ from that of one device."""
     found: dict[str, None] = {}
-    for mean in means if len(shards.num_examples) > 1 else ():
+    present = [own for own, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
+    for mean in means if len(present) > 1 else ():
         if mean.is_weighted:
             found[
                 f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
             ] = None
-        own = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in shards.tensors]
+        own = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
         left_out = [int((targets == mean.ignore_index).sum()) for targets in own]
         if len({few / targets.numel() for few, targets in zip(left_out, own, strict=True) if targets.numel()}) > 1:
             numbers = ", ".join(f"{few} of {targets.numel()}" for few, targets in zip(left_out, own, strict=True))

@@ -122,7 +122,10 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
 
 @operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
 def pack(*gradients: Any, bucket: int, replica: int) -> Any:
-    """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket."""
+    """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket.
+
+    A replica without examples has no gradients: its ``pack()`` fills the bucket with zeros, which is what it adds to the sum.
+    """
 
 
 @operation(

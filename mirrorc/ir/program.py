@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,7 +98,8 @@ class Program:
     """A model's training step at one stage of compilation.
 
     Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two when the
-    batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs.
+    batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs: None for a
+    replica without examples, which runs none.
     From REPLICATED to SCHEDULED, ``graph`` is the mirrored graph: the nodes of every device side by side. In LOWERED,
     ``device_graphs`` holds one graph module per device.
 
@@ -113,7 +115,8 @@ class Program:
         regions: shared pieces of forward and backward, by name.
         buckets: the bucket plan, in the order in which buckets become ready.
         remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text becomes a `Remark`.
-        num_examples: for each replica, how many examples of the batch it has; empty if that is not known.
+        num_examples: for each replica, how many examples of the batch it has; empty if that is not known. A replica that has
+            none, because the batch is too small, runs nothing of forward and backward. See `present`.
         loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
@@ -125,7 +128,7 @@ class Program:
     variables: Mapping[str, Variable]
     arguments: tuple[Argument, ...]
     shard_graphs: tuple[fx.Graph, ...] = ()
-    shard_of_replica: tuple[int, ...] = ()
+    shard_of_replica: tuple[int | None, ...] = ()
     graph: fx.Graph | None = None
     device_graphs: Mapping[str, fx.GraphModule] = field(default_factory=lambda: MappingProxyType({}))
     regions: Mapping[str, Region] = field(default_factory=lambda: MappingProxyType({}))
@@ -144,6 +147,12 @@ class Program:
     @property
     def num_replicas(self) -> int:
         return len(self.devices)
+
+    @functools.cached_property
+    def present(self) -> tuple[int, ...]:
+        """The replicas that have examples, in order; all, if the numbers of examples are not known."""
+        sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
+        return tuple(replica for replica, size in enumerate(sizes) if size)
 
     @property
     def mirrored_graph(self) -> fx.Graph:

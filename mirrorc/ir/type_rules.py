@@ -198,12 +198,19 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> None:
-    """No value. The operands must be truth values, and ``otherwise`` be given if there are any."""
+    """No value. The operands must be truth values, and ``otherwise`` be given if there are any.
+
+    A replica without examples may have none, as it has no loss, and perhaps no share of a gradient, but decides as all do.
+    """
     given = [noted_type(source) for source in node.args]
     wrong = [kind for kind in given if not isinstance(kind, tuple) or kind[:4] != ("tensor", (), (), torch.bool)]
     if wrong:
         raise TypeError(f"it is given {say_type(wrong[0])}, but decides by truth values")
-    if node.kwargs.get("otherwise") not in (OTHERWISE if given else (None,)):
+    may_have_none = replica_at(program, node) not in program.present
+    if node.kwargs.get("otherwise") not in (
+        *(OTHERWISE if given or may_have_none else ()),
+        *(() if given else (None,)),
+    ):
         raise TypeError(f"its keyword otherwise is {node.kwargs.get('otherwise')!r}, with {len(given)} truth values")
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from mirrorc.capture.arguments import Call, flatten_call
+from mirrorc.capture.batch_statistics import fewest_examples
 from mirrorc.capture.model_state import check_model
-from mirrorc.capture.shards import split_call
+from mirrorc.capture.shards import Shards, split_call
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for
@@ -117,7 +118,9 @@ def check_loss(
         raise TypeError("target is missing: with a loss_fn, call check_loss(model, x, target=y, loss_fn=...)")
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     call = flatten_call(names, args, kwargs)
-    shards = split_call(call, num_replicas)
+    split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
+    present = [own for own, size in zip(split.tensors, split.num_examples, strict=True) if size]
+    shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call.structure)
     whole = evaluation.run(_joined(call))
     parts = [evaluation.run(leaves) for leaves in shards.tensors]

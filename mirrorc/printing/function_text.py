@@ -47,14 +47,15 @@ def function_lines(
         fold: print repeated lines once: in a function, on several devices of the mirrored graph, for another shape of a shard.
     """
     lines: list[str] = []
+    absent = [replica for replica, own in enumerate(program.shard_of_replica) if own is None]
     for shard, graph in enumerate(program.shard_graphs):
         users = [replica for replica, own in enumerate(program.shard_of_replica) if own == shard]
-        above = heading(program, users, is_first=not shard) if users else []
+        above = heading(program, users) if users else []
+        above += heading(program, absent) if absent and graph is program.shard_graphs[-1] else []
         body = rendered(lines_of(graph), sources)
         lines += ["", *above, f"def one_device({signature(graph)}):", *_stretches(program, body, fold)]
     if program.graph is not None:
-        variants = enumerate(variants_of_mirrored(program))
-        above = [line for i, replicas in variants for line in heading(program, replicas, is_first=not i)]
+        above = [line for replicas in variants_of_mirrored(program) for line in heading(program, replicas)]
         mirrored = lines_of(program.graph)
         mirrored = (
             _devices_folded(program, mirrored) if fold else [_with_share(program, line, False) for line in mirrored]
@@ -128,7 +129,7 @@ def _device_functions(
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program, lines_of):
-        above = ["", *heading(program, function.replicas, is_first=not printed)]
+        above = ["", *heading(program, function.replicas)]
         others = len(function.replicas) > 1
         lines = [_with_share(program, line, others, function.replicas[0]) for line in function.lines]
         base, differing = None, None

@@ -100,7 +100,8 @@ def _calls(program: Program, graph: fx.Graph) -> list[Line]:
             lines.append(Line(text, node, comments.of(node), device=device, above=tuple(above.get(node, ()))))
     output = graph.output_node()
     given: Any = output.args[0]
-    lines.append(Line("return loss" if isinstance(given, fx.Node) else f"return {', '.join(given)}", output))
+    results = ", ".join(given) if isinstance(given, dict) else "loss" if given is not None else "None"
+    lines.append(Line(f"return {results}", output))
     return lines
 
 

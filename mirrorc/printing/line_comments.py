@@ -169,6 +169,8 @@ def _packed(program: Program, node: fx.Node) -> str:
 
     If all are of one kind, the other kinds are left out.
     """
+    if not node.args:
+        return "zeros: this device has no examples"
     counts = {"in place": 0, "copied": 0, "factored": 0}
     in_place: dict[fx.Node, set[int]] = {}
     for gradient in node.args:

@@ -14,7 +14,8 @@ The printed form::
     remark    = "# remark: " [ PASS ": " ] TEXT
     function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+
                 "return NAME, ..."
-    who       = "# DEVICE, ... (replicas N, ...) run this" [ "on N of the batch's N examples each" ] ( "#   " TEXT )*
+    who       = "# DEVICE, ... (replicas N, ...) run this" [ "on N of the batch's N examples each" | "on none of" TEXT ]
+                ( "#   " TEXT )*
     line      = [ DEVICE, ... "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# " COMMENT ]
     why       = "# -- TEXT" | "# " source
     region    = "region NAME(NAME: TYPE, ...):" statement+ "return [NAME, ...]"

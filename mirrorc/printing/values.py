@@ -197,12 +197,12 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
             for source in node.all_input_nodes:
                 yield "write", str(node.kwargs["variable"]), source
     output: Any = graph.output_node().args[0]
-    if isinstance(output, fx.Node):
-        yield "loss", "loss", output
+    if not isinstance(output, dict):
+        yield from [("loss", "loss", output)] if output is not None else []
         return
 
     def as_nodes(value: Any) -> Sequence[fx.Node]:
-        return [value] if isinstance(value, fx.Node) else value
+        return [own for own in ([value] if isinstance(value, fx.Node) else value) if own is not None]
 
     for key, kind in (("gradients", "gradient"), ("writes", "write")):
         for name, value in output.get(key, {}).items():

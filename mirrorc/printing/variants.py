@@ -10,6 +10,7 @@ from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.printing.spans import range_text, spans
 from mirrorc.printing.values import type_of
+from mirrorc.printing.wording import counted
 
 
 def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
@@ -40,14 +41,12 @@ def num_examples(program: Program, replica: int) -> int | None:
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 
-def heading(program: Program, replicas: Sequence[int], *, is_first: bool = True) -> list[str]:
+def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     """The lines above a function: which devices run it, on which examples, with which loss weight and random stream.
 
-    Args:
-        program: at any stage.
-        replicas: the replicas that run it.
-        is_first: whether this is the first function; facts about all replicas are printed only there.
+    Facts about all replicas are printed above the first function of replicas that have examples.
     """
+    is_first = program.present[0] in replicas
     several = len(replicas) > 1
     who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {spans(replicas)})"
     verb = "run this" if several else "runs this"
@@ -55,6 +54,9 @@ def heading(program: Program, replicas: Sequence[int], *, is_first: bool = True)
     if own is None:
         return [f"{who} {verb}", *_seed_lines(program, is_first)]
     total, each = sum(program.num_examples), " each" if several else ""
+    if own == 0:
+        they = "they add" if several else "it adds"
+        return [f"{who} {verb} on none of the batch's {counted(total, 'example')}: {they} zeros to each sum"]
     return [
         f"{who} {verb} on {own} of the batch's {total} example{'s' if total > 1 else ''}{each}",
         *_example_lines(program, replicas),

@@ -22,7 +22,7 @@ def replica_arguments(
     weight: torch.Tensor,
     seed: int | None,
 ) -> list[torch.Tensor]:
-    """The arguments in the order of the program, on the replica's device.
+    """The arguments in the order of the program, on the replica's device. A replica without examples takes none.
 
     Args:
         program: a LOWERED program.
@@ -36,7 +36,7 @@ def replica_arguments(
     for event in start:
         wait_event(event)
     values: list[torch.Tensor] = []
-    for argument in program.arguments:
+    for argument in program.arguments if replica in program.present else ():
         if argument.kind is ArgumentKind.BATCH:
             own = shard[argument.leaf]  # type: ignore[index]
             values.append(own if copies is None else copies.to_device(own))

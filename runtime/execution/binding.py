@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, stays_factored
+from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute
@@ -108,13 +108,16 @@ class Binder:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self._state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
-        factored = factored_slots(node)
+        factored = factored_slots(pack_of_gradients(self.program, bucket_of(node)))
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
         is_left = is_left_to_shares(node)
         share = (replica, self.program.num_replicas) if is_left else (0, 1)
         pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
         self.pieces += pieces
+        if not node.args:
+            of_shares = FactoredBucket(whole, (), pieces) if factored and is_left else None
+            return _zeros(whole, [slots[i] for i in plain] if of_shares is not None else [whole], of_shares)
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
             outside = [
@@ -257,6 +260,19 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
         return copy
 
     return read
+
+
+def _zeros(
+    whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
+) -> Callable[..., torch.Tensor | FactoredBucket]:
+    """What a replica without examples packs. Of gradients that others leave as factors it has none, and no zeros either."""
+
+    def pack(**_: Any) -> torch.Tensor | FactoredBucket:
+        for part in plain:
+            part.zero_()
+        return whole if of_shares is None else of_shares
+
+    return pack
 
 
 def _factors(*factors: torch.Tensor, **_: Any) -> Factors:

@@ -239,8 +239,8 @@ class Executor:
         if self._step_graph is not None:
             self._step_graph.release()
 
-    def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor, Any]:
-        """Runs a replica's step in its thread; returns its loss, and an event that tells when a GPU has done the step."""
+    def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor | None, Any]:
+        """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
         copies = self._host_copies[replica] if self._step_graph is None else None
         values = replica_arguments(self.program, replica, copies, *given)
         call = seen(self._functions[replica])

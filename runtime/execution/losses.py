@@ -26,7 +26,8 @@ class Losses:
     def weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
         """The weights of the replicas' losses, a scalar on each replica's device."""
         if weights not in self._weights:
-            graph = next(iter(self._program.device_graphs.values())).graph
+            graphs = [module.graph for module in self._program.device_graphs.values()]
+            graph = graphs[self._program.present[0]]
             (argument,) = placeholders_of(graph, self._program.arguments, ArgumentKind.LOSS_WEIGHT)
             like = argument.meta["val"]
             self._weights[weights] = [
@@ -35,15 +36,21 @@ class Losses:
             ]
         return self._weights[weights]
 
-    def total(self, results: Sequence[tuple[torch.Tensor, Any]], weights: Sequence[float]) -> torch.Tensor:
-        """The weighted sum of the replicas' losses, on the first device. Each loss is given with the event of its GPU's end."""
+    def total(self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]) -> torch.Tensor:
+        """The weighted sum of the replicas' losses, on the first device. Each loss is given with the event of its GPU's end.
+
+        A replica without examples gives None.
+        """
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
-            kept_for_caller(loss)
+            if loss is not None:
+                kept_for_caller(loss)
             wait_event(event, home)
             wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
-        dtype = results[0][0].dtype
+        pairs = zip(results, weights, strict=True)
+        present = [(loss, weight) for (loss, _), weight in pairs if loss is not None]
+        dtype = present[0][0].dtype
         exact = torch.float32 if dtype.itemsize < 4 else dtype
         with torch.no_grad():
-            parts = [loss.to(home, exact) * weight for (loss, _), weight in zip(results, weights, strict=True)]
+            parts = [loss.to(home, exact) * weight for loss, weight in present]
             return functools.reduce(torch.add, parts).to(dtype).reshape(())

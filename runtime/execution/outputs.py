@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,20 @@ from mirrorc.runtime.devices.events import kept_for_caller
 
 @dataclass
 class _Output:
-    """An output: how its parts are put together, and their types, in order of replicas."""
+    """An output: how its parts are put together, and their types, by the replicas that have examples, in order."""
 
     how: str
-    types: list[torch.Tensor] = field(default_factory=list)
+    types: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> list[int]:
-        """The sizes of the parts along dim 0."""
-        return [value.size(0) for value in self.types]
+    def like(self) -> torch.Tensor:
+        """The first part."""
+        return next(iter(self.types.values()))
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The sizes of the parts along dim 0, by replica."""
+        return {replica: value.size(0) for replica, value in self.types.items()}
 
 
 class StepOutputs:
@@ -42,24 +47,24 @@ class StepOutputs:
         self._devices = [device.torch_device for device in program.devices]
         self._num_examples = program.num_examples
         self._outputs: dict[str, _Output] = {}
-        for module in program.device_graphs.values():
+        for replica, module in enumerate(program.device_graphs.values()):
             for node in calls_to(module.graph, ops.gather):
                 output = self._outputs.setdefault(str(node.kwargs["output"]), _Output(str(node.kwargs["how"])))
-                output.types.append(node.all_input_nodes[0].meta["val"])
+                output.types[replica] = node.all_input_nodes[0].meta["val"]
         is_one_memory = all(device.type == "cpu" for device in self._devices)
         self._written = {
             name for name, output in self._outputs.items() if is_one_memory and output.how == "concatenated"
         }
         self._wholes: dict[str, torch.Tensor] = {}
-        self._parts: dict[str, list[Any]] = {}
+        self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self) -> None:
         """Begins a step: what it writes is new memory, because the caller keeps what earlier steps have given."""
         for name, output in self._outputs.items():
-            self._parts[name] = [None] * len(self._devices)
+            self._parts[name] = {}
             if name in self._written:
-                like = output.types[0]
-                shape = (sum(output.sizes), *like.shape[1:])
+                like = output.like
+                shape = (sum(output.sizes.values()), *like.shape[1:])
                 self._wholes[name] = torch.empty(shape, dtype=like.dtype, device=self._devices[0])
 
     def part(self, replica: int, node: fx.Node) -> Callable[..., None]:
@@ -72,7 +77,7 @@ class StepOutputs:
 
             return keep
         sizes = self._outputs[name].sizes
-        start, size = sum(sizes[:replica]), sizes[replica]
+        start, size = sum(size for other, size in sizes.items() if other < replica), sizes[replica]
 
         def write(value: torch.Tensor, **_: Any) -> None:
             self._wholes[name].narrow(0, start, size).copy_(value)
@@ -82,9 +87,8 @@ class StepOutputs:
     def take(self) -> dict[str, Any]:
         """The outputs of the step that has ended, by name; a list of the parts of one that is apart."""
         for parts in self._parts.values():
-            for part in parts:
-                if part is not None:
-                    kept_for_caller(part)
+            for part in parts.values():
+                kept_for_caller(part)
         with torch.no_grad():
             found = {name: self._together(name, output) for name, output in self._outputs.items()}
         self._wholes, self._parts = {}, {}
@@ -93,12 +97,12 @@ class StepOutputs:
     def _together(self, name: str, output: _Output) -> Any:
         if name in self._written:
             return self._wholes[name]
-        parts: Sequence[torch.Tensor] = self._parts[name]
+        own = [self._parts[name][replica] for replica in output.types]
         if output.how == "apart":
-            return list(parts)
-        parts = [part.to(self._devices[0]) for part in parts]
+            return own
+        parts = [part.to(self._devices[0]) for part in own]
         if output.how == "concatenated":
-            return torch.cat(list(parts))
+            return torch.cat(parts)
         dtype = parts[0].dtype
         exact = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
         if output.how == "summed":
@@ -106,5 +110,6 @@ class StepOutputs:
                 return functools.reduce(torch.add, [part.to(torch.int64) for part in parts])  # as torch.sum does
             return functools.reduce(torch.add, [part.to(exact) for part in parts]).to(dtype)
         total = sum(self._num_examples)
-        weighted = [part.to(exact) * (n / total) for part, n in zip(parts, self._num_examples, strict=True)]
+        sizes = [self._num_examples[replica] for replica in output.types]
+        weighted = [part.to(exact) * (n / total) for part, n in zip(parts, sizes, strict=True)]
         return functools.reduce(torch.add, weighted).to(dtype)

@@ -11,7 +11,13 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
-from mirrorc.analysis.factored_gradients import factor_values, factored_slots, left_to_shares, stays_factored
+from mirrorc.analysis.factored_gradients import (
+    factor_values,
+    factored_slots,
+    left_to_shares,
+    pack_of_gradients,
+    stays_factored,
+)
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
@@ -197,16 +203,17 @@ class _Walk:
 
     def _temporary_bytes(self, pack: fx.Node) -> int:
         """The temporary bytes that a device needs to make its share of a bucket with factored gradients."""
-        if not left_to_shares(pack):
-            return 0
         index = bucket_of(pack)
+        first = pack_of_gradients(self.program, index)  # this device may have no examples
+        if not left_to_shares(first):
+            return 0
         packs = [
             next(node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == index)
             for module in self.program.device_graphs.values()
         ]
-        factors = [[factor_values(gradient) for gradient in left_to_shares(own)] for own in packs]
+        factors = [[factor_values(gradient) for gradient in left_to_shares(own)] for own in packs if own.args]
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
-        return temporary_bytes(pieces_of_share(bucket, factored_slots(pack), self.replica, num_replicas), factors)
+        return temporary_bytes(pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas), factors)
 
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

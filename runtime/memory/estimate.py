@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from mirrorc.analysis.factored_gradients import left_to_shares
-from mirrorc.ir import ops
+from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, call_name, calls_to
+from mirrorc.ir.nodes import call_name
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Role, Synchronization, Variable
@@ -110,9 +109,9 @@ class _Tally:
         """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
-        for replica, (name, module) in enumerate(self.program.device_graphs.items()):
-            packs = [node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == bucket.index]
-            left = {str(gradient.kwargs["variable"]) for pack in packs for gradient in left_to_shares(pack)}
+        pack = pack_of_gradients(self.program, bucket.index)
+        left = {str(gradient.kwargs["variable"]) for gradient in left_to_shares(pack)}
+        for replica, name in enumerate(self.names):
             # Their shares are made in the first replica's bucket; in the others', their pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)

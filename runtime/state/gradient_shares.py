@@ -74,6 +74,6 @@ def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]
 
     Args:
         pieces: of the share.
-        factors: of each replica, of the bucket's gradients as factors; tensors may be fake.
+        factors: of each replica with examples, of the bucket's gradients as factors; tensors may be fake.
     """
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

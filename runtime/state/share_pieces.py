@@ -22,7 +22,7 @@ class FactoredBucket:
 
     Attributes:
         tensor: the bucket, 1-D; the slots of gradients as factors are not written.
-        factors: the factors of these gradients, in order of their slots.
+        factors: the factors of these gradients, in order of their slots; none on a replica without examples.
         pieces: the pieces of which the replica's share consists.
     """
 
@@ -59,7 +59,7 @@ class Piece(ABC):
         """The most temporary bytes that `make` allocates.
 
         Args:
-            factors: of each replica, of the bucket's gradients as factors; tensors may be fake.
+            factors: of each replica with examples, of the bucket's gradients as factors; tensors may be fake.
         """
         return 0
 
@@ -101,12 +101,12 @@ class FactoredPiece(Piece):
         """Writes the sum over all replicas.
 
         Args:
-            factors: the gradient's factors on each replica, in order.
+            factors: the gradient's factors on each replica that has examples, in order.
             total: the piece's elements, 1-D; they hold what the last step left there.
         """
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        self.add_up([bucket.factors[self.factored] for bucket in buckets], total)
+        self.add_up([bucket.factors[self.factored] for bucket in buckets if bucket.factors], total)
 
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")

@@ -59,17 +59,19 @@ class ShownBuffers:
         ]
         self._names = frozenset(sizes)
 
-    def aggregate(self, written: Collection[str]) -> None:
+    def aggregate(self, written: Collection[str], present: Sequence[int]) -> None:
         """Shows the values of the replicas, aggregated.
 
         Args:
             written: the buffers that the step has written. Others keep the very bits that are shown: a mean of equal numbers
                 may be rounded.
+            present: the replicas that have written them, because they had examples. The values of others count again when they
+                write next.
         """
         unwritten = self._names.difference(written)
         if len(unwritten) == len(self._names):
             return
-        shown, flats = self._shown, self._flats
+        shown, flats = self._shown, [self._flats[replica] for replica in present]
         shown.copy_(flats[0])
         if self._aggregation is Aggregation.MEAN:
             for flat in flats[1:]:

@@ -36,7 +36,8 @@ class VariableStore:
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
         self._trained: list[Watched] = []  # parameters that lie in buckets
-        self._written: frozenset[str] = frozenset()  # per-replica variables that the present program writes
+        self._written: frozenset[str] = frozenset()  # per-replica variables that the program that runs now writes
+        self._writing: tuple[int, ...] = ()  # the replicas that write them
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
@@ -101,7 +102,7 @@ class VariableStore:
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
-        self._written = frozenset(variable.name for variable in written)
+        self._written, self._writing = frozenset(variable.name for variable in written), program.present
         first_written = [variable for variable in written if variable.name not in new.own]
         if first_written:
             self._make_per_replica(new, first_written)
@@ -279,7 +280,7 @@ class VariableStore:
     def aggregate(self) -> None:
         """Shows the per-replica variables that the step has written, aggregated, in the user's model."""
         for shown in self._layout.aggregates:
-            shown.aggregate(self._written)
+            shown.aggregate(self._written, self._writing)
 
 
 def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:

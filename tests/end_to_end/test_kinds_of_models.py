@@ -119,7 +119,7 @@ def in_eval_mode(layer: nn.Module) -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "momentum of None": (lambda: between(nn.BatchNorm1d(4, momentum=None)), batch(), "'layers.0' .*momentum=None.*0.1"),
-    "a shard of one": (lambda: between(nn.BatchNorm1d(4)), batch(3), r"shard \(float64\[1, 4\].*more than 1 value.*two examples"),
+    "a batch of one": (lambda: between(nn.BatchNorm1d(4)), batch(1), r"shard \(float64\[1, 4\].*more than 1 value.*one device"),
     "sparse": (lambda: Words(nn.Embedding(10, 4, sparse=True)), batch(), "Embedding 'table' .*sparse=True.*sparse to False"),
     "sparse bag": (lambda: Words(nn.EmbeddingBag(10, 4, sparse=True)), batch(), "EmbeddingBag 'table' .*sparse=True"),
     "sparse function": (lambda: Words(LooksUp()), batch(), "gradient of 'table.weight' .*is sparse.*without sparse=True"),

@@ -629,6 +629,19 @@ BAD: dict[str, list[Mutation]] = {
         ("replicate", write_an_argument),
         ("lower-devices", write_an_argument),
     ],
+    "some_replica_has_examples": [
+        (ONE_BUCKET, lambda program: program.evolve(num_examples=(0, 0))),
+        (ONE_BUCKET, lambda program: program.evolve(num_examples=(4, 0))),
+        (ONE_BUCKET, lambda program: program.evolve(shard_of_replica=(0, None))),
+    ],
+    "replicas_without_examples_run_nothing": [
+        *((name, lambda p: p.evolve(num_examples=(4, 0))) for name in ("replicate", "insert-update", "lower-devices")),
+        *(
+            at(pass_name, lambda g: output_with(g, "losses", lambda losses: (losses[0], None)))  # type: ignore[index]
+            for pass_name in ("replicate", "insert-update")
+        ),
+        at("lower-devices", lambda graph: setattr(graph.output_node(), "args", (None,))),
+    ],
     "results_are_each_replicas_own": [
         at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), replica=1)),
         *(
@@ -638,6 +651,7 @@ BAD: dict[str, list[Mutation]] = {
         at("pack-gradients", lambda g: output_with(g, "packed", lambda packed: packed[::-1])),  # type: ignore[index]
     ],
     "tables_are_kept": [
+        (ONE_BUCKET, lambda program: program.evolve(num_examples=(3, 5))),
         (ONE_BUCKET, lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
         ("lower-devices", lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
     ],

@@ -99,16 +99,18 @@ def train_shard_by_shard(
 ) -> Trained:
     """Trains with a copy of the buffers for each shard; the copies are aggregated in the end.
 
-    A shard's loss counts n_i/n, gradients are summed; floating-point buffers are averaged, of others the first is taken.
+    Shards have two examples or more, so that a small batch has fewer of them. A shard's loss counts n_i/n, gradients are summed;
+    floating-point buffers are averaged over the shards of the last batch, of others the first is taken.
     """
     copies = [copy.deepcopy(model) for _ in range(num_devices)]
     home = copies[0]
     optimizer = make_optimizer(home.parameters())
-    losses = []
+    losses, num_shards = [], num_devices
     for batch in batches:
-        shards = {key: value.tensor_split(num_devices) for key, value in batch.items()}
+        num_shards = min(num_devices, max(1, len(batch["target"]) // 2))
+        shards = {key: value.tensor_split(num_shards) for key, value in batch.items()}
         total = 0.0
-        for i, own in enumerate(copies):
+        for i, own in enumerate(copies[:num_shards]):
             own.zero_grad()
             shard = {key: pieces[i] for key, pieces in shards.items()}
             weight = len(shard["target"]) / len(batch["target"])
@@ -116,14 +118,14 @@ def train_shard_by_shard(
             loss.backward()
             total += loss.item()
         with torch.no_grad():
-            for parameters in zip(*(own.parameters() for own in copies), strict=True):
+            for parameters in zip(*(own.parameters() for own in copies[:num_shards]), strict=True):
                 parameters[0].grad = sum(p.grad for p in parameters)
             optimizer.step()
             for parameters in zip(*(own.parameters() for own in copies), strict=True):
                 for other in parameters[1:]:
                     other.copy_(parameters[0])
         losses.append(total)
-    for buffers in zip(*(own.buffers() for own in copies), strict=True):
+    for buffers in zip(*(own.buffers() for own in copies[:num_shards]), strict=True):
         if buffers[0].is_floating_point():
             buffers[0].copy_(torch.stack(list(buffers)).mean(0))
     return Trained(home, optimizer, losses)

@@ -72,7 +72,8 @@ def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violat
     taken = [node for node in calls_to(graph, ops.update, ops.step_optimizer) if replica_of(node) == replica]
     losses: Any = graph.output_node().args[0]
     loss = losses if replica is None else losses["losses"][replica]
-    wanted = {loss: "its loss"} | {given: f"what {node.name} takes" for node in taken for given in node.all_input_nodes}
+    wanted = {loss: "its loss"} if loss is not None else {}
+    wanted |= {given: f"what {node.name} takes" for node in taken for given in node.all_input_nodes}
     looked_at = set()
     for flag in commit.all_input_nodes:
         if flag.target is not ops.is_finite or not flag.args or flag.args[0] not in wanted:

@@ -135,7 +135,7 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
     if program.stage < Stage.REPLICATED:
         of_shard = [list(_outputs(graph, expressions.number_graph(graph))) for graph in program.shard_graphs]
         for replica, shard in enumerate(program.shard_of_replica):
-            for kind, name, number in of_shard[shard]:
+            for kind, name, number in of_shard[shard] if shard is not None else ():
                 found.setdefault((replica, kind, name), []).append((number, None))
         return found
     for replica, (_, graph, replicas) in enumerate(scopes(program)):
@@ -148,7 +148,9 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
             of = own if own is not None else replica_of(value)
             found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((_way(parts, expressions, value), node))
         output: Any = graph.output_node().args[0]
-        for r, loss in enumerate([output] if isinstance(output, fx.Node) else output["losses"]):
+        for r, loss in enumerate(output["losses"] if isinstance(output, dict) else [output]):
+            if loss is None:
+                continue  # of a replica without examples
             found.setdefault((own if own is not None else r, "loss", ""), []).append((numbered[loss], None))
         if isinstance(output, dict):
             is_moved = program.num_replicas > 1
@@ -160,7 +162,8 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
             for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
                 for name, values in output.get(key, {}).items():
                     for r, value in enumerate(values):
-                        found.setdefault((r, kind, name), []).append((numbered[value], None))
+                        if value is not None:
+                            found.setdefault((r, kind, name), []).append((numbered[value], None))
     return found
 
 

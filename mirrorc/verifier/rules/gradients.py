@@ -26,6 +26,7 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
 from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
@@ -71,7 +72,8 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
-    """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype."""
+    """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype; a replica
+    without examples packs none, that is zeros."""
     for where, graph, replicas in scopes(program):
         found = Counter((bucket_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
         for bucket in program.buckets:
@@ -82,6 +84,11 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
                     )
         for node in calls_to(graph, ops.pack):
             bucket = program.buckets[bucket_of(node)]
+            if replica_at(program, node) not in program.present:
+                if node.args:
+                    where_it_is = where(replica_of(node))
+                    yield Violation(f"{node.name} packs gradients on {where_it_is}, which has no examples", node)
+                continue
             if len(node.args) != len(bucket.slots):
                 yield Violation(
                     f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients", node
@@ -141,10 +148,13 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
-    """All replicas pack the same gradients of a bucket as factors, because factors cannot be added to a whole gradient."""
+    """All replicas with examples pack the same gradients of a bucket as factors, because factors cannot be added to a whole
+    gradient."""
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
+            if replica_at(program, node) not in program.present:
+                continue
             index, device = bucket_of(node), where(replica_of(node))
             slots = zip(program.buckets[index].slots, node.args, strict=False)
             found = {slot.variable for slot, gradient in slots if stays_factored(gradient)}

@@ -18,8 +18,9 @@ _Key = tuple[str, str, object, object]
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
-    """Every replica gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated one have a row
-    for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one shape."""
+    """Every replica with examples gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated
+    one have a row for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one
+    shape."""
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
     for i, graph in enumerate(program.shard_graphs):
@@ -28,6 +29,8 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
     for i, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
         found = list(calls_to(graph, ops.gather))
         for r in replicas:
+            if (i if r is None else r) not in program.present:
+                continue  # `replicas_without_examples_run_nothing` speaks of it
             size = sizes[i if r is None else r] if sizes else None
             each.append((name_of_replica(r), [node for node in found if replica_of(node) == r], size))
     first: dict[str, _Key] | None = None

@@ -33,7 +33,8 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
         )
         yield Violation(f"the graphs of a {program.stage.name} program are {wanted}; here they are {there}")
     shards = program.shard_of_replica
-    if expected[0] and (len(shards) != program.num_replicas or any(s >= len(program.shard_graphs) for s in shards)):
+    is_there = [shard is None or 0 <= shard < len(program.shard_graphs) for shard in shards]
+    if expected[0] and (len(shards) != program.num_replicas or not all(is_there)):
         yield Violation(f"{program.num_replicas} replicas run the shard graphs {shards} of {len(program.shard_graphs)}")
     if expected[2] and list(program.device_graphs) != [device.name for device in program.devices]:
         yield Violation(f"there are graphs for {', '.join(program.device_graphs)}, which are not the devices in order")
@@ -129,7 +130,7 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the devices, the arguments and the variables."""
-    for name in ("devices", "arguments", "variables"):
+    """A pass keeps the devices, the arguments and the variables, and how many examples each replica has."""
+    for name in ("devices", "arguments", "variables", "num_examples"):
         if getattr(before, name) != getattr(after, name):
             yield Violation(f"the pass has changed the program's {name}")

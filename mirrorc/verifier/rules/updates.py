@@ -149,7 +149,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
                 names = (slot.variable for slot in program.buckets[index].slots)
                 written_by.setdefault(replica, set()).update(names)
         output: Any = graph.output_node().args[0]
-        for loss in [output] if isinstance(output, fx.Node) else output["losses"]:
+        losses = output["losses"] if isinstance(output, dict) else [output]
+        for loss in [loss for loss in losses if loss is not None]:
             for name in sorted(written_by.get(owners[loss], set()) & variables.of(loss))[:1]:
                 yield Violation(
                     f"{name} is written on {where(owners[loss])} before {loss.name}, a view of it, is returned", loss

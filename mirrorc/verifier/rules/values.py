@@ -13,6 +13,7 @@ from mirrorc.ir.nodes import is_known, name_of, origin_of, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
 from mirrorc.ir.value_types import say_type, value_type
+from mirrorc.printing.wording import numbered
 from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
@@ -68,7 +69,8 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
-    """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket."""
+    """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket. A replica
+    without examples has None in place of a loss, of gradients and of written values."""
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
     rows: list[tuple[str, int | None, Any]] = [("loss", None, output.get("losses", ()))] if output else []
     for key in ("packed", "reduced"):
@@ -76,12 +78,18 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     for key in ("gradients", "writes"):
         rows += [(name, None, values) for name, values in output.get(key, {}).items()]
     for what, bucket, values in rows:
-        if [replica_of(value) for value in values] != list(range(program.num_replicas)):
-            yield Violation(
-                f"the results for {what} are not those of replicas 0 to {program.num_replicas - 1} in order"
-            )
-        if bucket is not None and any(origin_of(value).kwargs.get("bucket") != bucket for value in values):
+        wanted = [r if bucket is not None or r in program.present else None for r in range(program.num_replicas)]
+        if [replica_of(value) if value is not None else None for value in values] != wanted:
+            yield Violation(f"the results for {what} are not those of {_replicas(wanted)} in order")
+        elif bucket is not None and any(origin_of(value).kwargs.get("bucket") != bucket for value in values):
             yield Violation(f"the results for {what} are of another bucket")
+
+
+def _replicas(wanted: list[int | None]) -> str:
+    present = [replica for replica in wanted if replica is not None]
+    absent = [replica for replica, own in enumerate(wanted) if own is None]
+    said = f"replicas {present[0]} to {present[-1]}" if not absent else numbered("replica", present)
+    return f"{said}, with None for {numbered('replica', absent)}," if absent else said
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -70,13 +70,12 @@ def step(pair: Pair, draw: Random) -> None:
 
 
 def draw_batch(pair: Pair, draw: Random) -> dict[str, object]:
-    """A batch with two examples or more for each replica, as normalization needs."""
-    num_examples = draw.choice((8, 8, 8, 9, 11)) if pair.setting.is_uneven else 8
+    """A batch with two examples or more, as normalization needs, now and then too few for all replicas."""
+    num_examples = draw.choice((8, 8, 8, 8, 9, 11, 3)) if pair.setting.is_uneven else 8
     return make_batch(pair.twin.model, num_examples, draw_seed(draw), draw.choice("aaab"))
 
 
 @event
-def step_with_too_few_examples(pair: Pair, draw: Random) -> None:
+def step_without_examples(pair: Pair, draw: Random) -> None:
     """A step that must be refused."""
-    if pair.distribution.num_devices > 1:
-        pair.must_refuse(make_batch(pair.twin.model, 1, draw_seed(draw)), "example")
+    pair.must_refuse(make_batch(pair.twin.model, 0, draw_seed(draw)), "no examples")

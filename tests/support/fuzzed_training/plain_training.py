@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuzzed_training.models import FunctionalNorm
+
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
@@ -15,8 +17,8 @@ class PlainTraining:
     """Trains a model as a step on several devices must train it.
 
     Each replica has values of its own of the buffers that forward writes while training; the model shows their mean, or
-    replica 0's where they are integers. What the user writes between steps is every replica's. In eval mode a replica reads
-    what the model shows.
+    replica 0's where they are integers. A replica without a shard, of a small batch, keeps its own, which do not count then.
+    What the user writes between steps is every replica's. In eval mode a replica reads what the model shows.
 
     Args:
         model, optimizer: in float64.
@@ -38,8 +40,9 @@ class PlainTraining:
         self.optimizer.zero_grad()
         own, total = {name: list(values) for name, values in self._own.items()}, 0.0
         try:
-            for replica in range(self.num_replicas):
-                total += self._run_replica(replica, batch, loss_fn, buffers, own)
+            shards = self._shards(batch)
+            for replica, shard in enumerate(shards):
+                total += self._run_replica(replica, shard, len(batch["target"]), loss_fn, buffers, own)
         except Exception:
             for name, buffer in buffers.items():
                 buffer.detach().copy_(before[name])
@@ -48,7 +51,7 @@ class PlainTraining:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._own = own
-        self._show(buffers)
+        self._show(buffers, len(shards))
         return total
 
     def close(self) -> None:
@@ -67,31 +70,35 @@ class PlainTraining:
             if version != buffer._version or not torch.equal(value, buffer):
                 self._own[name] = [buffer.clone() for _ in range(self.num_replicas)]
 
+    def _shards(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The batch of each replica that has examples: where they are normalized together, each has two or more."""
+        is_together = any(isinstance(m, nn.BatchNorm1d | FunctionalNorm) and m.training for m in self.model.modules())
+        number = min(self.num_replicas, len(batch["target"]) // (2 if is_together else 1))
+        split = {k: v.tensor_split(number) if isinstance(v, torch.Tensor) else [v] * number for k, v in batch.items()}
+        return [{key: values[i] for key, values in split.items()} for i in range(number)]
+
     def _run_replica(
         self,
         replica: int,
-        batch: Mapping[str, Any],
+        shard: dict[str, Any],
+        num_examples: int,
         loss_fn: Loss,
         buffers: Mapping[str, torch.Tensor],
         own: Mapping[str, list[torch.Tensor]],
     ) -> float:
         """Forward and backward of a shard; returns its part of the loss."""
-        shard = {
-            key: value.tensor_split(self.num_replicas)[replica] if isinstance(value, torch.Tensor) else value
-            for key, value in batch.items()
-        }
         for name, buffer in buffers.items():
             buffer.copy_(own[name][replica])
         target = shard.pop("target")
-        weight = len(target) / len(batch["target"]) if self.is_mean else 1.0
+        weight = len(target) / num_examples if self.is_mean else 1.0
         loss = loss_fn(self.model(**shard), target) * weight
         loss.backward()
         for name, buffer in buffers.items():
             own[name][replica] = buffer.clone()
         return loss.item()
 
-    def _show(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _show(self, buffers: Mapping[str, torch.Tensor], num_shards: int) -> None:
         for name, buffer in buffers.items():
-            values = self._own[name]
+            values = self._own[name][:num_shards]
             buffer.copy_(torch.stack(values).mean(0) if buffer.is_floating_point() else values[0])
             self._shown[name] = buffer._version, buffer.clone()

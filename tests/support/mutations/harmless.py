@@ -189,9 +189,9 @@ def send_in_another_order(program: Program) -> Iterator[Edit]:
 def receive_early(program: Program) -> Iterator[Edit]:
     """A receipt, but not the wait for it, is launched before anything else of its replica."""
     for timeline in timelines(program):
-        first = next(node for node in timeline if node.op != "placeholder")
+        first = next((node for node in timeline if node.op != "placeholder"), None)
         commit = next((node for node in timeline if node.target is ops.commit and node.args), None)
-        for node in timeline:
+        for node in timeline if first is not None else ():
             if (
                 node.target is ops.recv
             ):  # after the commit of a step that may end there, what is sent is not sent for sure

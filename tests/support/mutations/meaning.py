@@ -35,6 +35,8 @@ def meaning(program: Program) -> Results:
 def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
     if program.stage < Stage.REPLICATED:
         for replica, shard in enumerate(program.shard_of_replica):
+            if shard is None:
+                continue  # a replica without examples
             graph = program.shard_graphs[shard]
             values = _Values(program).of(graph.nodes)
             output: Any = graph.output_node().args[0]
@@ -43,9 +45,11 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
                 yield from ((replica, kind, name, values[node]) for name, node in output[kind].items())
         return
     for replica, line in enumerate(timelines(program)):
+        if not line:
+            continue
         values = _Values(program).of([node for node in line if node.target not in ops.COLLECTIVES])
         output = line[0].graph.output_node().args[0]
-        yield replica, "loss", "", values.get(output if isinstance(output, fx.Node) else output["losses"][replica], 0)
+        yield replica, "loss", "", values.get(output["losses"][replica] if isinstance(output, dict) else output, 0)
         for kind in ("gradients", "writes") if isinstance(output, dict) else ():
             for name, nodes in output.get(kind, {}).items():
                 yield replica, kind, name, values.get(nodes[replica], 0)
@@ -54,7 +58,7 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
                 yield replica, "writes", str(node.kwargs["variable"]), values[node.all_input_nodes[0]]
             elif node.target is ops.pack:
                 slots = program.buckets[bucket_of(node)].slots
-                for slot, gradient in zip(slots, node.args, strict=True):
+                for slot, gradient in zip(slots, node.args, strict=bool(node.args)):
                     yield replica, "gradients", slot.variable, values[gradient]  # type: ignore[index]
 
 

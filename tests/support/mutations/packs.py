@@ -31,10 +31,11 @@ from mutations.table import Edit, breaks
 
 
 def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
+    """The packs of each replica that packs gradients, by bucket."""
     found = []
     for timeline in timelines(program):
-        found.append({bucket_of(node): node for node in timeline if node.target is ops.pack})
-    return found
+        found.append({bucket_of(node): node for node in timeline if node.target is ops.pack and node.args})
+    return [packs for packs in found if packs]
 
 
 def _exchange_in(pack: fx.Node, one: int, other: int) -> None:

@@ -220,6 +220,11 @@ def handmade_sources() -> Iterator[Source]:
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
+    few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
+    yield Source("pairs, ragged on 3", few, caps)
+    yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})
+    yield Source("tables, ragged on 3", captured_model(Tables(), 3, rows=2), SMALL_BUCKETS)
+    yield Source("outputs, ragged on 3", captured_model(Returning(), 3, rows=2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
 

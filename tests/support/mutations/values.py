@@ -189,10 +189,12 @@ def give_another_loss(program: Program) -> Iterator[Edit]:
         graph.output_node().args = (given,)
 
     for replica, line in enumerate(_lines(program)):
+        if not line:
+            continue
         graph = line[0].graph
         given: Any = graph.output_node().args[0]
-        loss = given if isinstance(given, fx.Node) else given["loss"] if "loss" in given else given["losses"][replica]
-        for node in line:
+        loss = given if not isinstance(given, dict) else given["loss"] if "loss" in given else given["losses"][replica]
+        for node in line if loss is not None else ():
             if node is not loss and is_value(node) and type_of(node) == type_of(loss):
                 yield partial(edit, graph, replica, node)
 
@@ -234,7 +236,7 @@ def exchange_two_results(program: Program) -> Iterator[Edit]:
 
 
 def _values(nodes: Any) -> Any:
-    return nodes.meta["val"] if isinstance(nodes, fx.Node) else [node.meta["val"] for node in nodes]
+    return nodes.meta["val"] if isinstance(nodes, fx.Node) else [node.meta["val"] for node in nodes if node is not None]
 
 
 @breaks

@@ -1,0 +1,347 @@
+"""Batches with fewer examples than devices, or with too few for statistics on each: they run on as many devices as they can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import (
+    OptimizerMaker,
+    assert_same_bits,
+    assert_same_model,
+    assert_same_state,
+    assert_same_training,
+    train_mirrored,
+    train_on_one_device,
+    train_shard_by_shard,
+    train_step,
+    unchanged,
+)
+from ring import Ring
+from selections import slow
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirrorc
+from mirrorc.comparison.diff import diff_programs
+from mirrorc.errors import CaptureError, NonFiniteError
+from mirrorc.passes import FactorGradients, default_pipeline
+from mirrorc.printing.reader import read_program_text
+from mirrorc.runtime.execution.interleaving import InterleavingTrial
+
+TOLERANCE = 1e-10
+ADAMW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+MUON_LIKE = partial(torch.optim.Adadelta, lr=1.0)  # runs by itself
+SIZES = (5, 1, 2, 5, 2)
+
+
+def batches(sizes: tuple[int, ...] = SIZES, num_features: int = 6) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input": torch.randn(n, num_features, dtype=torch.float64, generator=generator),
+            "target": torch.randn(n, 3, dtype=torch.float64, generator=generator),
+        }
+        for n in sizes
+    ]
+
+
+def make_net(*between: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), *between, nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+class Table(nn.Module):
+    """A table and layers whose gradients are larger than their factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(40, 24), nn.Linear(24, 24), nn.Linear(24, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(self.table(input).mean(1))))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "small buckets": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+    "mirrored": {"disable_passes": ["share-parameters"]},
+    "copies": {"link": "copy", "disable_passes": ["share-parameters"]},
+    "shared by copies": {"link": "copy"},
+    "ring": {"disable_passes": ["share-parameters"], "add_passes": [mirrorc.after("lower-collectives", Ring())]},
+    "checked": {"check_finite": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "way", "optimizer"),
+    [
+        (4, "small buckets", ADAMW),
+        (3, "copies", MUON_LIKE),
+        *slow(*((n, way, o) for n in (2, 3, 4) for way in WAYS for o in (ADAMW, SGD, MUON_LIKE))),
+    ],
+)
+def test_a_step_is_that_of_one_device_whatever_the_size(num_devices: int, way: str, optimizer: OptimizerMaker) -> None:
+    model = make_net()
+    mirrored = train_mirrored(model, optimizer, batches(), num_devices, F.mse_loss, **WAYS[way])
+    single = train_on_one_device(model, optimizer, batches(), F.mse_loss)
+    assert_same_training(mirrored, single, TOLERANCE)
+    assert_same_state(mirrored.optimizer, single.optimizer, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_compiled_step_is_that_of_one_device(num_devices: int) -> None:
+    model = make_net()
+    few = batches((5, 1, 2, 4))
+    mirrored = train_mirrored(model, ADAMW, few, num_devices, F.mse_loss, backend="inductor")
+    assert_same_training(mirrored, train_on_one_device(model, ADAMW, few, F.mse_loss), TOLERANCE)
+
+
+def test_a_sum_over_examples() -> None:
+    loss_fn = partial(F.mse_loss, reduction="sum")
+    model = make_net()
+    mirrored = train_mirrored(model, ADAMW, batches((2, 2)), 3, loss_fn, loss_reduction="sum")
+    assert_same_training(mirrored, train_on_one_device(model, ADAMW, batches((2, 2)), loss_fn), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "disabled"),
+    [
+        (SGD, ()),
+        *slow((SGD, ("share-parameters",)), (partial(torch.optim.Adam, lr=0.01, foreach=True), ())),
+    ],
+)
+def test_shares_of_factored_gradients_are_made_of_the_factors_that_there_are(
+    optimizer: OptimizerMaker, disabled: tuple[str, ...]
+) -> None:
+    """What the last steps have left in the rows of a table's gradient is cleared, whichever devices had looked them up."""
+    torch.manual_seed(0)
+    model, few = Table().double(), []
+    for n in (5, 2, 5, 2, 2, 5):
+        target = torch.randn(n, 3, dtype=torch.float64)
+        few.append({"input": torch.randint(40, (n, 2)), "target": target})
+    passes = [
+        replace(p, parameters_are_shared=True) if isinstance(p, FactorGradients) else p
+        for p in default_pipeline(min_factored_elements=0)
+        if p.name not in disabled
+    ]
+    mirrored = train_mirrored(model, optimizer, few, 3, F.mse_loss, passes=passes)
+    assert_same_training(mirrored, train_on_one_device(model, optimizer, few, F.mse_loss), TOLERANCE)
+
+
+class Whitened(nn.Module):
+    """Normalizes the examples of a batch together, without a module or a buffer that would tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+NORM = partial(nn.BatchNorm1d, 5)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "norm", "last"),
+    [
+        (4, NORM, 5),
+        *slow(*((n, norm, last) for n in (2, 3, 4) for norm in (NORM, Whitened) for last in (2, 3, 5, 9))),
+    ],
+)
+def test_with_batch_norm_each_shard_has_two_examples(
+    num_devices: int, norm: Callable[[], nn.Module], last: int
+) -> None:
+    """The buffers that the model shows are the mean over the shards of the last batch, here of fewer than all devices."""
+    model, few = make_net(norm()), batches((9, 5, 9, last))
+    mirrored = train_mirrored(model, SGD, few, num_devices, F.mse_loss)
+    expected = train_shard_by_shard(model, SGD, few, num_devices, F.mse_loss)
+    assert_same_training(mirrored, expected, TOLERANCE)
+
+
+def test_five_examples_on_four_devices_are_three_and_two() -> None:
+    model = make_net(nn.BatchNorm1d(5))
+    with mirrorc.compile(model, 4, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+        (batch,) = batches((5,))
+        assert step.prepare(**batch).num_examples == (3, 2, 0, 0)
+        step(**batch)
+        own = step.variables["1.running_mean"].values
+        assert torch.equal(own[2], torch.zeros(5)) and torch.equal(own[3], own[2]) and own[0].abs().min() > 0.0
+        assert torch.equal(model[1].running_mean, (own[0] + own[1]) / 2)
+        model.eval()
+        assert step.prepare(**batch).num_examples == (2, 1, 1, 1), "statistics that are fixed need no other example"
+
+
+@pytest.mark.parametrize("norm", [Whitened, *slow((NORM,))])
+def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) -> None:
+    model = make_net(norm())
+    optimizer = SGD(model.parameters())
+    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        for size in (3, 2):
+            step(**batches((size,))[0])
+        with (
+            unchanged(model, optimizer),
+            pytest.raises(CaptureError, match=r"more than 1 value per channel.*one device, too"),
+        ):
+            step(**batches((1,))[0])
+        step(**batches((7,))[0])
+        compiled = step._specializer.num_programs
+        step(**batches((3,))[0])
+        assert step._specializer.num_programs == compiled == 3
+
+
+def test_images_have_statistics_of_one_example() -> None:
+    """As on one device, where torch takes them over the pixels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)).double()
+    one = {"input": torch.randn(1, 2, 2, 2, dtype=torch.float64), "target": torch.randn(1, 3, dtype=torch.float64)}
+    mirrored = train_mirrored(model, SGD, [one] * 2, 3, F.mse_loss)
+    assert_same_training(mirrored, train_on_one_device(model, SGD, [one] * 2, F.mse_loss), TOLERANCE)
+
+
+def test_a_data_loader_needs_no_drop_last() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(*(torch.randn(10, n, generator=generator, dtype=torch.float64) for n in (6, 3)))
+    model = make_net()
+    twin = copy.deepcopy(model)
+    optimizer, plain = ADAMW(model.parameters()), ADAMW(twin.parameters())
+    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        for _ in range(3):
+            for x, y in DataLoader(data, batch_size=4):
+                loss = step(x, target=y)
+                expected = train_step(twin, plain, {"input": x, "target": y}, F.mse_loss)
+                assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
+        assert step._specializer.num_programs == 2
+    assert_same_model(model, twin, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"),
+    [((0, 2, 1), MUON_LIKE), *slow(((2, 0, 1), ADAMW), ((0, 0, 3), ADAMW), ((0, 0, 3), MUON_LIKE))],
+)
+def test_a_shard_of_the_users_own_may_be_empty(sizes: tuple[int, ...], optimizer: OptimizerMaker) -> None:
+    model = make_net(nn.BatchNorm1d(5).eval(), nn.Identity())
+    whole = batches((sum(sizes),) * 3)
+    split = [{key: mirrorc.PerReplica(value.split(sizes)) for key, value in batch.items()} for batch in whole]
+    mirrored = train_mirrored(model, optimizer, split, 3, F.mse_loss)
+    assert_same_training(mirrored, train_on_one_device(model, optimizer, whole, F.mse_loss), TOLERANCE)
+
+
+class Several(nn.Module):
+    """Gives an output of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, input: torch.Tensor) -> dict[str, Any]:
+        rows = self.layer(input)
+        return {
+            "rows": rows,
+            "mean": rows.mean(),
+            "count": mirrorc.summed((rows > 0).sum()),
+            "columns": rows.abs().amax(0),
+            "number": len(input),
+        }
+
+
+def test_outputs_are_those_of_the_replicas_that_have_examples() -> None:
+    torch.manual_seed(0)
+    model = Several().double()
+    twin = copy.deepcopy(model)
+    loss_fn = lambda output, target: F.mse_loss(output["rows"], target)  # noqa: E731
+    with mirrorc.compile(
+        model, 4, optimizer=SGD(model.parameters()), loss_fn=loss_fn, backend="eager", return_outputs=True
+    ) as step:
+        for n in (2, 1):
+            (batch,) = batches((n,))
+            twin.load_state_dict(model.state_dict())
+            wanted = twin(batch["input"])
+            _, found = step(**batch)
+            torch.testing.assert_close(found["rows"], wanted["rows"].detach())
+            torch.testing.assert_close(found["mean"], wanted["mean"].detach())
+            assert found["count"] == wanted["count"]
+            each = [rows.abs().amax(0) for rows in wanted["rows"].detach().split(1)]
+            assert isinstance(found["columns"], mirrorc.PerReplica) and len(found["columns"].values) == n
+            torch.testing.assert_close(list(found["columns"].values), each)
+            assert found["number"].values == (1,) * n
+
+
+def test_random_numbers_are_those_of_the_replica() -> None:
+    """Two runs give the same bits, and a replica draws the same whether or not another one has an example."""
+    model, found = make_net(nn.Dropout(0.5)), []
+    for num_devices in (1, 3, 3):
+        torch.manual_seed(0)
+        found.append(train_mirrored(model, SGD, batches((1, 1)), num_devices, F.mse_loss))
+    assert_same_training(found[1], found[0], TOLERANCE)
+    assert_same_bits(found[2], found[1])
+
+
+@pytest.mark.parametrize("otherwise", ["skip", *slow((True,))])
+def test_what_is_not_finite_is_found_on_the_replicas_that_have_examples(otherwise: Any) -> None:
+    model = make_net()
+    optimizer = ADAMW(model.parameters())
+    good, bad = batches((2, 2))
+    bad["input"][1, 0] = torch.nan
+    with mirrorc.compile(
+        model, 4, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite=otherwise
+    ) as step:
+        step(**good)
+        with unchanged(model, optimizer):
+            if otherwise == "skip":
+                assert step(**bad).isnan() and step.num_skipped == 1
+            else:
+                with pytest.raises(NonFiniteError, match="the loss on cpu:1 is nan"):
+                    step(**bad)
+        assert step(**good).isfinite()
+
+
+def test_a_step_that_runs_in_the_callers_thread_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, few = make_net(), batches((5, 2, 5, 2))
+    by_threads = train_mirrored(model, ADAMW, few, 3, F.mse_loss)
+    init = InterleavingTrial.__init__
+
+    def begin_interleaved(self: Any, can_interleave: bool) -> None:
+        init(self, can_interleave)
+        assert can_interleave
+        self.interleaves, self.is_decided = True, True
+
+    monkeypatch.setattr(InterleavingTrial, "__init__", begin_interleaved)
+    assert_same_bits(train_mirrored(model, ADAMW, few, 3, F.mse_loss), by_threads)
+
+
+def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
+    model = make_net()
+    with mirrorc.compile(model, 4, optimizer=ADAMW(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+        full, few = batches((4, 2))
+        step(**full)
+        whole = step.program
+        for _ in range(3):
+            step(**few)
+        program, text = step.program, str(step.program)
+        assert program.present == (0, 1)
+        assert (
+            "(replica 2) runs this on none of the batch's 2 examples: it adds zeros to each sum\ndef cpu_2():" in text
+        )
+        assert "# zeros: this device has no examples" in text and "return None" in text
+        assert read_program_text(text).devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+        assert "cpu:3" in diff_programs(whole, program)
+        program.save(tmp_path / "program.json")
+        loaded = mirrorc.Program.load(tmp_path / "program.json")
+        assert str(loaded) == text and loaded.present == (0, 1)
+        explained, memory = step.explain(), step.memory()
+        assert [device.compute_ms > 0.0 for device in explained.devices] == [True, True, False, False]
+        assert "cpu:3" in str(explained) and "cpu:3" in str(memory)
+        assert step.timeline(tmp_path / "steps.json").exists()
+
+
+def test_check_loss_compares_the_shards_that_there_are() -> None:
+    (batch,) = batches((2,))
+    for model, shards in ((make_net(), (1, 1)), (make_net(NORM()), (2,))):
+        found = mirrorc.check_loss(model, num_replicas=4, loss_fn=F.mse_loss, **batch)
+        assert found.same and found.num_examples == shards
