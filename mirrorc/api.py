@@ -65,6 +65,7 @@ def compile(
     record: bool = True,
     cuda_graphs: bool = False,
     return_outputs: bool = False,
+    progress: bool = True,
     check_finite: FiniteCheck = False,
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
@@ -102,6 +103,8 @@ def compile(
             with a loss_fn that returns more than the loss, a pair of both. Tensors with a row for each example are those of the
             whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the sum over the replicas.
             Of anything else, such as other scalars of integers, there is a `mirrorc.PerReplica` with what each replica gives.
+        progress: say what a compilation does once it takes longer than 2 s: in a line on standard error if that is a terminal,
+            else in a line of the log (level INFO).
         check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
             a number, and changes nothing. "skip" leaves out the update of such a step, returns its loss, and counts it in
             `Step.num_skipped`.
@@ -163,6 +166,7 @@ def compile(
         record=record,
         cuda_graphs=cuda_graphs,
         return_outputs=return_outputs,
+        progress=progress,
         check_replicas_every=every,
         remarks=tuple(remarks),
     )

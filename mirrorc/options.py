@@ -50,6 +50,7 @@ class StepOptions:
     record: bool
     cuda_graphs: bool
     return_outputs: bool
+    progress: bool
     check_replicas_every: int  # 0 for never
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
@@ -92,6 +93,7 @@ _TAKES = {
     "record": _Takes((bool,), "say True, for step.explain() and step.timeline(), or False"),
     "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
     "return_outputs": _Takes((bool,), "say True, for loss, outputs = step(...), or False"),
+    "progress": _Takes((bool,), "say True, to be told what takes long while it is compiled, or False"),
     "check_finite": _Takes(
         (bool,),
         "say True, to raise an error where a loss or gradient is not finite, 'skip', to leave such updates out, or False",

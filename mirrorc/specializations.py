@@ -164,6 +164,17 @@ class Specializations:
             self._warn_of_many(self._first)
         return dropped
 
+    def what_is_new(self, key: Key) -> str:
+        """What calls with this key have that is in no program yet, compared with those to which they are nearest."""
+        if not self._by_key:
+            return "the first call"
+        parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
+        differing = [[i for i in range(len(parts)) if known[i] != key[i]] for known in self._by_key]
+        nearest = min(differing, key=len)
+        if not nearest:
+            return "something else that forward or the loss reads"
+        return " and ".join(f"another {parts[i]}" if i < 2 else f"{parts[i]} have changed" for i in nearest)
+
     def _drop(self) -> Specialization:
         key, own = next(iter(self._by_key.items()))
         dropped = own.pop(0)

@@ -33,6 +33,7 @@ from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.printing.wording import counted
+from mirrorc.progress import Progress
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
@@ -105,7 +106,7 @@ class Specializer:
             self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
             return found
-        new = self._compile(call, shards)
+        new = self._compile(call, shards, self._specializations.what_is_new(key))
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -157,16 +158,22 @@ class Specializer:
                 self._noted.add(note)
                 warnings.warn_explicit(note.message, UserWarning, note.filename, note.lineno)
 
-    def _compile(self, call: Call, shards: Shards) -> Specialization:
+    def _compile(self, call: Call, shards: Shards, what_is_new: str) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         self._model.check_memory()
         moved = self._move_to_home()
+        progress = Progress(f"{self._what} ({what_is_new})", is_shown=self._options.progress)
         try:
-            return self._compile_at_home(call, shards)
+            progress.begin()
+            return self._compile_at_home(call, shards, progress)
         except BaseException:
+            progress.is_over = True
             for tensor, data in moved:
                 tensor.data = data
             raise
+        finally:
+            progress.is_over = True
+            progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Moves the model's tensors to replica 0's device and makes them dense; returns the moved tensors with their old data."""
@@ -180,12 +187,13 @@ class Specializer:
                 tensor.data = data
         return moved
 
-    def _compile_at_home(self, call: Call, shards: Shards) -> Specialization:
+    def _compile_at_home(self, call: Call, shards: Shards, progress: Progress) -> Specialization:
         options, times = self._options, [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
         logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
         check_optimizer(options.optimizer, self._model.parameters)
         self._regions.prepare(self._home)
+        progress.enter("capture")
         training_call = TrainingCall(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
@@ -207,9 +215,11 @@ class Specializer:
         self._warn_of_differences(captured.differences)
         self._warn_of_notes(captured.notes)
         program = captured.program.with_remarks(*options.remarks)
+        progress.enter("bucket sizes")
         program, pipeline = self._with_measured_sizes(program)
+        progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
-        program = run_passes(program, pipeline, instruments)
+        program = run_passes(program, pipeline, [*instruments, progress])
         if program.stage is not Stage.LOWERED:
             raise PassError(
                 f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
@@ -219,7 +229,8 @@ class Specializer:
         places = zip(options.devices, program.device_graphs.values(), strict=True)
         called = [(device.torch_device, _called(module)) for device, module in places]
         wanted = [(program.regions[name], device) for device, names in called for name in names]
-        functions = iter(self._regions.compile_all(wanted))
+        progress.enter("regions", len(wanted))
+        functions = iter(self._regions.compile_all(wanted, progress.advance))
         regions = [{name: next(functions) for name in names} for _, names in called]
         times.append(time.perf_counter())
         _log_times(self._what, program, times)

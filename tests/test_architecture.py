@@ -23,6 +23,7 @@ ORDER = (
     "mirrorc/specializer",
     "mirrorc/specializations",
     "mirrorc/instruments",
+    "mirrorc/progress",
     "mirrorc/options",
     "mirrorc/loss_check",
     "mirrorc/capture",

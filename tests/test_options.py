@@ -91,6 +91,7 @@ TAKEN: dict[str, set[str]] = {
     "record": BOOLS,
     "cuda_graphs": {"False"},
     "return_outputs": BOOLS,
+    "progress": BOOLS,
     "check_finite": {*BOOLS, "'skip'"},
     "check_replicas_every": {"None", "0", "1"},
     "example_inputs": {"None"},

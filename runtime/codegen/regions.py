@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,10 @@ class RegionCompiler:
             self._compiled = before  # the others have no kernels
             raise
 
-    def compile_all(self, wanted: Sequence[tuple[Region, torch.device]]) -> list[RegionFunction]:
-        """The functions of several regions, which are compiled in parallel.
+    def compile_all(
+        self, wanted: Sequence[tuple[Region, torch.device]], on_compiled: Callable[[], object] = lambda: None
+    ) -> list[RegionFunction]:
+        """The functions of several regions, which are compiled in parallel; ``on_compiled`` is called after each.
 
         If that fails, and the backend has another way to compile, it is tried once more.
 
@@ -55,7 +57,7 @@ class RegionCompiler:
         """
         try:
             with self.together():
-                return [self.compile(region, device) for region, device in wanted]
+                return self._compile_each(wanted, on_compiled)
         except Exception as error:
             again = self.backend.second_try(error)
             if again is None:
@@ -71,6 +73,15 @@ class RegionCompiler:
             except Exception as other:
                 logger.debug("the second try has failed, too", exc_info=other)
                 raise error from None
+
+    def _compile_each(
+        self, wanted: Sequence[tuple[Region, torch.device]], on_compiled: Callable[[], object]
+    ) -> list[RegionFunction]:
+        functions = []
+        for region, device in wanted:
+            functions.append(self.compile(region, device))
+            on_compiled()
+        return functions
 
     def keep_only(self, regions: Iterable[Region]) -> None:
         """Forgets all compiled regions except these."""

@@ -1,0 +1,122 @@
+"""Says what a compilation does when it takes long: in a line on a terminal, elsewhere in a line of the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.live import Live
+from rich.text import Text
+
+from mirrorc.ir.program import Program
+from mirrorc.pipeline.protocol import Instrument, Pass
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 2.0
+"""A compilation that ends sooner says nothing."""
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+class Progress(Instrument):
+    """What a compilation does now. A thread of its own says it on standard error, and ends with the compilation.
+
+    An interrupt may come between any two calls of Python, so to set `is_over` is enough: the thread looks at it ten times a
+    second, and takes its line away itself. The line is left out where it would disturb another one: a live display of rich, or a
+    bar of tqdm.
+
+    Args:
+        what: what is compiled.
+        is_shown: whether anything is said.
+
+    Attributes:
+        is_over: whether the compilation has ended, in whatever way.
+    """
+
+    def __init__(self, what: str, *, is_shown: bool) -> None:
+        self.is_over = False
+        self._what = what
+        self._phase, self._num_done, self._num_all = "begins", 0, 0
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        is_heard = is_shown and (logger.isEnabledFor(logging.INFO) or free_terminal() is not None)
+        self._thread = threading.Thread(target=self._say, name="mirrorc progress", daemon=True) if is_heard else None
+
+    def begin(self) -> None:
+        """Begins to count the time."""
+        if self._thread is not None:
+            self._thread.start()
+
+    def enter(self, phase: str, num_all: int = 0) -> None:
+        """Notes what is done now, and how many steps that has, if they are counted."""
+        self._phase, self._num_done, self._num_all = phase, 0, num_all
+
+    def advance(self) -> None:
+        """Notes that one more step is done."""
+        self._num_done += 1
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        """As `Instrument` has it."""
+        self.advance()
+
+    def end(self) -> None:
+        """Takes the line away and waits for the thread; `is_over` should be set before."""
+        self.is_over = True
+        self._ended.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+
+    def _say(self) -> None:
+        """The main function of the thread."""
+        while time.monotonic() - self._began < PATIENCE_SECONDS:
+            if self._ended.wait(_SECONDS_BETWEEN_LOOKS) or self.is_over:
+                return
+        try:
+            terminal = free_terminal()
+            if terminal is None:
+                logger.info("%s, and goes on", self._line())
+            else:
+                self._show(Console(file=terminal))
+        except Exception as error:
+            logger.debug("progress is not shown", exc_info=error)
+
+    def _show(self, console: Console) -> None:
+        with Live(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        ) as live:
+            while not self.is_over:
+                live.update(Text(self._line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+                self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+
+    def _line(self) -> str:
+        counted = f", {self._num_done} of {self._num_all}" if self._num_all else ""
+        return f"compiling {self._what}: {self._phase}{counted}, {time.monotonic() - self._began:.0f} s"
+
+
+def free_terminal() -> IO[str] | None:
+    """Standard error if it is a terminal on which nobody else keeps a line; else None."""
+    stream: Any = sys.stderr
+    if (
+        isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()
+    ):  # rich puts these there meanwhile
+        return None
+    try:
+        is_plain = stream is not None and stream.isatty() and not Console(file=stream).is_dumb_terminal
+    except (AttributeError, OSError, ValueError):  # a stand-in that is no stream, or a closed one
+        return None
+    return stream if is_plain else None
+
+
+def _has_bars() -> bool:
+    """Whether a bar of tqdm is shown."""
+    module: Any = sys.modules.get("tqdm.std")
+    kinds = [module.tqdm] if hasattr(module, "tqdm") else []
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(len(getattr(kind, "_instances", ())) > 0 for kind in kinds)

@@ -1,0 +1,168 @@
+"""What a compilation that takes long says: where, and that nothing stays of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.live import Live
+from torch import nn
+from tqdm import tqdm
+
+import mirrorc
+from mirrorc import progress
+from mirrorc.ir.program import Program, Stage
+from mirrorc.progress import free_terminal
+
+SHOWS_CURSOR = "\x1b[?25h"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A pass that takes as long as what it calls."""
+
+    action: Callable[[], object]
+    name: str = "gate"
+    input_stage = output_stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        self.action()
+        return program
+
+
+def until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not is_reached():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def progress_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mirrorc progress"]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, stdout=sys.stdout, modules=sys.modules))
+    yield stream
+    assert not progress_threads()
+
+
+def compiled(action: Callable[[], object], size: int = 4, **options: Any) -> mirrorc.step.Step:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gate = mirrorc.before("plan-buckets", Gate(action))
+    options = {"add_passes": [gate], "loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
+    step = mirrorc.compile(model, 2, optimizer=optimizer, **options)
+    step(torch.ones(size, 3), target=torch.ones(size, 1))
+    return step
+
+
+def test_a_line_on_a_terminal_says_what_is_done_and_goes_away(
+    terminal: Terminal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def action() -> None:
+        until(lambda: "compiling Linear for cpu:0, cpu:1 (the first call): passes, " in terminal.getvalue())
+
+    compiled(action)
+    assert terminal.getvalue().rstrip().endswith(("\x1b[2K", SHOWS_CURSOR)) and SHOWS_CURSOR in terminal.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_later_call_says_what_is_new(terminal: Terminal) -> None:
+    is_waiting = threading.Event()
+    step = compiled(lambda: is_waiting.is_set() and until(lambda: "(another shape)" in terminal.getvalue()))
+    is_waiting.set()
+    step(torch.ones(6, 3), target=torch.ones(6, 1))
+    assert "(another shape)" in terminal.getvalue()
+
+
+def test_elsewhere_one_line_of_the_log_says_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    caplog.set_level(logging.INFO, "mirrorc.progress")
+    compiled(lambda: until(lambda: bool(caplog.records)))
+    assert [record.name for record in caplog.records] == ["mirrorc.progress"]
+    assert "compiling Linear for cpu:0, cpu:1 (the first call): " in caplog.text
+    assert terminal.getvalue() == ""
+
+
+def test_without_progress_and_where_nobody_listens_there_is_no_thread(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[threading.Thread] = []
+    compiled(lambda: found.extend(progress_threads()), progress=False)
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    compiled(lambda: found.extend(progress_threads()))
+    assert not found and terminal.getvalue() == ""
+
+
+def test_displays_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with contextlib.redirect_stderr(Terminal()) as stream:
+        assert free_terminal() is stream
+        with tqdm(total=3, file=stream):
+            assert free_terminal() is None
+        assert free_terminal() is stream
+        with Live("mine", console=Console(file=stream), auto_refresh=False):
+            assert free_terminal() is None
+        assert free_terminal() is stream
+        monkeypatch.setenv("TERM", "dumb")
+        assert free_terminal() is None
+    closed = Terminal()
+    closed.close()
+    closed.isatty = io.StringIO().isatty  # type: ignore[method-assign]
+    for other in (None, object(), io.StringIO(), closed):
+        with contextlib.redirect_stderr(other):  # type: ignore[type-var]
+            assert free_terminal() is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("where", ["capture", "passes"])
+def test_an_exception_ends_the_line_and_the_thread(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        until(lambda: f": {where}" in terminal.getvalue())
+        if error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    if where == "capture":
+        monkeypatch.setattr(mirrorc.specializer, "capture_program", fail)
+    with pytest.raises((error, mirrorc.PassError)):
+        compiled(fail if where == "passes" else lambda: None)
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count(SHOWS_CURSOR) == 1
+    assert not progress_threads()
+
+
+def test_a_terminal_that_cannot_be_written_stops_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_tried = threading.Event()
+
+    def fail(text: str) -> int:
+        is_tried.set()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(terminal, "write", fail)
+    assert compiled(lambda: until(is_tried.is_set)).program is not None
