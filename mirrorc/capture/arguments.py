@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from mirrorc.capture.containers import paths_of_children, put_together, take_apart
 
@@ -155,6 +156,11 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            f"argument {path!r} is a PackedSequence, in which sequences do not lie one after the other: pass the padded tensor "
+            "and the lengths of its sequences, and call pack_padded_sequence in forward"
+        )
     if plain is not None and _is_plain(value):
         return _kept_apart(value, path, plain)
     parts = take_apart(value, path)

@@ -71,6 +71,28 @@ _KNOWN = (
         ("expected hidden",),
     ),
     KnownFailure(
+        "pad_packed_sequence pads to the longest sequence of the batch, and a shard does not know how long that is",
+        "say it, which gives the same in plain PyTorch if the batch is padded to its longest sequence: total_length=x.size(1), "
+        "where x is the padded tensor (x.size(0), if time comes first)",
+        ("pad_packed_sequence is given no total_length",),
+    ),
+    KnownFailure(
+        "the parts of a packed sequence (data, batch_sizes) have shapes that follow the lengths, and those of a graph are fixed",
+        "compute with the padded tensor, before pack_padded_sequence or after pad_packed_sequence",
+        ("a part of a packed sequence is read",),
+    ),
+    KnownFailure(
+        "pack_padded_sequence needs a length for each sequence of a shard, and got another number of them",
+        "pass lengths to the step as a tensor, which is split like the batch, where a list is not",
+        ("pack_padded_sequence is given lengths of another batch",),
+    ),
+    KnownFailure(
+        "a PackedSequence is made by hand, and its shapes follow the lengths",
+        "make it with torch.nn.utils.rnn.pack_padded_sequence or pack_sequence",
+        ("0-dim tensor",),
+        line="PackedSequence(",
+    ),
+    KnownFailure(
         "a module has a hook on its backward, which a captured step does not call",
         "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
         "or in a hook of the optimizer",

@@ -15,21 +15,33 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
     Args:
         functions: for each function of torch, the Python function that is traced where it is called, with its arguments.
     """
-    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    kind: Any = TorchInGraphFunctionVariable
-    call: Callable[..., Any] = kind.call_function
     thread = threading.get_ident()
     by_id: dict[int, Any] = {id(function): instead for function, instead in functions.items()}
 
-    def substituted(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != thread or id(self.value) not in by_id:
-            return call(self, tx, args, kwargs)
-        return UserFunctionVariable(by_id[id(self.value)]).call_function(tx, args, kwargs)
+    def substituted(call: Callable[..., Any], attribute: str) -> Callable[..., Any]:
+        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            instead = by_id.get(id(getattr(self, attribute)))
+            if instead is None or threading.get_ident() != thread:
+                return call(self, tx, args, kwargs)
+            return UserFunctionVariable(instead).call_function(tx, args, kwargs)
 
-    kind.call_function = substituted
+        return call_function
+
+    kinds: dict[
+        Any, str
+    ] = {  # what a kind stands for is in this attribute; versions of torch differ in which kind is what
+        TorchInGraphFunctionVariable: "value",
+        SkipFunctionVariable: "value",
+        UserFunctionVariable: "fn",
+    }
+    calls = [kind.call_function for kind in kinds]
+    for (kind, attribute), call in zip(kinds.items(), calls, strict=True):
+        kind.call_function = substituted(call, attribute)
     try:
         yield
     finally:
-        kind.call_function = call
+        for kind, call in zip(kinds, calls, strict=True):
+            kind.call_function = call
