@@ -50,6 +50,13 @@ _KNOWN = (
         line="_assert(",
     ),
     KnownFailure(
+        "it decides by a random number that Python draws, and a captured graph would go the same way in every step",
+        "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x)), which draws anew in each "
+        "step",
+        ("random.random", "random.uniform", "random.randint", *_DATA_DEPENDENT),
+        line="random.",
+    ),
+    KnownFailure(
         "it makes a Python number of a value of numpy, and those are traced as tensors",
         "make the number before the step, as in scale = float(array[0]), or compute with the array itself",
         ("wrapped_item",),
@@ -64,6 +71,12 @@ _KNOWN = (
         "call the model once, with the same arguments, before its first step",
         ("",),
         line="_hook_installation_lock",
+    ),
+    KnownFailure(
+        "it enters a lock, and a captured step does not do that again",
+        "hold the lock around the step, if it guards what forward reads; if it guards what forward does once, call the model "
+        "before its first step, and leave out the lock where nothing is to be done",
+        ("enter a `lock`", "enter a `rlock`"),
     ),
     KnownFailure(
         "the first states of a recurrent net have their examples in dim 1, where a step splits its arguments along dim 0",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +69,15 @@ def recurrent(kind: type[nn.Module]) -> nn.Module:
     return Net(begins_with_whole_states, kind(2, 2, batch_first=True))
 
 
+def under(net: Any, y: torch.Tensor) -> torch.Tensor:
+    with net.more:
+        return y
+
+
+def drops_layer(net: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.rand(()) < 0.5, y, y * 2)
+
+
 def transformer(**more: Any) -> nn.Module:
     whole = nn.Transformer(2, 1, 1, 1, 4, dropout=0.0, batch_first=True)
     return Net(lambda net, y: net.more(in_sequence(y), in_sequence(y), tgt_mask=MASK, **more).mean(1), whole)
@@ -82,6 +93,16 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
         lambda: recurrent(nn.GRU),
         ("the first states of a recurrent net have their examples in dim 1", "h.transpose(0, 1)"),
     ),
+    (
+        lambda: Net(lambda net, y: y if random.random() < 0.5 else y * 2),
+        ("random number that Python draws", "torch.where"),
+    ),
+    (
+        lambda: Net(lambda net, y: y if np.random.rand() < 0.5 else y * 2),
+        ("random number that Python draws", "torch.where"),
+    ),
+    (lambda: Net(under, threading.Lock()), ("it enters a lock", "around the step")),
+    (lambda: Net(under, threading.RLock()), ("it enters a lock", "around the step")),
     (transformer, ("whether it is causal", "tgt_is_causal=True")),
     (lambda: Net(assert_small), ("torch._assert of a tensor is not captured", 'assert condition, "text"')),
     (lambda: Net(lambda net, y: y * float(ARRAY[0])), ("Python number of a value of numpy", "before the step")),
@@ -145,7 +166,12 @@ def test_the_remedies_are_captured() -> None:
         return state
 
     scale = float(ARRAY[0])
-    for model in (Net(cell, nn.GRUCell(2, 2)), transformer(tgt_is_causal=True), Net(lambda net, y: y * scale)):
+    for model in (
+        Net(drops_layer),
+        Net(cell, nn.GRUCell(2, 2)),
+        transformer(tgt_is_causal=True),
+        Net(lambda net, y: y * scale),
+    ):
         with compiled(model) as step:
             assert torch.isfinite(step(torch.ones(4, 2), target=torch.zeros(4, 2)))
 
