@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mirrorc.capture.arguments import Call
+from mirrorc.capture.arguments import Call, Structure
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
-from mirrorc.capture.guards import Guards
+from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.outputs import Outputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.source_lines import users_stack_level
@@ -82,13 +82,22 @@ class Specialization:
         training_call: what was captured.
         plain: the plain values with which it was captured.
         outputs: what its steps return beside the loss, if they do.
+        shard_of_replica: which of the captured graphs each replica runs.
     """
 
     executor: Executor
-    guards: Guards
+    guards: AllGuards
     training_call: TrainingCall
     plain: Mapping[str, Any]
     outputs: Outputs | None = None
+    shard_of_replica: tuple[int | None, ...] = ()
+
+    def numbers(self) -> list[tuple[int | float, ...]]:
+        """For each replica, the Python numbers that its program takes, as the guards have found them last."""
+        of_graphs = self.guards.numbers_by_graph()
+        return (
+            [of_graphs[shard or 0] for shard in self.shard_of_replica] if any(of_graphs) else []
+        )  # absent ones read none
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
         """What differs for a call from what was read: the names of plain values, and in words what it is besides."""
@@ -131,6 +140,15 @@ class Specializations:
                 return own[-1]
         return None
 
+    def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
+        """The expressions that read other numbers now than programs for calls of this structure have as constants."""
+        found: list[str] = []
+        for key, own in self._by_key.items():
+            for one in own if key[0] == structure else ():
+                one.training_call.plain = plain
+                found += one.guards.changed_numbers()
+        return list(dict.fromkeys(found))
+
     def add(
         self,
         key: Key,
@@ -138,10 +156,11 @@ class Specializations:
         new: Specialization,
         instead: Specialization | None = None,
         attributes: Mapping[str, tuple[type, Any]] | None = None,
+        reasons: Sequence[str] = (),
     ) -> list[Executor]:
         """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed.
 
-        ``attributes`` are the plain attributes of the model, by path.
+        ``attributes`` are the plain attributes of the model, by path; ``reasons`` say why numbers that change are no inputs.
         """
         own = self._by_key.setdefault(key, [])
         dropped = [instead.executor] if instead is not None else []
@@ -161,7 +180,7 @@ class Specializations:
             )
         if self._first is not None:
             self._first.append(_Compiled(key, CallKind.of(call, key[1][0]), attributes or {}))
-            self._warn_of_many(self._first)
+            self._warn_of_many(self._first, reasons)
         return dropped
 
     def what_is_new(self, key: Key) -> str:
@@ -188,7 +207,7 @@ class Specializations:
     def __iter__(self) -> Iterator[Executor]:
         return iter([one.executor for own in self._by_key.values() for one in own])
 
-    def _warn_of_many(self, first: list[_Compiled]) -> None:
+    def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
         """When a step has been compiled many times, warns once and says what keeps changing."""
         if len(first) < _MANY_COMPILATIONS:
             return
@@ -206,8 +225,9 @@ class Specializations:
         if self._read:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         what = " and ".join(changing) or "the optimizer's state"
+        constants = f" ({'; '.join(reasons)})" if reasons else ""
         warnings.warn(
-            f"the step was compiled {len(first)} times, because {what} keep changing; each new value is compiled anew: "
-            f"{'; '.join(remedies)}",
+            f"the step was compiled {len(first)} times, because {what} keep changing{constants}; each new value is compiled "
+            f"anew: {'; '.join(remedies)}",
             stacklevel=users_stack_level(),
         )

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
+from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import LoneExampleError
 from mirrorc.capture.model_state import ModelState
@@ -44,7 +45,7 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
-from mirrorc.torch_internals import is_dense, torch_modes
+from mirrorc.torch_internals import attribute_source, is_dense, torch_modes
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Specializer:
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._has_warned_of_differences = False
         self._noted: set[Note] = set()
+        self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
 
     def specialization_for(self, call: Call, shards: Shards, is_stale: bool) -> tuple[Specialization, Shards]:
@@ -106,6 +108,8 @@ class Specializer:
             self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
             return found
+        is_watched = found is None and self._options.front_end.guards_plain_values
+        key = self._note_changes(key, call, shards) if is_watched else key
         new = self._compile(call, shards, self._specializations.what_is_new(key))
         try:
             self._interrupts.hold()
@@ -117,10 +121,18 @@ class Specializer:
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
-        for dropped in self._specializations.add(key, call, new, found, self._model.plain_attributes()):
+        for dropped in self._specializations.add(
+            key, call, new, found, self._model.plain_attributes(), self._numbers.reasons
+        ):
             dropped.release()
         self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
         return new
+
+    def _note_changes(self, key: Key, call: Call, shards: Shards) -> Key:
+        """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""
+        freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
+        self._numbers.add([*freed, *self._specializations.changed_numbers(call.structure, call.plain)])
+        return self._key(call, shards) if freed else key
 
     @property
     def num_programs(self) -> int:
@@ -160,6 +172,7 @@ class Specializer:
 
     def _compile(self, call: Call, shards: Shards, what_is_new: str) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
+        self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()
         progress = Progress(f"{self._what} ({what_is_new})", is_shown=self._options.progress)
@@ -197,6 +210,7 @@ class Specializer:
         training_call = TrainingCall(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
+        training_call.numbers = self._numbers
         captured = capture_program(
             training_call,
             call,
@@ -240,7 +254,8 @@ class Specializer:
         executor = Executor(
             program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
         )
-        return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs)
+        graph_of = captured.program.shard_of_replica
+        return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs, graph_of)
 
     def _check_memory(self, captured: CapturedProgram) -> None:
         """Refuses tensors that share memory with variables of a program that get memory of their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -164,7 +164,7 @@ class Step:
         self._guard.commit = executor.commit
         stream = torch.get_rng_state() if executor.needs_seed else None
         try:
-            loss = self._run(executor, shards)
+            loss = self._run(executor, shards, found.numbers())
         except BaseException:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
@@ -179,7 +179,7 @@ class Step:
                 "next batch"
             ) from error
 
-    def _run(self, executor: Executor, shards: Shards) -> torch.Tensor:
+    def _run(self, executor: Executor, shards: Shards, numbers: Sequence[Sequence[int | float]]) -> torch.Tensor:
         options = self._options
         if self._pool is None:
             self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
@@ -188,7 +188,7 @@ class Step:
         weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
-        loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard)
+        loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard, numbers)
         self._habits.note_step()
         return loss
 

@@ -21,11 +21,12 @@ from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
+from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.ir.source_lines import module_of
-from mirrorc.torch_internals import JointGraph
+from mirrorc.torch_internals import JointGraph, ToldNumber
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class CapturedGraph:
         guards: whether the Python state that the graph depends on is as it was.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
+        numbers: the Python numbers that the graph takes.
     """
 
     graph: fx.Graph
@@ -50,6 +52,7 @@ class CapturedGraph:
     guards: Guards = NO_GUARDS
     notes: tuple[Note, ...] = ()
     outputs: TracedOutputs | None = None
+    numbers: tuple[ToldNumber, ...] = ()
 
 
 def restructure(
@@ -74,13 +77,13 @@ def restructure(
     _own_gradients(graph)
     read = _read_names(graph)
     kept = {name: constant for name, constant in constants.items() if name in read}
-    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means)
+    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means, numbers=joint.numbers)
 
 
 def _add_arguments(
     graph: fx.Graph, joint: JointGraph, leaf_names: Sequence[str], values: dict[fx.Node, fx.Node]
 ) -> tuple[list[Argument], fx.Node]:
-    """Adds the placeholders: of the batch, the loss's weight and, last, the seed, which is given back, too."""
+    """Adds the placeholders: of the batch, numbers, the loss's weight and, last, the seed, which is given back, too."""
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
@@ -89,11 +92,22 @@ def _add_arguments(
         if leaf in nodes_of:
             node.meta["val"] = nodes_of[leaf].meta["val"]
             values[nodes_of[leaf]] = node
+    for joint_node in sorted(joint.number_of, key=joint.number_of.__getitem__):
+        index = joint.number_of[joint_node]
+        name = _free_name(identifier(joint.numbers[index].name), {argument.name for argument in arguments})
+        values[joint_node] = graph.placeholder(name)
+        values[joint_node].meta["val"] = joint_node.meta["val"]
+        arguments.append(Argument(name, ArgumentKind.NUMBER, index))
     weight, seed = (graph.placeholder(kind.value) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED))
     arguments += [Argument(kind.value, kind) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED)]
     weight.meta["val"], seed.meta["val"] = joint.tangent.meta["val"], joint.fake_seed()
     values[joint.tangent] = weight
     return arguments, seed
+
+
+def _free_name(name: str, taken: Set[str]) -> str:
+    names = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
+    return next(name for name in names if name not in {*taken, "args", *ArgumentKind})
 
 
 def _copy_nodes(

@@ -17,11 +17,12 @@ from mirrorc.capture.errors import check_loss, explain
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
-from mirrorc.capture.traced_outputs import TracedOutputs, memory_of_inputs, read_outputs, remove_marks
+from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
 from mirrorc.torch_internals import (
+    NumbersGivenUp,
     export_joint_graph,
     guards_of,
     quiet_fake_tensors,
@@ -51,6 +52,7 @@ class DynamoFrontEnd(FrontEnd):
         with _explained(what, leaves):
             traced = _trace(call, leaves, put_together, call.keeps_outputs)
         outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
+        _refuse_returned_numbers(traced, outputs)
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)
         notes += dropped_effects(traced, what, lambda: _trace(call, leaves))
@@ -61,6 +63,7 @@ class DynamoFrontEnd(FrontEnd):
         with _explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, decompositions, names)
+        joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
         return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
 
@@ -82,7 +85,19 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     with traced_instead(TRACED_INSTEAD):
-        return trace_full_graph(call, leaves, makes_arguments, guards_results=guards_results)
+        numbers = call.numbers.inputs
+        return trace_full_graph(call, leaves, makes_arguments, numbers, guards_results=guards_results)
+
+
+def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
+    """Gives inputs up whose values seem to be returned beside the loss: what is returned as it is was read in this trace."""
+    inputs = guards_of(traced).inputs
+    if inputs is None or outputs is None:
+        return
+    returned = [leaf.value for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT]
+    numbers = [value for value in returned if type(value) in (int, float)]
+    if any(type(value) is type(number) and value == number for value in numbers for number in inputs.all_values()):
+        raise NumbersGivenUp(inputs.sources, "forward seems to return it")
 
 
 def _own_loss(graph: fx.Graph) -> None:
@@ -107,6 +122,8 @@ def _explained(what: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
         with quiet_fake_tensors():
             yield
+    except NumbersGivenUp:
+        raise
     except Exception as error:
         logger.debug("tracing %s has failed", what, exc_info=error)
         raise explain(error, what, leaves) from None

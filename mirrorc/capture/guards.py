@@ -15,6 +15,13 @@ class Guards(Protocol):
     cheap: some microseconds.
     """
 
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The Python numbers that the graph takes, as `hold` has found them."""
+
+    def changed_numbers(self) -> list[str]:
+        """The expressions that read another number now than the graph has as a constant."""
+
     def hold(self) -> bool:
         """Whether a trace would still read what it read."""
 
@@ -27,6 +34,19 @@ class AllGuards:
 
     def __init__(self, parts: Sequence[Guards] = ()) -> None:
         self._parts = tuple(parts)
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The Python numbers that all graphs take."""
+        return tuple(number for part in self._parts for number in part.numbers)
+
+    def numbers_by_graph(self) -> list[tuple[int | float, ...]]:
+        """The Python numbers that each graph takes."""
+        return [part.numbers for part in self._parts]
+
+    def changed_numbers(self) -> list[str]:
+        """The expressions that read another number now than some graph has as a constant."""
+        return [name for part in self._parts for name in part.changed_numbers()]
 
     def hold(self) -> bool:
         """Whether all hold."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.shared_memory import refuse_shared_memory
-from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
+from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables, is_ordinary
 
 _ABSENT = object()
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -44,6 +44,10 @@ class ModelState:
             for key, member in members.items()
         ]
         self._first_members = {(id(members), key) for _, members, key, _ in self._members}
+        self._freed: set[tuple[int, str]] = (
+            set()
+        )  # the numbers that are left to the guards: attributes of which dict, and key
+        self._last_numbers: dict[tuple[int, str], int | float] = {}
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()
 
@@ -104,6 +108,43 @@ class ModelState:
             if key not in _TORCHS_OWN and (value := attributes.get(key, _ABSENT)) is not _ABSENT
         }
 
+    def note_numbers(self) -> None:
+        """Notes the numbers among the attributes of the user's modules, for `free_changed_numbers`."""
+        self._last_numbers = {
+            place: attributes[key]
+            for _, _, attributes, key in self._users_attributes()
+            if is_ordinary(attributes.get(key)) and (place := (id(attributes), key)) not in self._freed
+        }
+
+    def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
+        """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch whether they were read.
+
+        Returns:
+            Where they are: the names on the way to the module, from its root on, and the attribute.
+        """
+        found = []
+        for root, path, attributes, key in self._users_attributes():
+            place, value = (id(attributes), key), attributes.get(key)
+            before = self._last_numbers.get(place)
+            if (
+                before is None
+                or not is_ordinary(value)
+                or (type(value) is type(before) and repr(value) == repr(before))
+            ):
+                continue
+            self._freed.add(place)
+            found.append(((root, *(path.split(".") if path else ())), key))
+        return found
+
+    def _users_attributes(self) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+        """The plain attributes of modules whose classes are the user's alone: root, path, attributes and key."""
+        for root, module in self._roots.items():
+            for path, own in module.named_modules():
+                if _is_users_alone(type(own)):
+                    for attributes, key in _plain_attributes(own):
+                        if key not in _TORCHS_OWN:
+                            yield root, path, attributes, key
+
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.
 
@@ -128,7 +169,7 @@ class ModelState:
         if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
             self._look_again()
         plain = tuple(
-            (type(value), _comparable(value))
+            (type(value), _comparable(value) if (id(attributes), key) not in self._freed else _oddity(value))
             for attributes, key in self._plain
             if (value := attributes.get(key, _ABSENT)) is not _ABSENT
         )
@@ -173,6 +214,17 @@ def _comparable(value: Any) -> Any:
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
     return repr(value) if is_odd else value
+
+
+def _oddity(value: Any) -> str | None:
+    """What guards do not see of a number: the sign of a zero; None if there is nothing."""
+    return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
+
+
+def _is_users_alone(kind: type) -> bool:
+    """Whether a class of modules is the user's, and made of no class of torch's but containers."""
+    torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
+    return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:

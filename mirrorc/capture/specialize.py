@@ -15,8 +15,9 @@ from mirrorc.capture.counted_lookups import notes_on_counted_lookups
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named, outputs_for
-from mirrorc.capture.guards import AllGuards, Guards
+from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.traced_outputs import TracedOutputs
@@ -50,7 +51,7 @@ class CapturedProgram:
 
     program: Program
     constants: Mapping[str, torch.Tensor]
-    guards: Guards
+    guards: AllGuards
     differences: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     outputs: Outputs | None = None
@@ -140,7 +141,8 @@ def _program(
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizer),
     )
-    return program.with_remarks(*remarks_on(captured[0].weighted_means, len(devices)))
+    told = remarks_on_numbers(captured[0])
+    return program.with_remarks(*remarks_on(captured[0].weighted_means, len(devices)), *told)
 
 
 def _capture_each(
@@ -157,10 +159,13 @@ def _capture_each(
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
     paths, added = state.names_now()
-    captured = []
-    for examples in examples_of:
-        captured.append(capture(front_end, training_call, examples, names, paths, trained, decompositions))
-        _refuse_added(captured[-1], added)
+
+    def captured_from(examples: Sequence[torch.Tensor]) -> CapturedGraph:
+        graph = capture(front_end, training_call, examples, names, paths, trained, decompositions)
+        _refuse_added(graph, added)
+        return graph
+
+    captured = captured_with_numbers(training_call.numbers, lambda: [captured_from(own) for own in examples_of])
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors})
     _check_agreement(captured, type(training_call.model).__name__)
     return captured

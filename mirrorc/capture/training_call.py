@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.arguments import Structure, paths_of_containers, rebuild_call
+from mirrorc.capture.changing_numbers import ChangingNumbers
 
 
 class TrainingCall(nn.Module):
@@ -22,6 +23,7 @@ class TrainingCall(nn.Module):
     Attributes:
         plain: what takes the places of plain values in the structure (`mirrorc.capture.arguments.Call.plain`). It may be
             replaced by that of another call, to ask guards whether a trace would then read the same.
+        numbers: the Python numbers that a front end may make inputs of its graph.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class TrainingCall(nn.Module):
         keeps_outputs: bool = False,
     ) -> None:
         super().__init__()
+        self.numbers = ChangingNumbers(can_be_inputs=False)
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure

@@ -69,6 +69,7 @@ class ArgumentKind(enum.StrEnum):
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
+    NUMBER = "number"  # a Python number that may be another one in each step, as a scalar of 64 bits
     SEED = "seed"  # the replica's random stream in this step
 
 
@@ -79,7 +80,7 @@ class Argument:
     Attributes:
         name: as printed.
         kind: what it is.
-        leaf: of the batch, the index of the tensor among the call's tensor arguments.
+        leaf: of the batch, the index of the tensor among the call's tensor arguments; of a number, that among the step's numbers.
     """
 
     name: str

@@ -22,8 +22,9 @@ from mirrorc.torch_internals.graphs import (
     traced_on_fake_tensors,
 )
 from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
+from mirrorc.torch_internals.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
-from mirrorc.torch_internals.joint_graph import JointGraph
+from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.operators import (
     bare_name,
@@ -75,12 +76,15 @@ __all__ = [
     "FakeTensorMode",
     "GuardsChange",
     "JointGraph",
+    "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
     "SourceWords",
     "StandIns",
+    "ToldNumber",
     "UncountedHook",
     "add_node",
+    "attribute_source",
     "bare_name",
     "bare_step",
     "calls_step_hooks",
@@ -103,6 +107,7 @@ __all__ = [
     "is_composite",
     "is_dense",
     "is_operator",
+    "is_ordinary",
     "is_plain_thread",
     "is_profiled",
     "is_structured_trace_on",

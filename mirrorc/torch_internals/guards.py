@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.torch_internals.source_words import in_users_words
+from mirrorc.torch_internals.host_numbers import NumberInputs, is_ordinary
+from mirrorc.torch_internals.joint_graph import ToldNumber
+from mirrorc.torch_internals.source_words import in_users_words, source_words
 from mirrorc.torch_internals.traced_methods import TracedMethods
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
@@ -30,13 +32,23 @@ class DynamoGuards:
 
     Attributes:
         names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
+        inputs: the numbers that the graph takes as inputs; their values are not guarded.
     """
 
-    def __init__(self, manager: Any, module: nn.Module, traced_code: Sequence[CodeType], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        module: nn.Module,
+        traced_code: Sequence[CodeType],
+        names: Sequence[str],
+        inputs: NumberInputs | None = None,
+    ) -> None:
         self.names = frozenset(names)
         self._manager = manager
         self._scope = scope_of_guards(module)
         self._values = self._scope["L"]
+        self.inputs = inputs
+        taken = inputs.sources if inputs is not None else ()
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
         self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
@@ -45,8 +57,9 @@ class DynamoGuards:
         self._zeros = [
             (compile(name, "<guard>", "eval"), repr(value))
             for name, value in values.items()
-            if _has_zero(value) and not _MODULE_ATTRIBUTE.match(name)
+            if _has_zero(value) and not _MODULE_ATTRIBUTE.match(name) and name not in taken
         ]
+        self._constants = {name: v for name, v in values.items() if type(v) in (int, float) and name not in taken}
 
     def hold(self) -> bool:
         """Whether all that was read is as it was. Gradients may be switched off in the caller's thread."""
@@ -57,7 +70,40 @@ class DynamoGuards:
             return False
         if not self._manager.check(self._values):
             return False
+        if self.inputs is not None and not self.inputs.read(self._scope):
+            return False
         return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers that the graph takes, as `hold` has found them."""
+        return self.inputs.values if self.inputs is not None else ()
+
+    def told_numbers(self) -> tuple[ToldNumber, ...]:
+        """The numbers that the graph takes, in the user's words."""
+        inputs = self.inputs
+        if inputs is None:
+            return ()
+        told = []
+        for index in inputs.given:
+            words = [self.words_for(name) for name in inputs.names_of(index)]
+            is_read = index < len(inputs.sources)
+            text = "" if is_read else inputs.text(index, [self.words_for(name) for name in inputs.sources])
+            told.append(ToldNumber(words[0] if is_read else f"from_{'_and_'.join(words)}", text, inputs.kinds[index]))
+        return tuple(told)
+
+    def changed_numbers(self) -> list[str]:
+        """The expressions that read another number now than the graph has as a constant."""
+        found = []
+        for name, value in self._constants.items():
+            now = next(iter(_evaluated(name, self._scope)), None)
+            if is_ordinary(now) and (type(now) is not type(value) or repr(now) != repr(value)):
+                found.append(name)
+        return found
+
+    def words_for(self, name: str) -> str:
+        """What users call that which an expression reads."""
+        return source_words(name, self._scope).name
 
     def broken(self) -> str:
         """What has changed, in a few words."""
@@ -67,6 +113,8 @@ class DynamoGuards:
             return "os.environ"
         with torch.enable_grad():
             parts = self._manager.check_verbose(self._values).verbose_code_parts
+        if not parts and self.inputs is not None and not self.inputs.read(self._scope):
+            return f"a branch on {', '.join(map(self.words_for, self.inputs.sources))}"
         return in_users_words(parts[0], self._scope) if parts else "the sign of a zero"
 
 
@@ -145,7 +193,7 @@ def guarded_results() -> Iterator[None]:
         PyCodegen.__call__ = generate  # type: ignore[method-assign]
 
 
-def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
+def build_guards(output: Any, module: nn.Module, inputs: NumberInputs | None = None) -> DynamoGuards:
     """The guards of a captured call of ``module``.
 
     Raises:
@@ -174,7 +222,9 @@ def build_guards(output: Any, module: nn.Module) -> DynamoGuards:
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
-    return DynamoGuards(manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)))
+    return DynamoGuards(
+        manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)), inputs
+    )
 
 
 def _empty(guards: Any) -> None:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+
+
+class ToldNumber(NamedTuple):
+    """A Python number that a graph takes.
+
+    Attributes:
+        name: what the user calls it, or what it is computed of.
+        text: how Python computes it; empty if the user's code has the very number.
+        kind: its type.
+    """
+
+    name: str
+    text: str
+    kind: type
 
 
 @dataclass
@@ -16,6 +30,8 @@ class JointGraph:
     Attributes:
         graph_module: the functional graph.
         leaf_of: placeholder to index of the tensor argument.
+        number_of: placeholder to index of the Python number that it takes as a scalar tensor.
+        numbers: what the user calls these numbers, and how Python computes those that it computes.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
         tangent: the placeholder for the gradient of the loss.
         loss: the node of the loss.
@@ -33,6 +49,8 @@ class JointGraph:
     loss: fx.Node
     outputs: dict[str, fx.Node] = field(default_factory=dict)
     leaf_of: dict[fx.Node, int] = field(default_factory=dict)
+    number_of: dict[fx.Node, int] = field(default_factory=dict)
+    numbers: tuple[ToldNumber, ...] = ()
     variable_of: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)

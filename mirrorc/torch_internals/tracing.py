@@ -12,7 +12,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,21 @@ from torch import fx, nn
 
 from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
 from mirrorc.torch_internals.graph_inputs import read_variables_from_module
+from mirrorc.torch_internals.graph_numbers import BUFFER, take_numbers_as_tensors
 from mirrorc.torch_internals.guards import (
     DynamoGuards,
     build_guards,
     captured_output,
     guarded_results,
+    scope_of_guards,
     traced_globals,
 )
+from mirrorc.torch_internals.host_numbers import NumbersGivenUp
 from mirrorc.torch_internals.joint_graph import JointGraph
 from mirrorc.torch_internals.python_effects import PythonEffects, observed_effects, reported_functions
+from mirrorc.torch_internals.python_numbers import traced_numbers
 from mirrorc.torch_internals.random_draws import observed_draws, observed_kept_draws
+from mirrorc.torch_internals.source_words import source_words
 
 
 @contextlib.contextmanager
@@ -50,6 +55,7 @@ def trace_full_graph(
     module: nn.Module,
     leaves: Sequence[torch.Tensor],
     makes_arguments: Callable[..., Any] | None = None,
+    numbers: Collection[str] = (),
     *,
     guards_results: bool = False,
 ) -> fx.GraphModule:
@@ -61,10 +67,12 @@ def trace_full_graph(
         module: what is called.
         leaves: the tensors that it is called with.
         makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
+        numbers: the expressions that read Python numbers which the graph is to take as inputs.
         guards_results: whether Python values that are returned are guarded even if nothing looks at them.
 
     Raises:
         GuardsChange: forward reads something that changes whenever it is read.
+        NumbersGivenUp: some of the numbers can be no inputs.
     """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
@@ -81,20 +89,26 @@ def trace_full_graph(
             observed_effects(module, names, makes_arguments) as effects,
             observed_draws() as draws,
             observed_kept_draws() as kept_draws,
+            traced_numbers(numbers) as trace,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
             traced = dynamo_graph_capture_for_export(module)(*leaves)
         if torch.__version__ < "2.12":
             _add_builtins(traced)
+        inputs = take_numbers_as_tensors(traced, trace)
         read_variables_from_module(traced)
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
-        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module)
+        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs)
         effects.draws, effects.kept_draws = draws, kept_draws
         traced.meta["mirrorc_effects"] = effects
         return traced
+    except NumbersGivenUp as error:
+        scope = scope_of_guards(module)
+        error.words = sorted(source_words(name, scope).name for name in error.names)
+        raise
     finally:
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
             if name.startswith("__compiled_fn"):
@@ -188,6 +202,8 @@ def export_joint_graph(
         desc = node.meta["desc"]
         if isinstance(desc, d.PlainAOTInput):
             joint.leaf_of[node] = desc.idx
+        elif isinstance(desc, d.BufferAOTInput) and desc.target.startswith(BUFFER):
+            joint.number_of[node] = int(desc.target.removeprefix(BUFFER))
         elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
             joint.variable_of[node] = desc.target
     for node in graph_module.graph.nodes:

@@ -21,6 +21,7 @@ def replica_arguments(
     shard: Sequence[torch.Tensor],
     weight: torch.Tensor,
     seed: int | None,
+    numbers: Sequence[int | float] = (),
 ) -> list[torch.Tensor]:
     """The arguments in the order of the program, on the replica's device. A replica without examples takes none.
 
@@ -32,6 +33,7 @@ def replica_arguments(
         shard: the replica's tensors in order of the call's leaves.
         weight: of the replica's loss, a scalar.
         seed: of the step's random streams, if the program draws random numbers.
+        numbers: the replica's Python numbers, in the order of the step's.
     """
     for event in start:
         wait_event(event)
@@ -42,6 +44,9 @@ def replica_arguments(
             values.append(own if copies is None else copies.to_device(own))
         elif argument.kind is ArgumentKind.LOSS_WEIGHT:
             values.append(weight)
+        elif argument.kind is ArgumentKind.NUMBER:
+            number = numbers[argument.leaf]  # type: ignore[index]
+            values.append(torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64))
         else:
             assert seed is not None
             values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))

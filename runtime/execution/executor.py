@@ -61,8 +61,7 @@ class Executor:
         recorder: Recorder | None = None,
         step_graph: StepGraph | None = None,
     ) -> None:
-        self.program = program
-        self.recorder = recorder
+        self.program, self.recorder = program, recorder
         self._step_graph = step_graph
         self.regions = regions
         self._state = state
@@ -76,8 +75,7 @@ class Executor:
         self.is_interleaved = False  # whether the last step was
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
-        self._timeout_seconds = timeout_seconds
-        self._layout = -1
+        self._timeout_seconds, self._layout = timeout_seconds, -1
         self._losses = Losses(program)
 
     @property
@@ -110,6 +108,7 @@ class Executor:
         weights: Sequence[float],
         seed: int | None,
         guard: InterruptGuard,
+        numbers: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor:
         """Runs one step, which `commit` has begun.
 
@@ -119,6 +118,7 @@ class Executor:
             weights: for each replica, the weight of its loss in the batch's loss.
             seed: the seed of the step's random streams, if the program draws random numbers.
             guard: handles Ctrl-C.
+            numbers: for each replica, the Python numbers that its program takes.
 
         Returns:
             The weighted sum of the replicas' losses, a scalar on the first device.
@@ -132,10 +132,10 @@ class Executor:
         self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
-        weight_tensors = self._losses.weight_tensors(tuple(weights))
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
-        given = [(r, start, shards[r], weight_tensors[r], seed) for r in range(self.program.num_replicas)]
+        each = zip(shards, self._losses.weight_tensors(tuple(weights)), numbers or [()] * len(shards), strict=True)
+        given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self._state.begin()
         self.outputs.begin()
         results: list[tuple[bool, Any] | None] = []

@@ -201,7 +201,7 @@ def batch(num_examples: int = 4) -> dict[str, torch.Tensor]:
 def test_values_that_come_back_are_not_compiled_again() -> None:
     with kept(), compiled(nn.Linear(3, 3), Loss()) as step:
         programs = []
-        for beta in (0.0, 1.0, 0.0, 1.0):
+        for beta in (False, True, False, True):
             warm["beta"] = beta
             step(batch()["x"], target=batch()["target"])
             programs.append(step.program)

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Body, list[Any], int]] = {
     "a string that is compared": (lambda x, v: 2.0 if v == "a" else 3.0, ["a", "b", "a", "b", "c"], 3),
     "one of the names": (lambda x, v: 2.0 if v[0] == "a" else 3.0, [["a", "b"], ["a", "c"], ["d", "c"], ["a", "e"]], 2),
     "the number of names": (lambda x, v: len(v), [["a"], ["b"], ["a", "c"], ["d"], ["e", "f"]], 2),
-    "a number": (lambda x, v: v, [1, 2, 1.0, 2.0, True, 1, 0.0, -0.5], 7),
+    "a number": (lambda x, v: v, [1, 2, 1.0, 2.0, True, 1, 0.0, -0.5], 4),
     "the sign of a zero": (lambda x, v: math.copysign(2.0, v), [0.0, -0.0, 0.0, -0.0], 2),
     "zeros in a list that becomes shorter": (lambda x, v: v[0] + 1.0 if v else 5.0, [[0.0], [], [-0.0], [0.0]], 3),
     "not a number": (lambda x, v: 1.0 if v == v else 2.0, [math.nan, 1.0, math.nan, float("nan")], 2),
@@ -166,7 +166,7 @@ def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
             loss = train_step(twin, optimizers[1], batch, NamedLoss())
             assert step(**batch).item() == pytest.approx(loss, rel=1e-12), f"{keywords}, {kinds}"
             programs.append(step.program)
-    assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 4, 0]
+    assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 5, 0]
 
 
 class WithoutGuards(DynamoFrontEnd):
@@ -213,10 +213,10 @@ def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
 
 
 def test_the_warning_about_many_programs_names_only_what_is_read() -> None:
-    model = Reader(lambda x, v: v["scale"])
+    model = Reader(lambda x, v: float(len(v["scale"])))
     options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
     with mirrorc.compile(model, 2, backend="eager", **options) as step, pytest.warns(UserWarning) as caught:
         for i in range(9):
-            step(X.float(), {"scale": 1.0 + i, "path": f"{i}.png"}, target=torch.zeros(4, 2))
+            step(X.float(), {"scale": "a" * i, "path": f"{i}.png"}, target=torch.zeros(4, 2))
     (message,) = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
-    assert "because 'given.scale' (1.0, 2.0, 3.0, ...) keep changing" in message
+    assert "because 'given.scale' ('', 'a', 'aa', ...) keep changing" in message

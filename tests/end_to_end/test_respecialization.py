@@ -465,14 +465,14 @@ def test_another_dtype_of_the_model_is_not_taken_back() -> None:
 
 
 class TakesANumber(nn.Module):
-    """A linear layer whose loss is scaled by an argument."""
+    """A linear layer with an activation that takes an argument as a number alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
 
     def forward(self, x: torch.Tensor, temperature: float) -> torch.Tensor:
-        return self.layer(x).mean() * temperature
+        return F.leaky_relu(self.layer(x), temperature).mean()
 
 
 def test_many_programs_warn_once() -> None:
@@ -483,7 +483,8 @@ def test_many_programs_warn_once() -> None:
     (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
     message = str(found.message)
     assert found.filename == __file__, "the warning points at the user's line"
-    assert "'temperature' (1.0, 2.0, 3.0, ...) keep changing" in message and "shape of" not in message
+    assert "'temperature' (1.0, 2.0, 3.0, ...) keep changing (temperature: leaky_relu() takes it" in message
+    assert "shape of" not in message and "mirrorc.replicated" in message
 
 
 def test_the_warning_names_every_argument_that_keeps_changing() -> None:

@@ -1,0 +1,67 @@
+"""Captures the graphs of a program with the same Python numbers as inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.errors import CaptureError
+from mirrorc.ir.program import ArgumentKind
+from mirrorc.torch_internals import NumbersGivenUp
+
+
+def captured_with_numbers(
+    numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]]
+) -> list[CapturedGraph]:
+    """Captures all graphs; a number that cannot be an input of one graph is a constant of all.
+
+    Args:
+        numbers: those that are to be inputs; notes which cannot.
+        capture_all: captures the graph of each kind of shard.
+    """
+    while inputs := numbers.inputs:
+        try:
+            graphs = capture_all()
+        except NumbersGivenUp as error:
+            numbers.give_up(error.names, error.why, error.words)
+            continue
+        except CaptureError:  # perhaps for another reason, and then without inputs, too
+            with numbers.left_out():
+                graphs = capture_all()
+            numbers.give_up(inputs, "the capture fails if it may be another number")
+            return graphs
+        if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1:
+            return graphs
+        numbers.give_up(inputs, "shards of different sizes compute with different numbers")
+    return capture_all()
+
+
+def remarks_on_numbers(graph: CapturedGraph) -> list[str]:
+    """Says how Python computes the numbers that it does not read as they are."""
+    indices = [a.leaf for a in graph.arguments if a.kind is ArgumentKind.NUMBER]
+    names = [a.name for a in graph.arguments if a.kind is ArgumentKind.NUMBER]
+    texts = [_shortened(graph.numbers[index].text) for index in indices if index is not None]
+    return [
+        f"{name} is a number: {text}, which Python computes before each step"
+        for name, text in zip(names, texts, strict=True)
+        if text
+    ]
+
+
+_MOST_CHARACTERS = 100
+
+
+def _shortened(text: str) -> str:
+    text = text[1:-1] if text.startswith("(") and _closes_at_end(text) else text
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def _closes_at_end(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return place == len(text) - 1
+    return False

@@ -1,0 +1,293 @@
+"""Python numbers that change from step to step: from the second value on they are inputs of a program, and right to the bit."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import selections
+import torch
+from references import train_step
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.errors import CaptureError
+from mirrorc.ir.program import ArgumentKind, Program
+
+SETTINGS = {"beta": 1.0}
+
+
+class Plain:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+
+class Scheduled(nn.Module):
+    """A layer that reads numbers from everywhere."""
+
+    def __init__(self, plain: Plain) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.scale = 1.0
+        self.plain = plain
+
+    def forward(self, x: torch.Tensor, step: int, options: dict[str, Any]) -> torch.Tensor:
+        y = self.layer(x) / options["temperature"] * self.scale + options["shift"][1]
+        if step % 10 == 9:
+            y = y * 2
+        return y * (0.5 * (1 + math.cos(math.pi * step / 100))) - self.plain.weight * y.sin()
+
+
+def pair_of(model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A copy of a model, and an optimizer for each."""
+    twin = copy.deepcopy(model)
+    return twin, [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.5) for m in (model, twin)]
+
+
+def distance(model: nn.Module, twin: nn.Module) -> float:
+    return max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,))])
+def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> None:
+    torch.manual_seed(0)
+    plain, gamma = Plain(), 1.0
+    model = Scheduled(plain).double()
+    twin, optimizers = pair_of(model)
+    twin.plain = plain
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean() * SETTINGS["beta"] + gamma * output.square().mean()
+
+    programs: list[Program] = []
+    with mirrorc.compile(model, num_devices, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+        for i in range(40):
+            SETTINGS["beta"], gamma, plain.weight = 0.01 * (i + 1), 0.5 - 0.01 * i, 1.0 / (i + 1)
+            model.scale = twin.scale = 1.0 + 0.01 * i
+            x, target = torch.randn(7, 3).double(), torch.randn(7, 2).double()
+            batch = {
+                "x": x,
+                "step": i,
+                "options": {"temperature": 0.5 + 0.01 * i, "shift": [1.0, i / 30]},
+                "target": target,
+            }
+            expected = train_step(twin, optimizers[1], batch, loss_fn)
+            assert step(**batch).item() == pytest.approx(expected, rel=1e-12)
+            programs.append(step.program)
+        told = step.program.to_text()
+        assert step.memory().devices
+    assert distance(model, twin) < 1e-13
+    assert [len({id(program) for program in programs[:n]}) for n in (1, 2, 9, 10, 40)] == [1, 2, 2, 3, 3]
+    assert "options_temperature: f64[]" in told and "from_step: f64[]" in told
+    assert "remark: from_step is a number: 0.5 * (1 + cos(" in told
+    kinds = [argument.kind for argument in programs[-1].arguments]
+    assert kinds.count(ArgumentKind.NUMBER) == 7 and kinds.count(ArgumentKind.SEED) == 0
+
+
+class Applied(nn.Module):
+    """A layer, and what a function makes of its output and an argument."""
+
+    def __init__(self, body: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.body = body
+
+    def forward(self, x: torch.Tensor, given: Any = 1.0, **more: Any) -> torch.Tensor:
+        return self.body(self.layer(x), given)
+
+
+class Level(enum.IntEnum):
+    """Numbers with names."""
+
+    LOW = 1
+    HIGH = 2
+
+
+def branching(y: torch.Tensor, v: float) -> torch.Tensor:
+    if 0.25 < v <= 0.5 or v == 2:
+        return y * v
+    return y + v if v else y
+
+
+def schedule(y: torch.Tensor, v: float) -> torch.Tensor:
+    return y * (math.exp(-v) + min(1.0, v / 10) + math.sqrt(v) + max(v, 3) ** 2 + round(v, 1) + int(v))
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
+    "a schedule": (schedule, [0.5 + i / 7 for i in range(10)], 3),  # max(v, 3) is an int, then a float
+    "branches": (branching, [0.1, 0.2, 0.3, 0.4, 2.0, 0.6, 0.0, 0.7, 0.35, 2.0, 0.0], 6),
+    "back to the first": (lambda y, v: y * v, [0.5, 0.75, 0.5, 0.25, 0.5], 2),
+    "integers, then floats": (lambda y, v: y * v, [1, 2, 3, 0.5, 0.75, 4], 3),
+    "a power": (lambda y, v: y.abs() ** v + v**y, [1.5, 2.0, 3.0, 0.5, 2.5], 2),
+    "bounds": (lambda y, v: y.clamp(-v, v) + y.clamp(min=v, max=0.9), [0.1, 0.2, 0.3, 1.5], 2),
+    "comparisons": (lambda y, v: torch.where(y > v, y, y * v) + y.masked_fill(y < v, v), [0.1, 0.2, 0.3], 2),
+    "new tensors": (lambda y, v: y * torch.full((2,), v).double() + torch.tensor(v), [0.1, 0.2, 0.3], 2),
+    "both sides": (lambda y, v: (v - y) + v / (y + 9) + (y - v) * v, [0.1, 0.2, 0.3], 2),
+    "a part of a tuple": (lambda y, v: y * v[1], [(1.0, 0.5), (1.0, 0.7), (1.0, 0.5)], 2),
+    "in place": (lambda y, v: (y * 1).mul_(v).add_(v), [0.1, 0.2, 0.3], 2),
+    "an exponential mean": (lambda y, v: torch.lerp(y, y.detach() + 1, v), [0.1, 0.2, 0.3], 2),
+    "times another": (lambda y, v: torch.add(y, y.sin(), alpha=v), [0.1, 0.2, 0.3], 2),
+    "nan and infinite": (lambda y, v: y.clamp(max=v), [1.0, 2.0, math.inf, 3.0, math.inf, -math.inf], 4),
+    "flags": (lambda y, v: y * 2 if v else y, [True, False, True], 2),
+    "flags and numbers": (lambda y, v: y * v, [True, 2, 3, False, 4], 4),
+    "names of numbers": (lambda y, v: y * v, [Level.LOW, Level.HIGH, 3, 4], 4),
+    "numpy's numbers": (lambda y, v: y * float(v), [np.float64(0.5), np.float64(0.7)], 2),
+    "scalar tensors": (lambda y, v: y * v, [mirrorc.replicated(torch.tensor(v)) for v in (0.5, 0.7, 0.9)], 1),
+    "a part of a tensor": (lambda y, v: y[:, :v] * 1.0, [1, 2, 1, 2], 2),
+    "a size": (lambda y, v: y + torch.arange(2 * v)[:2] + torch.ones(v, 2).sum() * 1e-3, [1, 2, 3, 1], 3),
+    "a range": (lambda y, v: sum((y * i for i in range(v)), start=y), [1, 2, 3, 1], 3),
+    "a hyperparameter": (lambda y, v: F.dropout(y, v, training=False) + F.elu(y, v), [0.1, 0.2, 0.3], 3),
+    "its text": (lambda y, v: y * len(f"{v:.1f}"), [0.5, 10.0, 0.5], 2),
+    "nothing": (lambda y, v: y, [0.1, 0.2, 0.3], 1),
+    "other thirds of a tenth": (
+        lambda y, v: y if v + 0.1 + 0.2 > 0.6 else -y,
+        [0.1, 0.3, 0.29999999999999993, 0.31],
+        3,
+    ),
+}
+
+
+FAST = ("a schedule", "branches", "both sides", "integers, then floats", "nan and infinite", "a size")
+
+
+@pytest.mark.parametrize("name", [*FAST, *selections.slow(*((name,) for name in CASES if name not in FAST))])
+def test_what_is_done_with_numbers(name: str) -> None:
+    body, values, most = CASES[name]
+    torch.manual_seed(1)
+    model = Applied(body).double()
+    twin, optimizers = pair_of(model)
+    programs = set()
+    target = torch.zeros(5, 2, dtype=torch.float64)
+    loss_fn: Any = lambda y, t: y.square().mean() + t.sum() * 0  # noqa: E731
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+        for value in values:
+            x = torch.randn(5, 3, dtype=torch.float64)
+            given = getattr(value, "value", value) if isinstance(value, mirrorc.capture.arguments.Replicated) else value
+            expected = train_step(twin, optimizers[1], {"x": x, "given": given, "target": target}, loss_fn)
+            assert step(x, value, target=target).item() == pytest.approx(expected, rel=1e-12), f"{value}"
+            programs.add(id(step.program))
+    assert distance(model, twin) < 1e-12
+    assert len(programs) <= most
+
+
+def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
+    model = Applied(lambda y, v: y * (1 / v)).double()
+    _, optimizers = pair_of(model)
+    x, before = torch.ones(4, 3, dtype=torch.float64), None
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+        for value in (1.0, 2.0, 4.0):
+            step(x, value, target=torch.zeros(4, 2).double())
+        before = model.layer.weight.detach().clone()
+        with pytest.raises(CaptureError, match="division"):
+            step(x, 0.0, target=torch.zeros(4, 2).double())
+        assert torch.equal(model.layer.weight, before)
+        step(x, 8.0, target=torch.zeros(4, 2).double())
+        assert "2 compiled programs" in repr(step)
+
+
+def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    model = Applied(lambda y, v: (y * v + v / (y * y + 1.0)).sum(0, keepdim=True) * v)
+    twin, optimizers = pair_of(model)
+    loss_fn: Any = lambda y, t: (y.float() - t).square().mean() * 0.5  # noqa: E731
+    with mirrorc.compile(model, 1, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+        for i in range(12):
+            x = torch.randn(4, 3)
+            with torch.autocast("cpu", torch.bfloat16, enabled=i >= 6):
+                expected = train_step(
+                    twin, optimizers[1], {"x": x, "given": 0.1 * (i + 1), "target": torch.ones(1, 2)}, loss_fn
+                )
+                found = step(x, 0.1 * (i + 1), target=mirrorc.replicated(torch.ones(1, 2)))
+            assert found.item() == expected, i
+        assert distance(model, twin) == 0.0
+        assert "3 compiled programs" in repr(step)
+
+
+class Returning(nn.Module):
+    """A layer that returns what it was given, and what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, step: int, scale: float) -> dict[str, Any]:
+        y = self.layer(x) * scale
+        return {"loss": y.square().mean(), "step": step, "half": step / 2, "y": y}
+
+
+def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
+    model = Returning().double()
+    _, optimizers = pair_of(model)
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], backend="eager", return_outputs=True) as step:
+        for i in (3, 5, 8, 5):
+            x = torch.randn(4, 3).double()
+            expected = model.layer(x).detach() * (i / 7)
+            _, outputs = step(x, i, i / 7)
+            assert (outputs["step"], outputs["half"]) == (i, i / 2)
+            assert torch.allclose(outputs["y"], expected)
+
+
+def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
+    class Counting(Applied):
+        count = 0
+
+    model = Counting(lambda y, v: y)
+    model.seen = 0
+    _, optimizers = pair_of(model)
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+        for i in range(6):
+            model.seen = i
+            step(torch.ones(4, 3), target=torch.zeros(4, 2))
+        assert "2 compiled programs" in repr(step)
+
+
+def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
+    model = Applied(lambda y, v: y * v)
+    _, optimizers = pair_of(model)
+    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+        for v in (0.5, 0.75):
+            step(torch.ones(5, 3), v, target=torch.zeros(5, 2))
+        program = step.program
+    program.save(tmp_path / "program.json")
+    again = Program.load(tmp_path / "program.json")
+    assert again.arguments == program.arguments
+    assert [a.name for a in again.arguments if a.kind is ArgumentKind.NUMBER] == ["given"]
+    assert again.to_text(regions=True) == program.to_text(regions=True)
+
+
+@pytest.fixture
+def numbers() -> Iterator[ChangingNumbers]:
+    yield ChangingNumbers()
+
+
+def test_numbers_that_are_given_up_are_no_inputs(numbers: ChangingNumbers) -> None:
+    numbers.add(["a", "b"])
+    numbers.give_up(["a"], "it is a size", ["length"])
+    assert numbers.inputs == {"b"} and numbers.reasons == ["length: it is a size"]
+    with numbers.left_out():
+        assert not numbers.inputs
+    assert numbers.inputs == {"b"} and not ChangingNumbers(can_be_inputs=False).inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_with_inductor(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Applied(lambda y, v: (y * v).tanh() / (1.5 + v))
+    twin, optimizers = pair_of(model)
+    with mirrorc.compile(model, num_devices, optimizer=optimizers[0], loss_fn=F.mse_loss) as step:
+        for i in range(4):
+            batch = {"x": torch.randn(5, 3), "given": 0.1 * (i + 1), "target": torch.zeros(5, 2)}
+            expected = train_step(twin, optimizers[1], batch, F.mse_loss)
+            assert step(**batch).item() == pytest.approx(expected, rel=1e-5)
+        assert "2 compiled programs" in repr(step)
