@@ -38,6 +38,8 @@ def give_tensor(node: fx.Node, tensor_of: Mapping[fx.Node, fx.Node], number_of: 
     Raises:
         Unsupported: the function takes no tensor there.
     """
+    if node.op == "call_method" and node.target == "__rpow__":
+        node.op, node.target, node.args = "call_function", operator.pow, (node.args[1], node.args[0])
     name, is_in_place = _name_of(node)
     call = NumberCall(node, name, is_in_place, tensor_of, number_of)
     if any(
@@ -58,6 +60,8 @@ def _name_of(node: fx.Node) -> tuple[str, bool]:
     module = getattr(target, "__module__", "")
     if module == "_operator":
         return {**_OPERATORS, **_AUGMENTED}.get(name, ""), name in _AUGMENTED
+    if isinstance(target, str) and target.startswith("__"):  # torch 2.11 has such methods in the place of operators
+        return _OPERATORS.get(target.strip("_"), ""), False
     is_known = isinstance(target, str) or getattr(torch, name, None) is target
     is_known = is_known or (name == "tensor" and module.startswith("torch."))  # Dynamo's own form of torch.tensor
     if not is_known or name.startswith("__"):

