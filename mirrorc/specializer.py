@@ -89,28 +89,25 @@ class Specializer:
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.
         """
         key = self._key(call, shards)
-        is_lone = 1 in shards.num_examples and key in self._lone
-        try:
-            if not is_lone:
-                return self._specialization_of(key, call, shards, is_stale), shards
-        except LoneExampleError:
-            if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
-                raise
-            self._lone.add(key)
-        shards = split_call(call, len(shards.num_examples), fewest=2)
-        return self._specialization_of(self._key(call, shards), call, shards, is_stale), shards
-
-    def _specialization_of(self, key: Key, call: Call, shards: Shards, is_stale: bool) -> Specialization:
+        if 1 in shards.num_examples and key in self._lone:
+            shards = split_call(call, len(shards.num_examples), fewest=2)
+            key = self._key(call, shards)
         try:
             self._interrupts.hold()
             found = self._specializations.get(key, call.plain)
         finally:
             self._interrupts.let_go()
         if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
-            return found
+            return found, shards
         is_watched = found is None and self._options.front_end.guards_plain_values
         key = self._note_changes(key, call, shards) if is_watched else key
-        new = self._compile(call, shards, self._specializations.what_is_new(key))
+        try:
+            new = self._compile(call, shards, self._specializations.what_is_new(key))
+        except LoneExampleError:
+            if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
+                raise
+            self._lone.add(key)
+            return self.specialization_for(call, shards, is_stale)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -126,7 +123,7 @@ class Specializer:
         ):
             dropped.release()
         self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
-        return new
+        return new, shards
 
     def _note_changes(self, key: Key, call: Call, shards: Shards) -> Key:
         """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""

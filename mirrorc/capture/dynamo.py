@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class DynamoFrontEnd(FrontEnd):
     ) -> Traced:
         what = type(call.model).__name__
         refuse_modules(call, what)
-        with _explained(what, leaves):
+        with _Explained(what, leaves):
             traced = _trace(call, leaves, put_together, call.keeps_outputs)
         outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)
@@ -60,7 +61,7 @@ class DynamoFrontEnd(FrontEnd):
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
         _own_loss(traced.graph)
-        with _explained(what, leaves):
+        with _Explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, decompositions, names)
         joint.numbers = guards_of(traced).told_numbers()
@@ -116,14 +117,22 @@ def _own_loss(graph: fx.Graph) -> None:
         graph.owning_module.recompile()  # type: ignore[union-attr]
 
 
-@contextlib.contextmanager
-def _explained(what: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG)."""
-    try:
-        with quiet_fake_tensors():
-            yield
-    except NumbersGivenUp:
-        raise
-    except Exception as error:
-        logger.debug("tracing %s has failed", what, exc_info=error)
-        raise explain(error, what, leaves) from None
+class _Explained:
+    """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG).
+
+    A class, because a generator would add frames to what the user reads.
+    """
+
+    def __init__(self, what: str, leaves: Sequence[torch.Tensor]) -> None:
+        self._what, self._leaves, self._quiet = what, leaves, quiet_fake_tensors()
+
+    def __enter__(self) -> None:
+        self._quiet.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._quiet.__exit__(kind, error, traceback)
+        if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp):
+            logger.debug("tracing %s has failed", self._what, exc_info=error)
+            raise explain(error, self._what, self._leaves) from None

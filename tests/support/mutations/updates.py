@@ -167,10 +167,10 @@ def write_shared_parameters_too_early(program: Program) -> Iterator[Edit]:
     for bucket in program.buckets:
         found = []
         for timeline in timelines(program):
-            last_region = max(region_calls(timeline))
+            last_region = max(region_calls(timeline), default=None)
             for update in (n for n in timeline if n.target is ops.update and _buckets_of(n) == (bucket.index,)):
                 wait = update.all_input_nodes[0]
-                is_early = wait.all_input_nodes[0] < last_region
+                is_early = last_region is not None and wait.all_input_nodes[0] < last_region
                 if is_early and bucket.placement is Placement.SHARED:
                     found.append((wait, update))
         yield from (partial(edit, [pair]) for pair in found)
