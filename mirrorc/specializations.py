@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mirrorc.capture.arguments import Call, Structure
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
 from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.outputs import Outputs
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
 
@@ -99,6 +103,32 @@ class Specialization:
             [of_graphs[shard or 0] for shard in self.shard_of_replica] if any(of_graphs) else []
         )  # absent ones read none
 
+    def trained(self, loss: torch.Tensor, call: Call) -> Any:
+        """What a training step that has run gives: its loss, and its outputs if they are kept."""
+        if self.outputs is None:
+            return loss
+        try:
+            return loss, self.outputs.of_step(self.executor.outputs.take(), loss, call)
+        except Exception as error:
+            raise ExecutionError(
+                f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "
+                "next batch"
+            ) from error
+
+    def evaluated(self, call: Call, *, wants_outputs: bool) -> Any:
+        """What an evaluation that has run gives: its loss, with the outputs if they are wanted; without a loss, the outputs."""
+        assert self.outputs is not None, "an evaluation gathers what it gives"
+        try:
+            gathered = self.executor.outputs.take()
+            if LOSS_OUTPUT not in gathered:
+                return self.outputs.of_step(gathered, None, call)
+            loss = gathered.pop(LOSS_OUTPUT).reshape(())
+            return (loss, self.outputs.of_step(gathered, loss, call)) if wants_outputs else loss
+        except Exception as error:
+            raise ExecutionError(
+                f"the batch was evaluated, but its outputs could not be put together: {error}"
+            ) from error
+
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
         """What differs for a call from what was read: the names of plain values, and in words what it is besides."""
         self.training_call.plain = self.plain
@@ -116,9 +146,13 @@ class Specializations:
     """A cache of compiled programs; those of one key differ in what Python read besides.
 
     What is added when it is full takes the place of a program that was not used for longest.
+
+    Args:
+        what: the word for what was compiled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "step") -> None:
+        self._what = what
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
         self._first: list[_Compiled] | None = []  # the first compilations; None once they were warned of
         self._read: list[str] = []  # what has made guards fail besides arguments, in words
@@ -175,7 +209,7 @@ class Specializations:
         while len(self) > MOST_SPECIALIZATIONS:
             dropped.append(self._drop().executor)
             logger.info(
-                "a step keeps %d compiled programs: the one that was not used for longest is dropped",
+                "a step keeps %d compiled programs of a kind: the one that was not used for longest is dropped",
                 MOST_SPECIALIZATIONS,
             )
         if self._first is not None:
@@ -227,7 +261,7 @@ class Specializations:
         what = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
         warnings.warn(
-            f"the step was compiled {len(first)} times, because {what} keep changing{constants}; each new value is compiled "
-            f"anew: {'; '.join(remedies)}",
+            f"the {self._what} was compiled {len(first)} times, because {what} keep changing{constants}; each new value is "
+            f"compiled anew: {'; '.join(remedies)}",
             stacklevel=users_stack_level(),
         )

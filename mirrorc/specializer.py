@@ -1,8 +1,7 @@
-"""Compiles a step for each kind of call (capture, passes, regions), and caches the compiled programs of the step."""
+"""Compiles a step, or its evaluation, for each kind of call (capture, passes, regions), and caches the compiled programs."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -17,6 +16,7 @@ from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import LoneExampleError
+from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
@@ -24,15 +24,14 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import REMEDY
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.instruments import instruments_for
-from mirrorc.ir.links import best_link, why_memory_is_not_shared
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Synchronization
+from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions
-from mirrorc.passes import LowerCollectives, PlanBuckets, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.protocol import Pass
+from mirrorc.pipeline.placement import for_evaluation
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
 from mirrorc.runtime.codegen.regions import RegionCompiler
@@ -41,8 +40,8 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.evaluation_state import EvaluationState
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, ChosenSizes, choose_bucket_sizes, setting_of
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
 from mirrorc.torch_internals import attribute_source, is_dense, torch_modes
@@ -75,39 +74,46 @@ class Specializer:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
         self._specializations = Specializations()
+        self._evaluations = Specializations("evaluation")
+        self._evaluated = EvaluationState(state)
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._has_warned_of_differences = False
         self._noted: set[Note] = set()
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
-        self._chosen_sizes: ChosenSizes | None = None  # measured for the first program, and used for all
+        self._sizes = MeasuredSizes(options, num_threads)
 
-    def specialization_for(self, call: Call, shards: Shards, is_stale: bool) -> tuple[Specialization, Shards]:
+    def specialization_for(
+        self, call: Call, shards: Shards, *, is_stale: bool = False, trains: bool = True
+    ) -> tuple[Specialization, Shards]:
         """What was compiled for calls of this kind, and the shards to run it on; compiles it if the call is the first one.
 
         If torch refuses a shard of one example, the batch is split anew, among fewer replicas.
 
-        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold.
+        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold; ``trains``: whether it is
+        for a training step, and not for an evaluation, which depends on nothing of the optimizer.
         """
-        key = self._key(call, shards)
+        kept = self._specializations if trains else self._evaluations
+        key = self._key(call, shards, trains)
         if 1 in shards.num_examples and key in self._lone:
             shards = split_call(call, len(shards.num_examples), fewest=2)
-            key = self._key(call, shards)
+            key = self._key(call, shards, trains)
         try:
             self._interrupts.hold()
-            found = self._specializations.get(key, call.plain)
+            found = kept.get(key, call.plain)
         finally:
             self._interrupts.let_go()
-        if found is not None and not self._state.needs_other_buckets(found.executor.program, is_stale=is_stale):
+        state = self._state if trains else self._evaluated
+        if found is not None and not state.needs_other_buckets(found.executor.program, is_stale=is_stale):
             return found, shards
         is_watched = found is None and self._options.front_end.guards_plain_values
-        key = self._note_changes(key, call, shards) if is_watched else key
+        key = self._note_changes(kept, key, call, shards, trains) if is_watched else key
         try:
-            new = self._compile(call, shards, self._specializations.what_is_new(key))
+            new = self._compile(call, shards, kept.what_is_new(key), trains)
         except LoneExampleError:
             if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
                 raise
             self._lone.add(key)
-            return self.specialization_for(call, shards, is_stale)
+            return self.specialization_for(call, shards, is_stale=is_stale, trains=trains)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -118,36 +124,35 @@ class Specializer:
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
-        for dropped in self._specializations.add(
-            key, call, new, found, self._model.plain_attributes(), self._numbers.reasons
-        ):
+        for dropped in kept.add(key, call, new, found, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()
-        self._regions.keep_only(region for kept in self._specializations for region in kept.program.regions.values())
+        programs = [executor.program for executor in (*self._specializations, *self._evaluations)]
+        self._regions.keep_only(region for program in programs for region in program.regions.values())
         return new, shards
 
-    def _note_changes(self, key: Key, call: Call, shards: Shards) -> Key:
+    def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, trains: bool) -> Key:
         """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
-        self._numbers.add([*freed, *self._specializations.changed_numbers(call.structure, call.plain)])
-        return self._key(call, shards) if freed else key
+        self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
+        return self._key(call, shards, trains) if freed else key
 
     @property
     def num_programs(self) -> int:
         """How many compiled programs there are."""
-        return len(self._specializations)
+        return len(self._specializations) + len(self._evaluations)
 
     def release(self) -> None:
         """Frees the memory that specializations keep on a GPU for later steps."""
-        for executor in self._specializations:
+        for executor in (*self._specializations, *self._evaluations):
             executor.release()
 
-    def _key(self, call: Call, shards: Shards) -> Key:
+    def _key(self, call: Call, shards: Shards, trains: bool) -> Key:
         """What a graph depends on besides what its guards watch, in the order that `mirrorc.specializations.Key` says."""
         optimizer, devices = self._options.optimizer, self._options.devices
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
-        fingerprint = self._model.fingerprint()
-        return call.structure, tuple(types), fingerprint, (groups, is_elementwise(optimizer)), torch_modes()
+        of_optimizer = (groups, is_elementwise(optimizer)) if trains else ()
+        return call.structure, tuple(types), self._model.fingerprint(), of_optimizer, torch_modes()
 
     def _warn_of_differences(self, differences: Sequence[str]) -> None:
         """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
@@ -167,15 +172,16 @@ class Specializer:
                 self._noted.add(note)
                 warnings.warn_explicit(note.message, UserWarning, note.filename, note.lineno)
 
-    def _compile(self, call: Call, shards: Shards, what_is_new: str) -> Specialization:
+    def _compile(self, call: Call, shards: Shards, what_is_new: str, trains: bool) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()
-        progress = Progress(f"{self._what} ({what_is_new})", is_shown=self._options.progress)
+        what = self._what if trains else f"an evaluation of {self._what}"
+        progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
         try:
             progress.begin()
-            return self._compile_at_home(call, shards, progress)
+            return self._compile_at_home(call, shards, what, progress, trains)
         except BaseException:
             progress.is_over = True
             for tensor, data in moved:
@@ -197,14 +203,17 @@ class Specializer:
                 tensor.data = data
         return moved
 
-    def _compile_at_home(self, call: Call, shards: Shards, progress: Progress) -> Specialization:
+    def _compile_at_home(
+        self, call: Call, shards: Shards, what: str, progress: Progress, trains: bool
+    ) -> Specialization:
         options, times = self._options, [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
-        logger.info("compiling %s, for a shard of %s", self._what, CallKind.of(call, types))
-        check_optimizer(options.optimizer, self._model.parameters)
+        logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
+        if trains:
+            check_optimizer(options.optimizer, self._model.parameters)
         self._regions.prepare(self._home)
         progress.enter("capture")
-        training_call = TrainingCall(
+        training_call = (TrainingCall if trains else EvaluationCall)(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
         training_call.numbers = self._numbers
@@ -221,13 +230,13 @@ class Specializer:
         )
         self._check_memory(captured)
         times.append(time.perf_counter())
-        if options.cuda_graphs:
+        if options.cuda_graphs and trains:
             check_captured_program(captured.program, options.optimizer)
         self._warn_of_differences(captured.differences)
         self._warn_of_notes(captured.notes)
         program = captured.program.with_remarks(*options.remarks)
         progress.enter("bucket sizes")
-        program, pipeline = self._with_measured_sizes(program)
+        program, pipeline = self._sizes.put_into(program) if trains else (program, for_evaluation(options.pipeline))
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, [*instruments, progress])
@@ -244,12 +253,18 @@ class Specializer:
         functions = iter(self._regions.compile_all(wanted, progress.advance))
         regions = [{name: next(functions) for name in names} for _, names in called]
         times.append(time.perf_counter())
-        _log_times(self._what, program, times)
-        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None else None
-        is_recording = options.record and step_graph is None
+        _log_times(what, program, times)
+        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and trains else None
+        is_recording = options.record and trains and step_graph is None
         recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
         executor = Executor(
-            program, regions, self._state, captured.constants, options.timeout_seconds, recorder, step_graph
+            program,
+            regions,
+            self._state if trains else self._evaluated,
+            captured.constants,
+            options.timeout_seconds,
+            recorder,
+            step_graph,
         )
         graph_of = captured.program.shard_of_replica
         return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs, graph_of)
@@ -260,30 +275,6 @@ class Specializer:
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
         refuse_shared_memory({**self._model.tensors, **constants}, moving)
-
-    def _with_measured_sizes(self, program: Program) -> tuple[Program, Sequence[Pass]]:
-        """Replaces "auto" in the pipeline by measured numbers, so that it can be replayed, and adds a remark to the program."""
-        options, plan = self._options, self._options.to_measure
-        if plan is None:
-            return program, options.pipeline
-        assert isinstance(plan, PlanBuckets)
-        if self._chosen_sizes is None:
-            asked = next((p.link for p in options.pipeline if isinstance(p, LowerCollectives)), None)
-            is_shared = any(isinstance(p, ShareParameters) for p in options.pipeline)
-            is_shared = is_shared and not why_memory_is_not_shared(program.devices)
-            setting = setting_of(
-                program,
-                options.optimizer,
-                num_threads=self._num_threads,
-                link=asked or best_link(options.devices)[0],
-                shares_parameters=is_shared,
-                timeout_seconds=options.timeout_seconds,
-            )
-            self._chosen_sizes = choose_bucket_sizes(setting, BucketSizes(plan.bucket_cap_mb, plan.first_bucket_mb))
-        chosen = self._chosen_sizes
-        sized = dataclasses.replace(plan, **dataclasses.asdict(chosen.sizes))
-        pipeline = [sized if p is plan else p for p in options.pipeline]
-        return program.with_remarks(chosen.remark), pipeline
 
 
 def _called(module: fx.GraphModule) -> list[str]:

@@ -1,13 +1,13 @@
-"""The training step that `mirrorc.compile` returns, to be called with batches."""
+"""The training step that `mirrorc.compile` returns, to be called with batches, and evaluated on others."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.signature import Signature
 from mirrorc.errors import ExecutionError
+from mirrorc.exclusive_calls import ExclusiveCalls
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.options import StepOptions
@@ -33,10 +34,8 @@ from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.mirrored_variable import MirroredVariable
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
-
-_T = TypeVar("_T")
-_LONGEST_CLOSING_SECONDS = 5.0
 
 
 class Step:
@@ -59,13 +58,11 @@ class Step:
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
         )
         self._guard = InterruptGuard()
+        self._calls = ExclusiveCalls(self._guard)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._last: Executor | None = None
+        self._last_trained: Executor | None = None
         self._pool: DevicePool | None = None
-        self._pid = os.getpid()
-        self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
-        self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
-        self._is_closed = False
         self._signature = Signature(
             options.model,
             options.loss_fn,
@@ -92,12 +89,37 @@ class Step:
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
-        return self._exclusively(lambda: self._train(args, kwargs))
+        return self._calls.run(lambda: self._train(args, kwargs), self._end_threads)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
+
+        It may be called before the first training step, between steps, and inside ``torch.no_grad()`` or
+        ``torch.inference_mode()``. What forward writes to buffers is written: nothing in eval mode, statistics in train mode.
+
+        Args:
+            *args, **kwargs: as for a training call; with a loss_fn, ``target`` may be left out.
+
+        Returns:
+            What a training call returns: the loss of the whole batch, or with ``return_outputs``, a pair of the loss and the
+            outputs. If there is no loss (no ``target`` for the loss_fn, or no loss in what the model returns), the outputs alone.
+
+        Raises:
+            As a training call; nothing has changed then.
+        """
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            return self._calls.run(lambda: self._evaluate(args, kwargs), self._end_threads)
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self._options.devices)
         kept = self._specializer.num_programs
-        state = "closed" if self._is_closed else f"{counted(kept, 'compiled program')}" if kept else "not compiled yet"
+        state = (
+            "closed"
+            if self._calls.is_closed
+            else f"{counted(kept, 'compiled program')}"
+            if kept
+            else "not compiled yet"
+        )
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
@@ -112,74 +134,51 @@ class Step:
         def compiled() -> Program:
             call, shards = self._signature.split(args, kwargs)
             is_stale = self._state.optimizers.is_stale()
-            self._last = self._specializer.specialization_for(call, shards, is_stale)[0].executor
+            self._last = self._last_trained = self._specializer.specialization_for(call, shards, is_stale=is_stale)[
+                0
+            ].executor
             return self._last.program
 
-        return self._exclusively(compiled)
-
-    def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Calls a function while no other call of the step runs, and with Ctrl-C in the hands of the guard.
-
-        An interrupt may come between any two calls of Python. So taking and giving back are one operation each, within the
-        ``try``, and what is in the ``finally`` is done with interrupts kept.
-        """
-        if os.getpid() != self._pid:
-            raise ExecutionError(
-                "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
-                "the child, or start the process with the 'spawn' method"
-            )
-        caller, guard = threading.get_ident(), self._guard
-        own = [caller]
-        try:
-            if self._callers.setdefault("now", own) is not own:
-                raise ExecutionError(
-                    "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
-                    "call it from one thread, or guard it with a lock"
-                )
-            self._check_open()
-            guard.begin()
-            return function()
-        finally:
-            if "now" in self._callers and self._callers["now"] is own:
-                guard.is_ending = True
-                del self._callers["now"]
-                if self._is_closed:
-                    self._end_threads()
-                    self._has_ended.set()
-                guard.end()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+        return self._calls.run(compiled, self._end_threads)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        found, shards = self._specializer.specialization_for(call, shards, is_stale)
+        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale)
         executor = found.executor
-        self._check_open()  # compiling takes long
+        self._calls.check_open()  # compiling takes long
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
+        self._last_trained = executor
+        loss = self._run(found, shards)
+        assert loss is not None, "a training step has a loss"
+        self._habits.note_step()
+        return found.trained(loss, call)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call, shards = self._signature.split(args, kwargs, trains=False)
+        found, shards = self._specializer.specialization_for(call, shards, trains=False)
+        self._calls.check_open()
+        found.executor.state.take_over(found.executor.program)
+        self._run(found, shards)
+        return found.evaluated(call, wants_outputs=self._options.return_outputs)
+
+    def _run(self, found: Specialization, shards: Shards) -> torch.Tensor | None:
+        """Runs a program whose variables are laid out; one that fails leaves torch's generator as it was."""
+        executor = found.executor
         executor.commit.begin()
         self._guard.commit = executor.commit
         stream = torch.get_rng_state() if executor.needs_seed else None
         try:
-            loss = self._run(executor, shards, found.numbers())
+            return self._run_begun(executor, shards, found.numbers())
         except BaseException:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
             raise
-        if found.outputs is None:
-            return loss
-        try:
-            return loss, found.outputs.of_step(executor.outputs.take(), loss, call)
-        except Exception as error:
-            raise ExecutionError(
-                f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "
-                "next batch"
-            ) from error
 
-    def _run(self, executor: Executor, shards: Shards, numbers: Sequence[Sequence[int | float]]) -> torch.Tensor:
+    def _run_begun(
+        self, executor: Executor, shards: Shards, numbers: Sequence[Sequence[int | float]]
+    ) -> torch.Tensor | None:
         options = self._options
         if self._pool is None:
             self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
@@ -188,9 +187,7 @@ class Step:
         weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
-        loss = executor.run(self._pool, shards.tensors, weights, seed, self._guard, numbers)
-        self._habits.note_step()
-        return loss
+        return executor.run(self._pool, shards.tensors, weights, seed, self._guard, numbers)
 
     @property
     def program(self) -> Program:
@@ -207,9 +204,9 @@ class Step:
     @property
     def variables(self) -> Mapping[str, MirroredVariable]:
         """The variables of the last call's program, by name; tied weights by each of their names."""
-        program = self.program
-        if not self._state.store.holds(program):
-            self._exclusively(lambda: self._state.take_over(program))
+        program, last = self.program, self._last
+        if last is not None and not self._state.store.holds(program):
+            self._calls.run(lambda: last.state.take_over(program), self._end_threads)
         found = {
             name: MirroredVariable(variable, self._options.devices, self._state.store)
             for name, variable in program.variables.items()
@@ -226,13 +223,13 @@ class Step:
         return self._state.num_skipped
 
     def explain(self) -> Explanation:
-        """Explains where the time of the last steps went; printed, `Explanation` is a table with a row for each bucket.
+        """Explains where the time of the last training steps went; printed, `Explanation` is a table with a row for each bucket.
 
         Raises:
             ExecutionError: no step was recorded; says why.
         """
         program, steps = self._recorded()
-        return explain_steps(program, steps, self._last is not None and self._last.is_interleaved)
+        return explain_steps(program, steps, self._last_trained is not None and self._last_trained.is_interleaved)
 
     def memory(self) -> MemoryReport:
         """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
@@ -247,7 +244,7 @@ class Step:
         return report_memory(program, last.regions, self._state.optimizers)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the calls of the last steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
+        """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
 
         Args:
             path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
@@ -258,7 +255,7 @@ class Step:
         return write_timeline(path, *self._recorded())
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
-        last = self._last  # another thread may run the step meanwhile
+        last = self._last_trained  # another thread may run the step meanwhile
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
@@ -274,14 +271,7 @@ class Step:
         A call that runs in another thread is stopped, unless it is committed, and is waited for, at most 5 seconds: it ends the
         threads when it ends.
         """
-        self._is_closed = True
-        running, last = self._callers.get("now"), self._last
-        if running is not None and running[0] != threading.get_ident():
-            if last is not None:
-                last.interrupt()
-            self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
-        if "now" not in self._callers:
-            self._end_threads()
+        self._calls.close(lambda: self._last.interrupt() if self._last is not None else None, self._end_threads)
 
     def _end_threads(self) -> None:
         self._habits.close()

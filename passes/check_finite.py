@@ -48,6 +48,7 @@ class CheckFinite:
     name: str = field(default="check-finite", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    trains_only: ClassVar = True
     establishes: ClassVar = (Property.CHECKED,)
     precedes: ClassVar = (Property.CHECKED, Property.LINKED)
 

@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -73,6 +73,7 @@ class FactorGradients:
     name: str = field(default="factor-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    trains_only: ClassVar = True
     changes_bits: str = field(
         default="a share of such a gradient is one sum over the examples of all replicas", init=False
     )

@@ -26,9 +26,10 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    Region ``fwd_0`` has the operators before the first use of the loss's gradient; ``bwd_k`` ends with the last gradient of
-    bucket k. Equal bodies become one region that is called several times. If a piece has another body for the second shape of
-    a shard, it is a region of its own, named after its counterpart: ``bwd_k_shard1``, in print ``bwd_k.shard1``::
+    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation; ``bwd_k`` ends with
+    the last gradient of bucket k. Equal bodies become one region that is called several times. If a piece has another body for
+    the second shape of a shard, it is a region of its own, named after its counterpart: ``bwd_k_shard1``, in print
+    ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
@@ -148,11 +149,13 @@ def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     """The operators of the forward, then those up to the last gradient of each bucket."""
     outside = (ops.read, *ops.OF_FORWARD)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
-    (tangent,) = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
+    tangents = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
+    if not tangents:
+        return [body]
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
-    first_backward = min(position[user] for user in tangent.users)
+    first_backward = min(position[user] for tangent in tangents for user in tangent.users)
     taken = [source for node in calls_to(graph, *ops.OF_FORWARD) for source in node.all_input_nodes]
     must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *taken) if n in position]
     assert all(position[_source(n)] < first_backward for n in must_be_forward), (

@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -52,6 +52,7 @@ class PlaceGradients:
     name: str = field(default="place-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    trains_only: ClassVar = True
 
     def run(self, program: Program) -> Program:
         if not program.buckets:

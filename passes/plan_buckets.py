@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -43,6 +44,7 @@ class PlanBuckets:
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    trains_only: ClassVar = True
 
     def __post_init__(self) -> None:
         for option in ("bucket_cap_mb", "first_bucket_mb"):

@@ -1,4 +1,4 @@
-"""Brings the graph of forward, loss and backward into the form that passes take."""
+"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class CapturedGraph:
 
     Attributes:
         graph: the graph of one shard. Placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables; the
-            output is a dict: ``loss``, ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
+            output is a dict: ``loss`` (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of
+            the program.
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
         weighted_means: the losses that average over something else than examples.
@@ -54,6 +55,11 @@ class CapturedGraph:
     outputs: TracedOutputs | None = None
     numbers: tuple[ToldNumber, ...] = ()
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has backward."""
+        return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
+
 
 def restructure(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
@@ -68,9 +74,10 @@ def restructure(
     if seed_random_ops(graph, seed) == 0:
         graph.erase_node(seed)
         arguments.pop()
-    keep_asserts(graph, values[joint.tangent], what)
-    given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
-    _move_before_backward(values[joint.tangent], [values[node] for node in given])
+    keep_asserts(graph, values[joint.tangent] if joint.tangent is not None else None, what)
+    if joint.tangent is not None and joint.loss is not None:
+        given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
+        _move_before_backward(values[joint.tangent], [values[node] for node in given])
     _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
     _remove_dead_code(graph)
     own_strided_reads(graph)
@@ -98,10 +105,13 @@ def _add_arguments(
         values[joint_node] = graph.placeholder(name)
         values[joint_node].meta["val"] = joint_node.meta["val"]
         arguments.append(Argument(name, ArgumentKind.NUMBER, index))
-    weight, seed = (graph.placeholder(kind.value) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED))
-    arguments += [Argument(kind.value, kind) for kind in (ArgumentKind.LOSS_WEIGHT, ArgumentKind.SEED)]
-    weight.meta["val"], seed.meta["val"] = joint.tangent.meta["val"], joint.fake_seed()
-    values[joint.tangent] = weight
+    if joint.tangent is not None:
+        weight = values[joint.tangent] = graph.placeholder(ArgumentKind.LOSS_WEIGHT.value)
+        weight.meta["val"] = joint.tangent.meta["val"]
+        arguments.append(Argument(ArgumentKind.LOSS_WEIGHT.value, ArgumentKind.LOSS_WEIGHT))
+    seed = graph.placeholder(ArgumentKind.SEED.value)
+    seed.meta["val"] = joint.fake_seed()
+    arguments.append(Argument(ArgumentKind.SEED.value, ArgumentKind.SEED))
     return arguments, seed
 
 
@@ -197,13 +207,14 @@ def _outputs(
         gradient = _without_idle_transpositions(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
-    if not gradients:
+    if joint.loss is not None and not gradients:
         raise CaptureError(
             f"the loss of {what} does not depend on any parameter that the optimizer updates: check what the optimizer "
             "was given"
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
-    return {"loss": values[joint.loss], "gradients": gradients, "writes": writes}
+    loss = values[joint.loss] if joint.loss is not None else None
+    return {"loss": loss, "gradients": gradients, "writes": writes}
 
 
 def _without_idle_transpositions(node: fx.Node) -> fx.Node:

@@ -14,7 +14,8 @@ from torch import fx
 from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.containers import put_together
 from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
-from mirrorc.capture.errors import check_loss, explain
+from mirrorc.capture.errors import check_evaluated_loss, check_loss, explain
+from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
@@ -22,9 +23,13 @@ from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_in
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
+from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
+    JointGraph,
     NumbersGivenUp,
+    export_forward_graph,
     export_joint_graph,
+    give_values,
     guards_of,
     quiet_fake_tensors,
     storage_key,
@@ -40,6 +45,7 @@ class DynamoFrontEnd(FrontEnd):
 
     name = "dynamo"
     guards_plain_values = True
+    traces_evaluations = True
 
     def trace(
         self,
@@ -57,6 +63,11 @@ class DynamoFrontEnd(FrontEnd):
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)
         notes += dropped_effects(traced, what, lambda: _trace(call, leaves))
+        if isinstance(call, EvaluationCall):
+            assert outputs is not None, "an evaluation keeps its outputs"
+            return Traced(
+                self._forward(stack, traced, call, leaves, decompositions, outputs), guards_of(traced), notes, outputs
+            )
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
@@ -67,6 +78,34 @@ class DynamoFrontEnd(FrontEnd):
         joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
         return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
+
+    def _forward(
+        self,
+        stack: contextlib.ExitStack,
+        traced: fx.GraphModule,
+        call: EvaluationCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+        outputs: TracedOutputs,
+    ) -> JointGraph:
+        """The graph of forward alone, in which the loss is one of the outputs."""
+        what, names = type(call.model).__name__, [*outputs.types]
+        values: Any = traced.graph.output_node().args[0]
+        losses = values[: len(values) - len(names)]
+        is_there = not losses or losses[0].meta["example_value"].shape != (0,)
+        if is_there or call.needs_loss:
+            loss = losses[0].meta["example_value"] if losses else None
+            check_evaluated_loss(loss, what, is_from_loss_function=call.needs_loss)
+            names.insert(0, LOSS_OUTPUT)
+            _own_loss(traced.graph)
+        else:
+            give_values(traced, values[1:])
+        refuse_effects(traced.graph, what)
+        with _Explained(what, leaves):
+            graph = export_forward_graph(stack, traced, leaves, decompositions, names)
+        graph.numbers = guards_of(traced).told_numbers()
+        graph.weighted_means = weighted_means_of(traced)
+        return graph
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Reads a trace of the call that is used for nothing else."""

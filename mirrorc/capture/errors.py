@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -109,6 +110,31 @@ def check_loss(traced: fx.GraphModule, what: str) -> None:
     values = traced.graph.output_node().args[0]
     first = values[0] if isinstance(values, tuple | list) and values else None
     loss = first.meta.get("example_value") if isinstance(first, fx.Node) else None
+    loss = _checked_loss(loss, what)
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
+            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
+        )
+
+
+def check_evaluated_loss(loss: Any, what: str, *, is_from_loss_function: bool) -> None:
+    """Refuses the loss of an evaluation if it is not one number of floating point."""
+    found = _checked_loss(loss, what)
+    if found.dim() and not is_from_loss_function:
+        raise CaptureError(
+            f"{what} returns one number of shape {list(found.shape)} for a shard, which is its loss, or the output for a single "
+            "example: a step cannot tell. Remedy: return a loss as a scalar, as .mean() gives it, and an output in an object "
+            "with loss=None; or give compile() a loss_fn"
+        )
+    if not found.is_floating_point():
+        raise CaptureError(
+            f"the loss of {what} is {found.dtype}: that of a batch is a mean over examples, and no whole number. Remedy: make it "
+            "one of floating point, with .float()"
+        )
+
+
+def _checked_loss(loss: Any, what: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
         raise CaptureError(
             f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a tuple, or "
@@ -125,11 +151,7 @@ def check_loss(traced: fx.GraphModule, what: str) -> None:
             f"the loss of {what} is a complex number, of which PyTorch has no backward: return its real part, loss.real, or its "
             "size, loss.abs()"
         )
-    if not loss.requires_grad:
-        raise CaptureError(
-            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
-            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
-        )
+    return loss
 
 
 def refuse_written_inputs(

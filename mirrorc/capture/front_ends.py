@@ -48,10 +48,13 @@ class FrontEnd(ABC):
         name: the name by which it is chosen.
         guards_plain_values: whether its guards watch what was read of `TrainingCall.plain`, so that a program serves calls with
             other values of what was not read. If not, programs are specialized on all plain values.
+        traces_evaluations: whether it takes an `mirrorc.capture.evaluation_call.EvaluationCall` as well, and then gives a graph
+            of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
     """
 
     name: ClassVar[str]
     guards_plain_values: ClassVar[bool] = False
+    traces_evaluations: ClassVar[bool] = False
 
     @abstractmethod
     def trace(
@@ -62,6 +65,8 @@ class FrontEnd(ABC):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         """Traces a call to one functional graph, with guards on what it read.
+
+        Gradients are switched on, or off for an evaluation.
 
         Args:
             stack: keeps contexts open that the graph needs until it is restructured.
@@ -156,6 +161,11 @@ def capture(
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
     """
+    if not call.trains and not front_end.traces_evaluations:
+        raise CaptureError(
+            f"the front end {front_end.name!r} traces training steps alone, and not evaluations: evaluate the model itself, "
+            "under torch.no_grad(), or compile with another front end (capture=)"
+        )
     with _tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)
@@ -174,7 +184,7 @@ def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.
 def _tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block in which a front end may trace a call, and after which the model is as it was."""
     with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())
         yield stack

@@ -28,17 +28,17 @@ class Outputs:
     _leaves: tuple[Leaf, ...]
     _is_whole: bool  # whether there is one device
 
-    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
+    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         """Puts the outputs of a step together.
 
         Args:
             gathered: the outputs by name; a list of the replicas' parts for those that are apart.
-            loss: of the whole batch.
+            loss: of the whole batch; None if there is none.
             call: the step's arguments.
         """
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
-    def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor, call: Call) -> Any:
+    def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         if leaf.kind is LeafKind.LOSS:
             return loss
         if leaf.kind is LeafKind.ARGUMENT:

@@ -30,14 +30,14 @@ class Signature:
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
-    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Shards]:
-        """The arguments of a call, taken apart, and the shards of their tensors.
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
+        """The arguments of a call, taken apart, and the shards of their tensors; an evaluation (not ``trains``) needs no target.
 
         Raises:
             TypeError: forward does not take these arguments, or the target is missing.
             ValueError: see `mirrorc.capture.shards.split_call`.
         """
-        if self._takes_target and "target" not in kwargs:
+        if trains and self._takes_target and "target" not in kwargs:
             raise TypeError(
                 "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
             )

@@ -28,7 +28,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import ArgumentKind, Program, Stage
+from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import hyperparameters_by_label, update_rules
 from mirrorc.torch_internals import is_dense
@@ -110,7 +110,7 @@ def capture_program(
         return outputs_for(front_end, training_call, _examples(_grown(distinct[0], call), home))
 
     keeps = training_call.keeps_outputs
-    outputs = _gathered(captured, shard_of_replica, shards.num_examples, trace_grown) if keeps else None
+    outputs = _gathered(captured, shard_of_replica, shards.num_examples, loss_reduction, trace_grown) if keeps else None
     return CapturedProgram(
         _program(captured, shard_of_replica, shards.num_examples, devices, state, optimizer, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
@@ -139,7 +139,7 @@ def _program(
         shard_of_replica=shard_of_replica,
         num_examples=num_examples,
         loss_reduction=loss_reduction,
-        optimizer_groups=hyperparameters_by_label(optimizer),
+        optimizer_groups=hyperparameters_by_label(optimizer) if captured[0].trains else {},
     )
     told = remarks_on_numbers(captured[0])
     return program.with_remarks(*remarks_on(captured[0].weighted_means, len(devices)), *told)
@@ -155,7 +155,8 @@ def _capture_each(
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> list[CapturedGraph]:
     """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = optimizer.param_groups if training_call.trains else []
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
     paths, added = state.names_now()
@@ -181,7 +182,7 @@ def _notes(captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devic
     notes = [note for graph in captured for note in graph.notes]
     if outputs is not None and outputs.told:
         notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
-    if num_devices > 1:
+    if num_devices > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, what)
     return tuple(dict.fromkeys(notes))
 
@@ -190,16 +191,18 @@ def _gathered(
     captured: Sequence[CapturedGraph],
     shard_of_replica: Sequence[int | None],
     num_examples: Sequence[int],
+    loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """What steps return beside their loss; notes in the graphs how each output is gathered."""
+    """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
     sizes = [num_examples[shard_of_replica.index(shard)] for shard in range(len(captured))]
     traced = [graph.outputs for graph in captured if graph.outputs is not None]
     other = trace_grown() if len(set(sizes)) == 1 and len(shard_of_replica) > 1 else None
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
+    ways = {**outputs.ways, LOSS_OUTPUT: "averaged" if loss_reduction == "mean" else "summed"}
     for graph in captured:
         for node in calls_to(graph.graph, ops.gather):
-            node.kwargs = {**node.kwargs, "how": outputs.ways[str(node.kwargs["output"])]}
+            node.kwargs = {**node.kwargs, "how": ways[str(node.kwargs["output"])]}
     return outputs
 
 

@@ -21,10 +21,13 @@ class TrainingCall(nn.Module):
     returns more than a tensor, the latter is a pair of what the model returns and what ``loss_fn`` returns beside the loss.
 
     Attributes:
+        trains: whether it is for a training step, which is traced with gradients.
         plain: what takes the places of plain values in the structure (`mirrorc.capture.arguments.Call.plain`). It may be
             replaced by that of another call, to ask guards whether a trace would then read the same.
         numbers: the Python numbers that a front end may make inputs of its graph.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class TrainingCall(nn.Module):
             outputs = self.model(*args, **kwargs)
             found = self.loss_fn(outputs, target)
             if not isinstance(found, torch.Tensor):
-                outputs = (outputs, _beside_loss(found))
+                outputs = (outputs, beside_loss(found))
         else:
             found = outputs = self.model(*args, **kwargs)
-        loss = _loss_in(found)
+        loss = loss_in(found)
         loss = loss if isinstance(loss, torch.Tensor) else torch.empty(0)  # empty: there is no loss, see `check_loss`
         return (loss, outputs) if self.keeps_outputs else loss
 
@@ -65,7 +68,7 @@ class TrainingCall(nn.Module):
         return paths_of_containers(self.structure, names)
 
 
-def _loss_in(found: Any) -> Any:
+def loss_in(found: Any) -> Any:
     """The loss in what a model or a loss function returns, if there is one; runs under the tracer."""
     if isinstance(found, torch.Tensor):
         return found
@@ -76,7 +79,7 @@ def _loss_in(found: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) and len(found) > 0 else None
 
 
-def _beside_loss(found: Any) -> Any:
+def beside_loss(found: Any) -> Any:
     """What a loss function returns beside the loss: the second of two items, all but the first of more, or the object itself."""
     if type(found) is not tuple and type(found) is not list:
         return found

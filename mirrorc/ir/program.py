@@ -17,6 +17,9 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Variable
 
+LOSS_OUTPUT = "loss"
+"""The name of the output that is the loss of an evaluation; the names of all others begin with ``outputs``."""
+
 
 class Stage(enum.IntEnum):
     """How far a program has been compiled. A pass declares the stage that it takes and the stage that it gives.
@@ -96,7 +99,10 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 
 @dataclass(frozen=True)
 class Program:
-    """A model's training step at one stage of compilation.
+    """A model's training step, or its evaluation, at one stage of compilation.
+
+    An evaluation has forward alone: no gradients and no buckets. It takes no weight of a loss and its graphs return none; its
+    loss, if there is one, is gathered as its other outputs are.
 
     Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two when the
     batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs: None for a
@@ -154,6 +160,11 @@ class Program:
         """The replicas that have examples, in order; all, if the numbers of examples are not known."""
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step, and no evaluation."""
+        return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
     @property
     def mirrored_graph(self) -> fx.Graph:

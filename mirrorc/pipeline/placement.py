@@ -28,6 +28,11 @@ def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
     return kept, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
 
 
+def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes without those that are about training alone."""
+    return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).trains_only]
+
+
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
     """Refuses names that no pass of a pipeline has.
 

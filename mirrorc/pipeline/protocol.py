@@ -49,6 +49,8 @@ class Traits:
             such as ``"terms are added in another order"``; empty if bits stay the same. The dump shows it, and
             `mirrorc.compile` leaves the pass out if ``exact_order=True``. If such a pass has nothing to do, it must return the
             graphs unchanged.
+        trains_only: whether it is about gradients, buckets or updates alone, so that the pipeline of an evaluation, which has
+            none of these, is without it.
     """
 
     latest_input_stage: Stage
@@ -57,6 +59,7 @@ class Traits:
     precedes: tuple[Property, ...] = ()
     changes_dataflow: bool = False
     changes_bits: str = ""
+    trains_only: bool = False
 
 
 def traits_of(compiler_pass: Pass) -> Traits:

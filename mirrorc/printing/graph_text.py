@@ -100,8 +100,9 @@ def _calls(program: Program, graph: fx.Graph) -> list[Line]:
             lines.append(Line(text, node, comments.of(node), device=device, above=tuple(above.get(node, ()))))
     output = graph.output_node()
     given: Any = output.args[0]
-    results = ", ".join(given) if isinstance(given, dict) else "loss" if given is not None else "None"
-    lines.append(Line(f"return {results}", output))
+    results = ["loss"] if isinstance(given, fx.Node) else list(given or ())
+    left_out = () if program.trains else ("loss", "losses", "gradients")  # an evaluation returns none
+    lines.append(Line(f"return {', '.join(name for name in results if name not in left_out) or None}", output))
     return lines
 
 

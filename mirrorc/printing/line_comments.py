@@ -24,7 +24,7 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.operation import Kind
-from mirrorc.ir.program import ArgumentKind, Program
+from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
 from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
@@ -66,9 +66,16 @@ class LineComments:
         modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
         span = " … ".join(module.removeprefix(self._common) for module in [*modules[:1], *modules[1:][-1:]])
         if is_forward:
-            return f"forward of {span} and the loss" if span else "forward and the loss"
+            loss = " and the loss" if _gives_loss(program, call) else ""
+            return f"forward of {span}{loss}" if span else f"forward{loss}"
         has_loss = any(_is_loss_weight(program, node) for node in call.all_input_nodes)
         return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
+
+
+def _gives_loss(program: Program, call: fx.Node) -> bool:
+    """Whether there is a loss beside a call of forward: always in training, in an evaluation if it is gathered."""
+    gathered = (user for part in call.users for user in part.users if user.target is ops.gather)
+    return program.trains or any(node.kwargs["output"] == LOSS_OUTPUT for node in gathered)
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
@@ -115,8 +122,9 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     commit = next(calls_to(graph, ops.commit), None)
     if commit is None:
         return {}
-    who = "backward is done" if program.num_replicas == 1 else "all devices are done with backward"
-    lines = {commit: [f"parameters may be written from here on: {who}, and nothing stops the step any more"]}
+    piece, what = ("backward", "parameters") if program.trains else ("forward", "buffers")
+    who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
+    lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step any more"]}
     if commit.args:
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")

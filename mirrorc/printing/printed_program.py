@@ -158,6 +158,7 @@ class PrintedProgram:
     Attributes:
         stage: the name of its stage.
         num_devices: the number of devices in the heading.
+        is_evaluation: whether it is an evaluation, which has no buckets.
         after: the pass that the heading names; empty if it names none.
         milliseconds: the time in the heading, if there is one.
         report: a dump's report on the pass, below the heading.
@@ -170,6 +171,7 @@ class PrintedProgram:
 
     stage: str
     num_devices: int
+    is_evaluation: bool = False
     after: str = ""
     milliseconds: float | None = None
     report: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 The printed form::
 
     text      = heading [ change ] bucket* optimizer* remark* function+ region*
-    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices · N buckets" [ "· MS ms" ]
+    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" | "evaluation" ) [ "· MS ms" ]
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ "· shared" ] [ "· ready after d(VARIABLE) in REGION" ]
                 member+ [ share ]
@@ -25,7 +25,8 @@ The printed form::
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-``change`` stands in the files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
+An ``evaluation`` has forward alone, and its functions return nothing: loss and outputs are gathered. ``change`` stands in the
+files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
 up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to SCHEDULED, and in LOWERED a function for
 each device; devices that run the same are printed together. The lines above it say which devices run it, on which examples, with
 which weight of the loss and from which random stream. ``source`` is the user's line that the operators come from, or their module
@@ -164,7 +165,8 @@ def _argument_names(program: Program, region: Region) -> dict[str, str]:
 def program_heading(program: Program, after: str = "", milliseconds: float | None = None) -> str:
     """The first line of a program's text."""
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
-    parts += [_count(len(program.devices), "device"), _count(len(program.buckets), "bucket")]
+    parts.append(_count(len(program.devices), "device"))
+    parts.append(_count(len(program.buckets), "bucket") if program.trains else "evaluation")
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []
     return "# " + " · ".join(parts)
 

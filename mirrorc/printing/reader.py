@@ -22,8 +22,8 @@ from mirrorc.printing.table_reader import read_buckets
 from mirrorc.printing.text_cursor import TextCursor
 
 _HEADING = re.compile(
-    r"# mirrorc(?: · after (?P<after>.+?))? · stage (?P<stage>[A-Z]+) · (?P<devices>\d+) devices? · (?P<buckets>\d+) buckets?"
-    r"(?: · (?P<milliseconds>\d+(?:\.\d+)?) ms)?"
+    r"# mirrorc(?: · after (?P<after>.+?))? · stage (?P<stage>[A-Z]+) · (?P<devices>\d+) devices?"
+    r" · (?:(?P<buckets>\d+) buckets?|evaluation)(?: · (?P<milliseconds>\d+(?:\.\d+)?) ms)?"
 )
 _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>[\w.]+)\((?P<arguments>.*)\):(?:  # (?P<comment>.*))?")
 _WHO = re.compile(r"# (?P<devices>\S.*) \(replicas? (?P<replicas>[\d, …]+)\) runs? this(?: on (?P<examples>.*))?")
@@ -53,12 +53,13 @@ def read_program_text(text: str) -> PrintedProgram:
     heading = cursor.match(_HEADING, cursor.take(), "the heading '# mirrorc · stage STAGE · N devices · N buckets'")
     report = [line.removeprefix("# ") for line in _while_matching(cursor, _REPORT)]
     cursor.expect(_AS_BEFORE not in report, "the program; this dump says that the pass before has left the same one")
-    buckets = read_buckets(cursor, int(heading["buckets"]))
+    buckets = read_buckets(cursor, int(heading["buckets"] or 0))
     optimizers, remarks = (tuple(_while_beginning(cursor, start)) for start in (_OPTIMIZER, _REMARK))
     functions, regions = _functions_and_regions(cursor)
     return PrintedProgram(
         stage=heading["stage"],
         num_devices=int(heading["devices"]),
+        is_evaluation=heading["buckets"] is None,
         after=heading["after"] or "",
         milliseconds=float(heading["milliseconds"]) if heading["milliseconds"] else None,
         report=tuple(report),

@@ -15,6 +15,7 @@ from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
+    calls_to,
     is_compute,
     is_region_call,
     operation_name,
@@ -24,7 +25,7 @@ from mirrorc.ir.nodes import (
     words_of_part,
 )
 from mirrorc.ir.operation import Kind, operation_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.templates import filled
 
 _DTYPES = {
@@ -188,6 +189,9 @@ def _is_call(node: Any) -> TypeGuard[fx.Node]:
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:
     """The gradients, the losses and the new values of per-replica variables, which are found by their uses."""
+    for node in calls_to(graph, ops.gather) if not program.trains else ():
+        if node.kwargs["output"] == LOSS_OUTPUT:
+            yield from (("loss", "loss", value) for value in node.all_input_nodes)
     slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in graph.nodes:
         if node.target is ops.pack:
@@ -202,7 +206,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
         return
 
     def as_nodes(value: Any) -> Sequence[fx.Node]:
-        return [own for own in ([value] if isinstance(value, fx.Node) else value) if own is not None]
+        return [own for own in ([value] if isinstance(value, fx.Node) else value or ()) if own is not None]
 
     for key, kind in (("gradients", "gradient"), ("writes", "write")):
         for name, value in output.get(key, {}).items():

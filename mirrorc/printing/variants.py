@@ -60,7 +60,7 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     return [
         f"{who} {verb} on {own} of the batch's {total} example{'s' if total > 1 else ''}{each}",
         *_example_lines(program, replicas),
-        _weight_line(program, own, total, is_first),
+        *([_weight_line(program, own, total, is_first)] if program.trains else []),
         *_seed_lines(program, is_first),
     ]
 

@@ -58,6 +58,7 @@ from mirrorc.torch_internals.state import (
 )
 from mirrorc.torch_internals.substituted_calls import traced_instead
 from mirrorc.torch_internals.tracing import (
+    export_forward_graph,
     export_joint_graph,
     failing_node,
     guards_of,
@@ -90,6 +91,7 @@ __all__ = [
     "calls_step_hooks",
     "compile_with_inductor",
     "copy_each",
+    "export_forward_graph",
     "export_joint_graph",
     "failing_node",
     "fresh_kernel_files",

@@ -45,6 +45,7 @@ class DynamoGuards:
     ) -> None:
         self.names = frozenset(names)
         self._manager = manager
+        self._has_gradients = torch.is_grad_enabled()  # while the call was traced
         self._scope = scope_of_guards(module)
         self._values = self._scope["L"]
         self.inputs = inputs
@@ -62,9 +63,9 @@ class DynamoGuards:
         self._constants = {name: v for name, v in values.items() if type(v) in (int, float) and name not in taken}
 
     def hold(self) -> bool:
-        """Whether all that was read is as it was. Gradients may be switched off in the caller's thread."""
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
+        """Whether all that was read is as it was. Gradients may be switched off, or on, in the caller's thread."""
+        if torch.is_grad_enabled() is not self._has_gradients:
+            with torch.set_grad_enabled(self._has_gradients):
                 return self.hold()
         if not self._methods.hold() or self._environment not in (None, os.environ):
             return False
@@ -111,7 +112,7 @@ class DynamoGuards:
             return self._methods.broken()
         if self._environment not in (None, os.environ):
             return "os.environ"
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self._has_gradients):
             parts = self._manager.check_verbose(self._values).verbose_code_parts
         if not parts and self.inputs is not None and not self.inputs.read(self._scope):
             return f"a branch on {', '.join(map(self.words_for, self.inputs.sources))}"

@@ -1,4 +1,4 @@
-"""The result of torch's joint export, with mirrorc's own names."""
+"""The result of torch's export of a graph, with mirrorc's own names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToldNumber(NamedTuple):
 
 @dataclass
 class JointGraph:
-    """The graph of forward and backward that AOTAutograd returns; its descriptors are replaced by plain names.
+    """The graph of forward and backward, or of forward alone, that AOTAutograd returns, with plain names for its descriptors.
 
     Attributes:
         graph_module: the functional graph.
@@ -33,8 +33,8 @@ class JointGraph:
         number_of: placeholder to index of the Python number that it takes as a scalar tensor.
         numbers: what the user calls these numbers, and how Python computes those that it computes.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
-        tangent: the placeholder for the gradient of the loss.
-        loss: the node of the loss.
+        tangent: the placeholder for the gradient of the loss; None in a graph of forward alone.
+        loss: the node of the loss; None in a graph of forward alone, where it is one of the outputs.
         outputs: what the step returns beside the loss: the nodes by name.
         gradients: parameter name to the node of its gradient; None if it has no gradient.
         buffer_writes: buffer name to the node of its new value.
@@ -45,8 +45,8 @@ class JointGraph:
 
     graph_module: fx.GraphModule
     fake_mode: Any
-    tangent: fx.Node
-    loss: fx.Node
+    tangent: fx.Node | None = None
+    loss: fx.Node | None = None
     outputs: dict[str, fx.Node] = field(default_factory=dict)
     leaf_of: dict[fx.Node, int] = field(default_factory=dict)
     number_of: dict[fx.Node, int] = field(default_factory=dict)

@@ -184,6 +184,38 @@ def export_joint_graph(
 ) -> JointGraph:
     """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
     from torch._functorch._aot_autograd import descriptors as d
+
+    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions, 1 + len(outputs))
+    joint.tangent = next(
+        node for node in joint.graph_module.graph.nodes if isinstance(node.meta.get("desc"), d.TangentAOTInput)
+    )
+    joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
+    return joint
+
+
+def export_forward_graph(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    outputs: Sequence[str],
+) -> JointGraph:
+    """The functional graph of what `trace_full_graph` gave with gradients switched off: outputs with these names."""
+    with torch.no_grad():
+        joint, found = _exported(stack, traced, leaves, decompositions, len(outputs))
+    joint.outputs = dict(zip(outputs, found, strict=True))
+    return joint
+
+
+def _exported(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    num_outputs: int,
+) -> tuple[JointGraph, list[fx.Node]]:
+    """A functional graph, without backward where gradients are switched off; and the nodes of the outputs, in order."""
+    from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with kept_checks_of_linalg():
@@ -191,14 +223,11 @@ def export_joint_graph(
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    tangent = next(node for node in placeholders if isinstance(node.meta["desc"], d.TangentAOTInput))
     results = list(zip(output.args[0], output.meta["desc"], strict=True))
     by_index = {desc.idx: node for node, desc in results if isinstance(desc, d.PlainAOTOutput)}
-    loss, *others = (by_index[index] for index in range(1 + len(outputs)))
-    joint = JointGraph(graph_module, tangent.meta["val"].fake_mode, tangent, loss)
-    joint.outputs = dict(zip(outputs, others, strict=True))
-    for node in placeholders:
+    values: Iterator[Any] = (node.meta.get("val") for node in graph_module.graph.nodes)
+    joint = JointGraph(graph_module, next(value.fake_mode for value in values if hasattr(value, "fake_mode")))
+    for node in graph_module.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         if isinstance(desc, d.PlainAOTInput):
             joint.leaf_of[node] = desc.idx
@@ -206,15 +235,14 @@ def export_joint_graph(
             joint.number_of[node] = int(desc.target.removeprefix(BUFFER))
         elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
             joint.variable_of[node] = desc.target
-    for node in graph_module.graph.nodes:
-        if node.op == "get_attr":
-            joint.variable_of[node] = str(node.target)
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        joint.variable_of[node] = str(node.target)
     for node, desc in results:
         if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
             joint.gradients[desc.grad_of.target] = node
         elif isinstance(desc, d.InputMutationAOTOutput):
             _note_mutation(joint, node, desc.mutated_input, d)
-    return joint
+    return joint, [by_index[index] for index in range(num_outputs)]
 
 
 def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> None:

@@ -19,7 +19,7 @@ def replica_arguments(
     copies: HostCopies | None,
     start: Sequence[Any],
     shard: Sequence[torch.Tensor],
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     seed: int | None,
     numbers: Sequence[int | float] = (),
 ) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def replica_arguments(
         copies: copies the batch to the device; None to leave it, because a CUDA graph has memory of its own for it.
         start: events that come before the step.
         shard: the replica's tensors in order of the call's leaves.
-        weight: of the replica's loss, a scalar.
+        weight: of the replica's loss, a scalar, if the program takes it.
         seed: of the step's random streams, if the program draws random numbers.
         numbers: the replica's Python numbers, in the order of the step's.
     """
@@ -43,6 +43,7 @@ def replica_arguments(
             own = shard[argument.leaf]  # type: ignore[index]
             values.append(own if copies is None else copies.to_device(own))
         elif argument.kind is ArgumentKind.LOSS_WEIGHT:
+            assert weight is not None
             values.append(weight)
         elif argument.kind is ArgumentKind.NUMBER:
             number = numbers[argument.leaf]  # type: ignore[index]

@@ -23,9 +23,9 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
+from mirrorc.runtime.state.evaluation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
-from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
@@ -56,7 +56,7 @@ class Binder:
         self,
         program: Program,
         regions: Sequence[Mapping[str, RegionFunction]],
-        state: StepState,
+        state: ProgramState,
         constants: Mapping[str, torch.Tensor],
         communicators: Mapping[str, Communicator],
         commit: CommitPoint,

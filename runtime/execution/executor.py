@@ -29,8 +29,8 @@ from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.completion import completed
+from mirrorc.runtime.state.evaluation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
-from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -40,7 +40,7 @@ class Executor:
     Args:
         program: a LOWERED program.
         regions: for each device, its compiled regions by name.
-        state: the variables and the optimizer, which all programs of one step share.
+        state: the variables and the optimizer, which all programs of one step share; an attribute, too.
         constants: tensors that the capture found outside of parameters and buffers.
         timeout_seconds: the longest time that a replica waits for another one.
         recorder: keeps the times of the last steps; None for no recording.
@@ -55,7 +55,7 @@ class Executor:
         self,
         program: Program,
         regions: Sequence[Mapping[str, RegionFunction]],
-        state: StepState,
+        state: ProgramState,
         constants: Mapping[str, torch.Tensor],
         timeout_seconds: float,
         recorder: Recorder | None = None,
@@ -64,7 +64,7 @@ class Executor:
         self.program, self.recorder = program, recorder
         self._step_graph = step_graph
         self.regions = regions
-        self._state = state
+        self.state = state
         self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
         self.outputs = StepOutputs(program)
@@ -85,13 +85,13 @@ class Executor:
 
     def bind(self) -> None:
         """Binds the program to the memory's present layout."""
-        if self._layout == self._state.layout:
+        if self._layout == self.state.layout:
             return
         self._binder.pieces.clear()
         self._functions, self._pausing_functions = self._generate(), []
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
-        self._layout = self._state.layout
+        self._layout = self.state.layout
 
     def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
@@ -109,7 +109,7 @@ class Executor:
         seed: int | None,
         guard: InterruptGuard,
         numbers: Sequence[Sequence[int | float]] = (),
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Runs one step, which `commit` has begun.
 
         Args:
@@ -121,7 +121,7 @@ class Executor:
             numbers: for each replica, the Python numbers that its program takes.
 
         Returns:
-            The weighted sum of the replicas' losses, a scalar on the first device.
+            The weighted sum of the replicas' losses, a scalar on the first device; None in an evaluation, which gathers it.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
@@ -136,10 +136,10 @@ class Executor:
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
         each = zip(shards, self._losses.weight_tensors(tuple(weights)), numbers or [()] * len(shards), strict=True)
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
-        self._state.begin()
+        self.state.begin()
         self.outputs.begin()
         results: list[tuple[bool, Any] | None] = []
-        loss, number = None, self._state.num_skipped + 1  # of this step, if it is skipped
+        loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
         try:
             seconds = self._run_replicas(pool, given, guard, results)
             if self._is_done(results):
@@ -151,7 +151,7 @@ class Executor:
                 self._give_up(pool)
                 note_if_torn(error, self.commit.is_committed)
             raise
-        if loss is None:
+        if not self._is_done(results):
             self._give_up(pool)
             if guard.raised is not None and not self.commit.is_committed:
                 raise guard.raised
@@ -201,14 +201,14 @@ class Executor:
 
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
         if self.commit.is_skipped:
-            self._state.skip(number)
+            self.state.skip(number)
             self._forget_step()
             seconds = 0.0
         else:
-            self._state.finish()
+            self.state.finish()
         for communicator in self._communicators.values():
             communicator.release()
         loss = self._losses.total([result[1] for result in results if result is not None], weights)
@@ -225,14 +225,14 @@ class Executor:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
         writer = (id(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
-        if not self._state.keeps_gradients_of(writer):
+        if not self.state.keeps_gradients_of(writer):
             forget_what_is_written(self._binder.pieces)
-        self._state.give_gradients_to(writer)
+        self.state.give_gradients_to(writer)
 
     def _renew_step_graph(self) -> None:
         """Drops a graph that was captured for another layout of memory or for other hyperparameters."""
         if self._step_graph is not None:
-            self._step_graph.renew_for(self.program, self._state.optimizers, memory=self._state.layout)
+            self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)
 
     def release(self) -> None:
         """Frees the memory that it keeps on a GPU for later steps."""
@@ -262,7 +262,7 @@ class Executor:
         if any(value.device.type == "cpu" and value.is_pinned() for value in values):
             self._host_copies[0].note_reads()
         if step_graph.is_due:
-            with self._state.optimizers.capturing(), self.commit.suspended():
+            with self.state.optimizers.capturing(), self.commit.suspended():
                 step_graph.capture(function)  # the calls are made, but nothing runs
         if step_graph.is_captured:
             self.commit.commit()
@@ -286,7 +286,7 @@ class Executor:
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
                 pool.is_stuck = True  # no further step may use its memory
-        if self._state.abandon(has_committed=self.commit.is_committed):
+        if self.state.abandon(has_committed=self.commit.is_committed):
             self.commit.revoke()
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return

@@ -1,4 +1,4 @@
-"""The loss of a batch: the weights of its replicas' losses, and their sum."""
+"""The loss of a batch: the weights of its replicas' losses, and their sum; an evaluation gathers its loss, and has none here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class Losses:
         self._program = program
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def weight_tensors(self, weights: tuple[float, ...]) -> list[torch.Tensor]:
-        """The weights of the replicas' losses, a scalar on each replica's device."""
+    def weight_tensors(self, weights: tuple[float, ...]) -> Sequence[torch.Tensor | None]:
+        """The weights of the replicas' losses, a scalar on each replica's device; None if the program takes none."""
+        if not self._program.trains:
+            return [None] * len(weights)
         if weights not in self._weights:
             graphs = [module.graph for module in self._program.device_graphs.values()]
             graph = graphs[self._program.present[0]]
@@ -36,10 +38,12 @@ class Losses:
             ]
         return self._weights[weights]
 
-    def total(self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]) -> torch.Tensor:
+    def total(
+        self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
+    ) -> torch.Tensor | None:
         """The weighted sum of the replicas' losses, on the first device. Each loss is given with the event of its GPU's end.
 
-        A replica without examples gives None.
+        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum.
         """
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
@@ -47,6 +51,8 @@ class Losses:
                 kept_for_caller(loss)
             wait_event(event, home)
             wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
+        if not self._program.trains:
+            return None
         pairs = zip(results, weights, strict=True)
         present = [(loss, weight) for (loss, _), weight in pairs if loss is not None]
         dtype = present[0][0].dtype

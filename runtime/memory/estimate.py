@@ -53,6 +53,11 @@ def report_memory(
         tally.bytes[device.name,]["gradients"] += walk.kept
         tally.bytes[device.name,]["activations"] += walk.peak
     tally.remarks += [run.remark for run in found.values() if run.remark]
+    if not program.trains:
+        tally.remarks.append(
+            "this is an evaluation: gradients, optimizer state and copies of parameters that training has laid out stay where "
+            "they are, and are not counted; after a training step, or prepare(), this is the memory of training"
+        )
     return tally.report(walks)
 
 

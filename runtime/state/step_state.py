@@ -66,6 +66,29 @@ class StepState:
         user_steps.of_others.clear()
         self._is_whole = True
 
+    def take_over_variables(self, program: Program) -> None:
+        """Takes over what the user wrote to variables, for a program that evaluates: it reads them where they lie.
+
+        The optimizer's state, and what the user did to it, is left to the next training step. Buckets stay as they are, unless
+        the user has given a parameter other memory: then all parameters lie where the user has them, until that step.
+        """
+        was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
+        if not was_whole:
+            self.store.mirror_all()
+        layout = self.store.lay_out(program)
+        if layout.moved is Moved.BUCKETS:
+            laid = self.optimizers.lay_out(layout.buckets)
+            completed(lambda: self._put_in_place(layout, laid))
+        elif layout.homes:
+            completed(lambda: self._put_in_place(layout, None))
+        else:
+            self.store.adopt(layout)
+        user_steps = self.optimizers.user_steps
+        if self.store.mirror_changes(user_steps.stepped()):
+            self.layout += 1
+        user_steps.of_others.clear()
+        self._is_whole = was_whole
+
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
         """Puts a layout in place that was made aside; allocates nothing, and may be repeated from any point."""
         self.store.adopt(layout)

@@ -59,6 +59,10 @@ class UserSteps:
         finally:
             self._are_ours = False
 
+    def stepped(self) -> set[int]:
+        """The ids of the parameters that some optimizer has made a step with, those of the watched one included."""
+        return self.of_others | (_ids_of_parameters(self._optimizer) if self.have_written else set())
+
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._had_gradients = _has_gradients(optimizer)
 

@@ -38,6 +38,7 @@ class VariableStore:
         self._trained: list[Watched] = []  # parameters that lie in buckets
         self._written: frozenset[str] = frozenset()  # per-replica variables that the program that runs now writes
         self._writing: tuple[int, ...] = ()  # the replicas that write them
+        self._has_moved_parameters = False  # whether they have been in buckets
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
@@ -72,7 +73,8 @@ class VariableStore:
     def lay_out(self, program: Program) -> Layout:
         """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are.
 
-        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later.
+        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later. A
+        program that evaluates takes the buckets that there are; there are none if parameters have been given other memory.
 
         Raises:
             ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
@@ -81,24 +83,23 @@ class VariableStore:
         old, has_new_memory = self._layout, self._has_been_given_memory()
         if old.program() is program and not has_new_memory:
             return old
-        moved = old.plan != program.buckets or has_new_memory
+        plan = program.buckets if program.trains else () if has_new_memory else old.plan
+        moved = old.plan != plan or has_new_memory
         new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
         new.program = weakref.ref(program)
         if moved:
-            planned = {slot.variable: (slot.shape, b.dtype) for b in program.buckets for slot in b.slots}
+            planned = {slot.variable: (slot.shape, b.dtype) for b in plan for slot in b.slots}
             members = [name for name in self.tensors if name in planned]
             for name in members:
                 self._check_type(name, *planned[name])
             refuse_shared_memory(self.tensors, members)
             refuse_memory_of_processes(self.tensors, members)
-            first = planned.keys() - old.values.keys()
+            first = planned.keys() - (old.values.keys() if self._has_moved_parameters else set())
             held = {name: own for name, own in self._known_to_this_alone() if name in first}
-            warn_of_holders(held, self.tensors.values())
+            warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
             return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
-            gradients = [
-                [memory_for_gradients(b, device.torch_device) for device in self.devices] for b in program.buckets
-            ]
-            new.buckets = [self._make_bucket(new, *pair) for pair in zip(program.buckets, gradients, strict=True)]
+            gradients = [[memory_for_gradients(b, device.torch_device) for device in self.devices] for b in plan]
+            new.buckets = [self._make_bucket(new, *pair) for pair in zip(plan, gradients, strict=True)]
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
@@ -137,6 +138,7 @@ class VariableStore:
             self._watch(name, home)
         self._layout = layout
         self._trained = [self._watched[slot.variable] for flat in layout.buckets for slot in flat.bucket.slots]
+        self._has_moved_parameters = self._has_moved_parameters or bool(layout.buckets)
         layout.homes, layout.moved = {}, Moved.NOTHING
 
     def _make_bucket(self, layout: Layout, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
@@ -194,7 +196,9 @@ class VariableStore:
     def holds(self, program: Program) -> bool:
         """Whether memory is laid out for a program."""
         names = [name for name in program.variables if name in self.tensors]
-        return self.plan == program.buckets and all(name in self._layout.values for name in names)
+        return (not program.trains or self.plan == program.buckets) and all(
+            name in self._layout.values for name in names
+        )
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.

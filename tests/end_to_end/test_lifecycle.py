@@ -403,7 +403,7 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("mirrorc.step"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
+    monkeypatch.setattr(importlib.import_module("mirrorc.exclusive_calls"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
     step = compile_mlp(make_mlp())
     step(**mlp_batch(4))
     compiled, closing = step._specializer.specialization_for, list[threading.Thread]()
@@ -411,7 +411,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     def close_meanwhile(*arguments: Any, **options: Any) -> Any:
         found = compiled(*arguments, **options)
         closing.append(in_background(step.close))
-        while not step._is_closed:
+        while not step._calls.is_closed:
             threading.Event().wait(0.001)
         if not longest_seconds:  # who closes does not wait, so that the call itself ends the threads
             closing[0].join(TIMEOUT_SECONDS)

@@ -152,6 +152,25 @@ def drop_a_gradient(graph: fx.Graph) -> None:
     output_with(graph, "gradients", lambda gradients: {name: g for name, g in gradients.items() if name != "a"})
 
 
+def evaluation(*, keeps_loss: bool = False, keeps_rules: bool = False) -> Program:
+    """A program of forward alone, with a loss that is returned, or with rules of an optimizer."""
+    program = two_buckets()
+    (graph,) = program.shard_graphs
+    output_with(graph, "gradients", lambda gradients: {})
+    if not keeps_loss:
+        output_with(graph, "loss", lambda loss: None)  # type: ignore[arg-type, return-value]
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    (weight,) = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
+    graph.erase_node(weight)
+    variables = {name: dataclasses.replace(one, update=None) for name, one in program.variables.items()}
+    return program.evolve(
+        arguments=tuple(one for one in program.arguments if one.kind is not ArgumentKind.LOSS_WEIGHT),
+        variables=program.variables if keeps_rules else variables,
+    )
+
+
 def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
     """A change of a graph whose regions write their gradients into slots."""
 
@@ -649,6 +668,11 @@ BAD: dict[str, list[Mutation]] = {
             for pass_name in ("replicate", "insert-update")
         ),
         at("pack-gradients", lambda g: output_with(g, "packed", lambda packed: packed[::-1])),  # type: ignore[index]
+    ],
+    "losses_are_for_training": [
+        (ONE_BUCKET, lambda _: evaluation(keeps_loss=True)),
+        (ONE_BUCKET, lambda _: evaluation(keeps_rules=True)),
+        (ONE_BUCKET, lambda program: evaluation().evolve(buckets=program.buckets)),
     ],
     "tables_are_kept": [
         (ONE_BUCKET, lambda program: program.evolve(num_examples=(3, 5))),

@@ -95,3 +95,25 @@ def test_a_fake_seed_belongs_to_the_graphs_mode() -> None:
     joint = joint_of(Small(), torch.ones(2, 3), torch.ones(1))
     seed = joint.fake_seed()
     assert seed.fake_mode is joint.fake_mode and (seed.dtype, seed.shape) == (torch.int64, ())  # type: ignore[attr-defined]
+
+
+def test_export_forward_graph_has_no_backward() -> None:
+    """Buffers that forward writes and outputs are told apart, as in a joint graph."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            normalized = self.norm(leaves[0])
+            return normalized.sum(), normalized
+
+    x = torch.randn(4, 3)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        traced = internals.trace_full_graph(Normalized(), (x,))
+        graph = internals.export_forward_graph(stack, traced, (x,), {}, ("loss", "outputs"))
+    assert graph.tangent is None and graph.loss is None and not graph.gradients
+    assert list(graph.outputs) == ["loss", "outputs"]
+    assert set(graph.buffer_writes) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(graph.leaf_of.values()) == {0} and graph.fake_mode is not None

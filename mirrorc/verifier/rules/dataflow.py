@@ -177,7 +177,8 @@ def _way(parts: BucketParts, expressions: Expressions, value: fx.Node) -> int:
 
 def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str, Any]]:
     output: Any = graph.output_node().args[0]
-    yield "loss", "", numbered[output["loss"]]
+    if output["loss"] is not None:
+        yield "loss", "", numbered[output["loss"]]
     for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
         for name, value in output[key].items():
             yield kind, name, numbered[value]

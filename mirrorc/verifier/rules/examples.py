@@ -43,7 +43,8 @@ def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violatio
                 yield Violation(f"{name_of(node)} runs on {where(own)}, which has no examples", node)
         output: Any = graph.output_node().args[0]
         here = [place_of(program, graph)] if program.graph is None else range(program.num_replicas)
-        for replica, loss in zip(here, output["losses"] if isinstance(output, dict) else [output], strict=False):
+        losses = output["losses"] if isinstance(output, dict) else [output]
+        for replica, loss in zip(here, losses if program.trains else (), strict=False):  # an evaluation has none
             if (loss is not None) != (replica in program.present):
                 has = "gives no loss, but has" if loss is None else "gives a loss, but has no"
                 yield Violation(f"{where(replica)} {has} examples", graph.output_node())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -34,6 +35,12 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
         yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
     for name, module in program.device_graphs.items():
         yield lambda _, name=name: name, module.graph, [None]  # type: ignore[misc]
+
+
+def losses_of(graph: fx.Graph) -> list[fx.Node]:
+    """The losses that a mirrored or a lowered graph returns; none in an evaluation, nor of replicas without examples."""
+    output: Any = graph.output_node().args[0]
+    return [loss for loss in (output["losses"] if isinstance(output, dict) else [output]) if loss is not None]
 
 
 def say(node: fx.Node) -> str:

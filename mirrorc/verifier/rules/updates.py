@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
@@ -20,6 +19,7 @@ from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
+    losses_of,
     say,
     scopes,
     tag,
@@ -148,9 +148,7 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
             for index in written_buckets(node):
                 names = (slot.variable for slot in program.buckets[index].slots)
                 written_by.setdefault(replica, set()).update(names)
-        output: Any = graph.output_node().args[0]
-        losses = output["losses"] if isinstance(output, dict) else [output]
-        for loss in [loss for loss in losses if loss is not None]:
+        for loss in losses_of(graph):
             for name in sorted(written_by.get(owners[loss], set()) & variables.of(loss))[:1]:
                 yield Violation(
                     f"{name} is written on {where(owners[loss])} before {loss.name}, a view of it, is returned", loss

@@ -72,7 +72,9 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket. A replica
     without examples has None in place of a loss, of gradients and of written values."""
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
-    rows: list[tuple[str, int | None, Any]] = [("loss", None, output.get("losses", ()))] if output else []
+    rows: list[tuple[str, int | None, Any]] = (
+        [("loss", None, output.get("losses", ()))] if program.trains and output else []
+    )
     for key in ("packed", "reduced"):
         rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get(key, ()))]
     for key in ("gradients", "writes"):

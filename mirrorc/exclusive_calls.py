@@ -1,0 +1,90 @@
+"""Lets one call of a step run at a time, in the process that has made the step, until the step is closed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from mirrorc.errors import ExecutionError
+from mirrorc.runtime.execution.interrupts import InterruptGuard
+
+_T = TypeVar("_T")
+_LONGEST_CLOSING_SECONDS = 5.0
+
+
+class ExclusiveCalls:
+    """The calls of a step, of which one at a time may run.
+
+    Args:
+        guard: handles Ctrl-C during a call.
+
+    Attributes:
+        is_closed: whether the step is closed.
+    """
+
+    def __init__(self, guard: InterruptGuard) -> None:
+        self._guard = guard
+        self._pid = os.getpid()
+        self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
+        self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
+        self.is_closed = False
+
+    def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
+        """Calls a function while no other call of the step runs, and with Ctrl-C in the hands of the guard.
+
+        An interrupt may come between any two calls of Python. So taking and giving back are one operation each, within the
+        ``try``, and what is in the ``finally`` is done with interrupts kept.
+
+        Args:
+            function: what is called.
+            end_threads: called at its end if the step was closed meanwhile.
+
+        Raises:
+            ExecutionError: another call runs, the step is closed, or this is another process.
+        """
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
+                "the child, or start the process with the 'spawn' method"
+            )
+        caller, guard = threading.get_ident(), self._guard
+        own = [caller]
+        try:
+            if self._callers.setdefault("now", own) is not own:
+                raise ExecutionError(
+                    "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
+                    "call it from one thread, or guard it with a lock"
+                )
+            self.check_open()
+            guard.begin()
+            return function()
+        finally:
+            if "now" in self._callers and self._callers["now"] is own:
+                guard.is_ending = True
+                del self._callers["now"]
+                if self.is_closed:
+                    end_threads()
+                    self._has_ended.set()
+                guard.end()
+
+    def check_open(self) -> None:
+        """Raises `ExecutionError` if the step is closed."""
+        if self.is_closed:
+            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+
+    def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
+        """Lets no further call begin. A call that runs in another thread is waited for, at most 5 seconds.
+
+        Args:
+            interrupt: stops a call that runs in another thread.
+            end_threads: called if no call runs then; one that still does calls it when it ends.
+        """
+        self.is_closed = True
+        running = self._callers.get("now")
+        if running is not None and running[0] != threading.get_ident():
+            interrupt()
+            self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
+        if "now" not in self._callers:
+            end_threads()
