@@ -5,6 +5,7 @@ from importlib.metadata import version
 from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.capture.traced_outputs import summed
+from mirrorc.clipping import ClipGradNorm
 from mirrorc.errors import (
     CaptureError,
     CommunicationError,
@@ -21,6 +22,7 @@ from mirrorc.step import Step
 
 __all__ = [
     "CaptureError",
+    "ClipGradNorm",
     "CommunicationError",
     "ExecutionError",
     "LossCheck",

@@ -12,8 +12,10 @@ from torch import nn
 
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
+from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
+from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.optimizers import check_optimizer
 from mirrorc.options import (
     Auto,
@@ -66,6 +68,10 @@ def compile(
     cuda_graphs: bool = False,
     return_outputs: bool = False,
     progress: bool = True,
+    autocast: torch.dtype | str | bool | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_grad_norm: ClipNorms = None,
+    clip_grad_value: float | None = None,
     check_finite: FiniteCheck = False,
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
@@ -105,6 +111,15 @@ def compile(
             Of anything else, such as other scalars of integers, there is a `mirrorc.PerReplica` with what each replica gives.
         progress: say what a compilation does once it takes longer than 2 s: in a line on standard error if that is a terminal,
             else in a line of the log (level INFO).
+        autocast: run forward and loss under `torch.autocast` with this dtype, as a step that is called within that context does.
+        scaler: multiply the loss by this scaler's scale before backward, divide the gradients by it, leave an update out where
+            one of them is not finite, and give the scaler its next scale: what its ``scale``, ``unscale_``, ``step`` and
+            ``update`` do on one device. A step that is left out counts in `Step.num_skipped`.
+        clip_grad_norm: scale the gradients before each update so that their norm, over all of them and the whole batch, is at
+            most this, as `torch.nn.utils.clip_grad_norm_` does; `ClipGradNorm` names another norm, and a sequence has a bound
+            for each group of the optimizer. The norm is in `Step.grad_norm`; math.inf only measures it.
+        clip_grad_value: bring each element of a gradient to between minus this and this before each update, after the norm's
+            scaling.
         check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
             a number, and changes nothing. "skip" leaves out the update of such a step, returns its loss, and counts it in
             `Step.num_skipped`.
@@ -117,7 +132,8 @@ def compile(
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
     """
-    check_kinds(locals())  # which are the arguments
+    asked = dict(locals())  # the arguments
+    check_kinds(asked)
     check_loss_function(loss_fn)
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
@@ -135,9 +151,17 @@ def compile(
         warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
         chosen_backend = backend_named("eager")
     preferred = chosen_backend.preferences(parsed[0].torch_device)
+    model_state = ModelState(model, loss_fn)
+    model_state.check_memory()
+    trainer = check_optimizer(optimizer, model_state.parameters)
+    used_scaler = checked_scaler(scaler, asked, model_state.parameters)
+    casts_to = checked_autocast(autocast, parsed)
+    bounds = clipping(clip_grad_norm, clip_grad_value, trainer, passes, disable_passes)
     base = passes
     if base is None:
-        base = default_pipeline(**sizes, link=link, check_finite=check_finite, **preferred)
+        base = default_pipeline(
+            **sizes, link=link, **bounds, scales_loss=used_scaler is not None, check_finite=check_finite, **preferred
+        )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
     check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
     every = check_replicas_option(check_replicas_every)
@@ -146,9 +170,6 @@ def compile(
         pipeline, remark = in_exact_order(pipeline)
         remarks += [remark] if remark else []
     check_pass_names("print_after", print_after, pipeline)
-    model_state = ModelState(model, loss_fn)
-    model_state.check_memory()
-    trainer = check_optimizer(optimizer, model_state.parameters)
     chosen = StepOptions(
         model=model,
         optimizer=trainer,
@@ -167,6 +188,8 @@ def compile(
         cuda_graphs=cuda_graphs,
         return_outputs=return_outputs,
         progress=progress,
+        scaler=used_scaler,
+        autocast=casts_to,
         check_replicas_every=every,
         remarks=tuple(remarks),
     )

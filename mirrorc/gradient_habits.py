@@ -11,10 +11,7 @@ import torch
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.torch_internals import observe_clipping
 
-_REMEDY = (
-    "def clip(*_): torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), and once, before the first step, "
-    "optimizer.register_step_pre_hook(clip)"
-)
+_HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
 
 
 class GradientHabits:
@@ -64,8 +61,9 @@ class GradientHabits:
         self._warn(
             "step",
             "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
-            "and it leaves no gradients. Remove the call, or the GradScaler or training loop that makes it (in bfloat16 no loss "
-            f"needs scaling); what should happen to gradients before the update, such as clipping, goes into a hook: {_REMEDY}",
+            "and it leaves no gradients. Remove the call, or the loop that makes it; a GradScaler goes into compile() as "
+            "scaler=. To clip gradients, compile with clip_grad_norm= or clip_grad_value=; for anything else that should "
+            f"happen to them before the update, {_HOOK}",
         )
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
@@ -74,8 +72,8 @@ class GradientHabits:
             self._warn(
                 "clipping",
                 f"{function}() found no gradients and did nothing: when mirrorc's step returns, it has made its update already, "
-                "and it leaves no gradients. To clip them before each update, remove the call and give the optimizer a hook: "
-                f"{_REMEDY}",
+                "and it leaves no gradients. Remove the call, and compile with clip_grad_norm= or clip_grad_value=: each "
+                f"step then clips them before its update. To clip them in another way, {_HOOK}",
             )
 
     def _warn(self, kind: str, message: str) -> None:

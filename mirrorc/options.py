@@ -51,6 +51,8 @@ class StepOptions:
     cuda_graphs: bool
     return_outputs: bool
     progress: bool
+    scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
+    autocast: torch.dtype | None
     check_replicas_every: int  # 0 for never
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 

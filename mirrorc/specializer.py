@@ -92,6 +92,14 @@ class Specializer:
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold; ``trains``: whether it is
         for a training step, and not for an evaluation, which depends on nothing of the optimizer.
         """
+        if self._options.autocast is None:
+            return self._found_or_compiled(call, shards, is_stale, trains)
+        with torch.autocast(self._home.type, self._options.autocast):
+            return self._found_or_compiled(call, shards, is_stale, trains)
+
+    def _found_or_compiled(
+        self, call: Call, shards: Shards, is_stale: bool, trains: bool
+    ) -> tuple[Specialization, Shards]:
         kept = self._specializations if trains else self._evaluations
         key = self._key(call, shards, trains)
         if 1 in shards.num_examples and key in self._lone:
@@ -113,7 +121,7 @@ class Specializer:
             if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
                 raise
             self._lone.add(key)
-            return self.specialization_for(call, shards, is_stale=is_stale, trains=trains)
+            return self._found_or_compiled(call, shards, is_stale, trains)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import fx
 
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import Shards
@@ -24,21 +21,18 @@ from mirrorc.printing.wording import counted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.memory.estimate import report_memory
-from mirrorc.runtime.memory.report import MemoryReport
-from mirrorc.runtime.profiling.explain_steps import explain_steps
-from mirrorc.runtime.profiling.explanation import Explanation
-from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
-from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.mirrored_variable import MirroredVariable
+from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
+from mirrorc.step_reports import StepReports
+
+_T = TypeVar("_T")
 
 
-class Step:
+class Step(StepReports):
     """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
 
     The step is compiled when it is first called with a batch. For a batch of other shapes it is specialized again, over the same
@@ -46,11 +40,11 @@ class Step:
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
-        self._options = options
-        self._model = model
         store = VariableStore(model.tensors, options.devices)
         optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
-        self._state = make_state(store, optimizers, options.check_replicas_every)
+        super().__init__(options, model, make_state(store, optimizers, options.check_replicas_every))
+        if options.scaler is not None:
+            self._state.loss_scale = LossScale(options.scaler, options.devices)
         self._habits = GradientHabits(model.parameters.values(), optimizers.user_optimizer)
         optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
         on_cpu = options.devices[0].torch_device.type == "cpu"
@@ -60,8 +54,6 @@ class Step:
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
-        self._last: Executor | None = None
-        self._last_trained: Executor | None = None
         self._pool: DevicePool | None = None
         self._signature = Signature(
             options.model,
@@ -89,7 +81,7 @@ class Step:
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
-        return self._calls.run(lambda: self._train(args, kwargs), self._end_threads)
+        return self._exclusively(lambda: self._train(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
@@ -108,7 +100,7 @@ class Step:
             As a training call; nothing has changed then.
         """
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            return self._calls.run(lambda: self._evaluate(args, kwargs), self._end_threads)
+            return self._exclusively(lambda: self._evaluate(args, kwargs))
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self._options.devices)
@@ -139,7 +131,10 @@ class Step:
             ].executor
             return self._last.program
 
-        return self._calls.run(compiled, self._end_threads)
+        return self._exclusively(compiled)
+
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        return self._calls.run(function, self._end_threads)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, shards = self._signature.split(args, kwargs)
@@ -188,82 +183,6 @@ class Step:
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
         return executor.run(self._pool, shards.tensors, weights, seed, self._guard, numbers)
-
-    @property
-    def program(self) -> Program:
-        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
-        if self._last is None:
-            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
-        return self._last.program
-
-    @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
-        """The lowered graph of each device, by name."""
-        return self.program.device_graphs
-
-    @property
-    def variables(self) -> Mapping[str, MirroredVariable]:
-        """The variables of the last call's program, by name; tied weights by each of their names."""
-        program, last = self.program, self._last
-        if last is not None and not self._state.store.holds(program):
-            self._calls.run(lambda: last.state.take_over(program), self._end_threads)
-        found = {
-            name: MirroredVariable(variable, self._options.devices, self._state.store)
-            for name, variable in program.variables.items()
-            if name in self._model.tensors
-        }
-        for name, variable in self._model.names.items():
-            if variable in found:
-                found.setdefault(name.removeprefix("model."), found[variable])
-        return found
-
-    @property
-    def num_skipped(self) -> int:
-        """With ``check_finite="skip"``, the number of steps that have left their updates out."""
-        return self._state.num_skipped
-
-    def explain(self) -> Explanation:
-        """Explains where the time of the last training steps went; printed, `Explanation` is a table with a row for each bucket.
-
-        Raises:
-            ExecutionError: no step was recorded; says why.
-        """
-        program, steps = self._recorded()
-        return explain_steps(program, steps, self._last_trained is not None and self._last_trained.is_interleaved)
-
-    def memory(self) -> MemoryReport:
-        """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
-
-        It is computed from the program of the last call, or of `prepare`; no step need have run.
-
-        Raises:
-            ExecutionError: there is no program yet.
-        """
-        program, last = self.program, self._last
-        assert last is not None, "a step with a program has an executor"
-        return report_memory(program, last.regions, self._state.optimizers)
-
-    def timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
-
-        Args:
-            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
-
-        Raises:
-            ExecutionError: no step was recorded; says why.
-        """
-        return write_timeline(path, *self._recorded())
-
-    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
-        last = self._last_trained  # another thread may run the step meanwhile
-        if self._options.cuda_graphs:
-            raise ExecutionError(
-                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
-                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
-            )
-        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
-        assert last is not None, "a step without a program has no recorded steps"
-        return last.program, steps
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.

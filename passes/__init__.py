@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from mirrorc.passes.check_finite import CheckFinite
+from mirrorc.passes.clip_gradients import ClipGradients
 from mirrorc.passes.decompose_gelu import DecomposeGelu
 from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
@@ -21,11 +22,13 @@ from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
+from mirrorc.passes.unscale_gradients import UnscaleGradients
 from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "PASSES",
     "CheckFinite",
+    "ClipGradients",
     "DecomposeGelu",
     "FactorGradients",
     "InsertAllReduce",
@@ -40,6 +43,7 @@ __all__ = [
     "Replicate",
     "ScheduleOverlap",
     "ShareParameters",
+    "UnscaleGradients",
     "default_pipeline",
     "told_of_sharing",
 ]
@@ -57,6 +61,8 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "insert-update": InsertUpdate,
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
+    "clip-gradients": ClipGradients,
+    "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
     "lower-collectives": LowerCollectives,
     "lower-devices": LowerDevices,
@@ -72,6 +78,10 @@ def default_pipeline(
     min_factored_elements: int = 2**17,
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
+    max_grad_norm: float | tuple[float | None, ...] | None = None,
+    grad_norm_type: float | tuple[float, ...] = 2.0,
+    max_grad_value: float | None = None,
+    scales_loss: bool = False,
     check_finite: bool | Literal["skip"] = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
@@ -83,9 +93,14 @@ def default_pipeline(
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
         gelu_by_sigmoid, channels_last: whether these make the generated code faster, see `DecomposeGelu` and `LayChannelsLast`;
             `mirrorc.compile` determines it from backend and devices.
+        max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
+        scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
+            they are not finite leaves its update out.
         check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
             the update out otherwise, True raises an error.
     """
+    clips = max_grad_norm is not None or max_grad_value is not None
+    unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),
         LayChannelsLast(wanted=channels_last),
@@ -99,7 +114,9 @@ def default_pipeline(
         InsertUpdate(),
         ScheduleOverlap(),
         ShareParameters(),
-        *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite else []),
+        *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
+        *unscaling,
+        *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
         LowerCollectives(link=link),
         LowerDevices(),
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import fx
 
+from mirrorc.analysis.clipping import before_rescaling, gradient_takers, is_checked, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
@@ -38,7 +38,7 @@ class CheckFinite:
 
     Needs: updates in their final form, so it comes after share-parameters.
     Guarantees: what an update takes was looked at before the commit, and so was each replica's loss; nothing is in flight at
-        the commit.
+        the commit. Where the loss is scaled (unscale-gradients), gradients alone decide, as with torch's GradScaler.
 
     Attributes:
         otherwise: what a step does if not all is finite: "raise" an error, or "skip" the update and return the loss.
@@ -57,46 +57,51 @@ class CheckFinite:
             raise ValueError(f"otherwise is {self.otherwise!r}: say 'raise' or 'skip'")
 
     def run(self, program: Program) -> Program:
-        if any(commit.args for commit in calls_to(program.mirrored_graph, ops.commit)):
+        if any(map(is_checked, calls_to(program.mirrored_graph, ops.commit))):
             raise PassError("pass 'check-finite' was given a program that is checked already: leave one of them out")
         graph = copied(program.mirrored_graph)
         program = program.evolve(stage=Stage.SCHEDULED, graph=graph)
         commits = list(calls_to(graph, ops.commit))
         num_moved = _move_before(commits[0])
         found: dict[int | None, list[fx.Node]] = {replica_of(commit): [] for commit in commits}
-        for value in sorted({given for update in _sum_takers(graph) for given in update.all_input_nodes}):
+        sums = {before_rescaling(value) for taker in gradient_takers(graph) for _, value in taken_by(taker)}
+        for value in sorted(sums):
             found[replica_of(value)].append(_looked_at(program, value.next, value, replica_of(value)))
+        is_scaled = Property.UNSCALED in program.properties
         losses: Any = graph.output_node().args[0]
         for commit in commits:
             replica: Any = replica_of(commit)
             loss = losses["losses"][replica]  # None on a replica without examples
-            own = [_looked_at(program, commits[0], loss, replica)] if loss is not None else []
-            commit.args = (*found[replica], *own)
+            if loss is not None and not is_scaled:
+                found[replica].append(_looked_at(program, commits[0], loss, replica))
+            commit.args = (*found[replica], *commit.args)  # truth values come before numbers
             commit.kwargs = {**commit.kwargs, "otherwise": self.otherwise}
         checked = program.evolve(properties=(*program.properties, Property.CHECKED))
-        return checked.with_remarks(_remark(program, self.otherwise, num_moved))
+        return checked.with_remarks(_remark(program, self.otherwise, num_moved, is_scaled))
 
 
-def _remark(program: Program, otherwise: str, num_moved: int) -> str:
-    what = f"{counted(len(program.buckets), 'reduced bucket')} and every device's loss are looked at before the commit"
+def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -> str:
+    buckets = counted(len(program.buckets), "reduced bucket")
+    looked_at = (
+        f"{buckets} {'is' if len(program.buckets) == 1 else 'are'}"
+        if is_scaled
+        else f"{buckets} and every device's loss are"
+    )
+    what = f"{looked_at} looked at before the commit"
     moved = f", before which {counted(num_moved, 'wait')} moved" if num_moved else ""
     then = {"raise": "raises an error and changes nothing", "skip": "leaves the updates out and returns its loss"}
     return f"{what}{moved}: a step in which any of them is not finite, on whichever device, {then[otherwise]}"
 
 
-def _sum_takers(graph: fx.Graph) -> Iterable[fx.Node]:
-    """The updates that take reduced gradients; a `store` takes parameters, which are made after the commit."""
-    return calls_to(graph, ops.update, ops.step_optimizer)
-
-
 def _move_before(commit: fx.Node) -> int:
-    """Moves what follows the first commit before it, but for writes and what depends on them; gives the number of moved waits."""
-    late: set[fx.Node] = set()
+    """Moves what follows the first commit before it, but for writes, what they write from, and what depends on either or on the
+    commits; gives the number of moved waits."""
+    late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:
-        if node.op == "output" or node.target is ops.commit:
+        if node.op == "output" or node in late:
             continue
-        if node.target in _WRITERS or not late.isdisjoint(node.all_input_nodes):
+        if node.target in _WRITERS or node.target in ops.RESCALING or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         else:
             commit.prepend(node)

@@ -153,6 +153,8 @@ class BucketParts:
         return Part(kind, index, (Span(0, bucket.num_elements, frozenset(replicas)),))
 
     def _computed(self, node: fx.Node) -> Part | None:
+        if node.target in (ops.norm, ops.is_finite):
+            return None
         if node.target is torch.ops.aten.cat.default:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)
@@ -174,6 +176,20 @@ class BucketParts:
         if part is None or not isinstance(value, torch.Tensor):
             return None
         return part if value.shape == (part.num_elements,) else None
+
+
+def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
+    """The gradients that lie in a value, without the gaps between slots.
+
+    Gives the variable, the place in the bucket where its elements in the value begin, and where they begin and end in the value.
+    """
+    place = 0
+    for span in part.spans:
+        for slot in program.buckets[part.bucket].slots:
+            first, last = max(span.start, slot.offset), min(span.stop, slot.offset + slot.num_elements)
+            if first < last:
+                yield slot.variable, first, place + first - span.start, place + last - span.start
+        place += span.stop - span.start
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:

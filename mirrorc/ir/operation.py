@@ -52,6 +52,7 @@ class Effect(enum.Enum):
 
     CHECKS = "stops the step unless its value is true"
     GATHERS = "hands its value to the step's caller"
+    TELLS = "tells the step's caller a number"
     LAUNCHES = "gives a pending value"
     JOINS = "takes a value of every replica and belongs to none"
     SUMS = "adds up the replicas' values"

@@ -1,4 +1,4 @@
-"""The operations of mirrored and lowered graphs, each declared once.
+"""The operations of mirrored and lowered graphs, each declared once. It is one table, and long for one file.
 
 Operations are symbols: they are the targets of ``call_function`` nodes, and the runtime runs them. In a mirrored graph every
 operation has the keyword ``replica``, except for collectives, which join the replicas. A collective has its bucket as a tag, so
@@ -17,15 +17,20 @@ from mirrorc.ir.program import Stage
 from mirrorc.ir.type_rules import (
     awaited,
     nothing,
+    number,
     of_bucket,
     of_buckets,
     of_commit,
     of_finiteness,
     of_gather,
     of_index_add,
+    of_loss_scale,
+    of_norm,
+    of_operand,
     of_product,
     of_region,
     of_slot,
+    of_told,
     of_update,
     of_variable,
     pending_operand,
@@ -71,6 +76,19 @@ def read(*, variable: str, replica: int | None = None) -> Any:
 )
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient's place in its bucket; the region that takes it as an argument writes the gradient there."""
+
+
+@operation(
+    Kind.SOURCE,
+    since=Stage.UPDATED,
+    gives=of_loss_scale,
+    stem="loss_scale",
+    value="computed",
+    called="loss_scale",
+    printed=Printed.WHERE_USED,
+)
+def loss_scale(*, replica: int) -> Any:
+    """The number by which this step's loss is multiplied before backward, as the user's `GradScaler` has it."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
@@ -217,14 +235,51 @@ def is_finite(value: Any, *, replica: int) -> Any:
     """Whether no element of a value is infinite or not a number; `commit` alone takes it."""
 
 
-@operation(Kind.WAIT, since=Stage.UPDATED, effects=(Effect.COMMITS,), gives=of_commit, stem="commit")
-def commit(*finite: Any, otherwise: str | None = None, replica: int) -> None:
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)
+def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
+    """The norm of all elements of its operands together: the ``norm_type``-th root of the sum of their powers, or the largest.
+
+    Given what `commit` gives, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
+    """
+
+
+@operation(
+    Kind.WAIT,
+    since=Stage.UPDATED,
+    effects=(Effect.COMMITS,),
+    gives=of_commit,
+    stem="commit",
+    value="computed",
+    called="met",
+)
+def commit(*found: Any, otherwise: str | None = None, replica: int) -> Any:
     """Waits until every replica has come here: the step is then decided, and nothing stops it any more.
 
     What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
-    If an operand of any replica is false, no replica goes on: ``otherwise`` says whether the step then raises an error
-    (``raise``) or returns its loss (``skip``).
+    If a truth value among the operands of any replica is false, no replica goes on: ``otherwise`` says whether the step then
+    raises an error (``raise``) or returns its loss (``skip``). Numbers among the operands are exchanged: the result has a row
+    for each, with the numbers of all replicas in order.
     """
+
+
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=number)
+def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
+    """The factor by which gradients of this norm are scaled so that their norm is at most ``max_norm``; 1 if it is."""
+
+
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
+def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
+    """A reduced gradient times a factor. It may be made in the gradient's memory, which nothing may read afterwards."""
+
+
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
+def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
+    """A reduced gradient, its elements brought to between ``-max_value`` and ``max_value``; uses memory as `scale` does."""
+
+
+@operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_told, stem="tell_{what}")
+def tell(value: Any, *, what: str, replica: int) -> None:
+    """Tells the step's caller a number that is the same on all replicas, such as the norm of the gradients."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
@@ -277,3 +332,6 @@ UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 
 OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
 """Operations that come right behind the forward that gives their value, outside of regions."""
+
+RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
+"""Operations that change what an update takes, in the memory where it lies."""

@@ -48,6 +48,8 @@ class Property(enum.Enum):
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
+    CLIPPED = "clipped"  # gradients are bounded as they are to be
+    UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
     LINKED = "linked"  # every collective has a link
 

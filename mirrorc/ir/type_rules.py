@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -197,21 +198,66 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
     return ("tensor", (), (), torch.bool, given[4])
 
 
-def of_commit(program: Program, node: fx.Node) -> None:
-    """No value. The operands must be truth values, and ``otherwise`` be given if there are any.
+def of_commit(program: Program, node: fx.Node) -> ValueType:
+    """A row of ``num_replicas`` numbers for each number among the operands; no value if there is none.
 
-    A replica without examples may have none, as it has no loss, and perhaps no share of a gradient, but decides as all do.
+    The operands must be truth values first, then numbers; ``otherwise`` must be given if there are truth values. A replica
+    without examples, or whose shares are empty, may have none, but decides as all do.
     """
     given = [noted_type(source) for source in node.args]
-    wrong = [kind for kind in given if not isinstance(kind, tuple) or kind[:4] != ("tensor", (), (), torch.bool)]
+    truths = [kind for kind in given if _is_scalar(kind) and kind[3] == torch.bool]
+    numbers = given[len(truths) :]
+    wrong = [kind for kind in numbers if not _is_scalar(kind) or not kind[3].is_floating_point]
     if wrong:
-        raise TypeError(f"it is given {say_type(wrong[0])}, but decides by truth values")
-    may_have_none = replica_at(program, node) not in program.present
-    if node.kwargs.get("otherwise") not in (
-        *(OTHERWISE if given or may_have_none else ()),
-        *(() if given else (None,)),
-    ):
-        raise TypeError(f"its keyword otherwise is {node.kwargs.get('otherwise')!r}, with {len(given)} truth values")
+        raise TypeError(
+            f"it is given {say_type(wrong[0])}, but decides by truth values, and exchanges numbers after them"
+        )
+    otherwise = node.kwargs.get("otherwise")
+    if otherwise not in (OTHERWISE if truths else (None, *OTHERWISE)):
+        raise TypeError(f"its keyword otherwise is {otherwise!r}, with {len(truths)} truth values")
+    if not numbers:
+        return None
+    dtype = functools.reduce(torch.promote_types, [kind[3] for kind in numbers])
+    shape = (len(numbers), program.num_replicas)
+    return ("tensor", shape, (program.num_replicas, 1), dtype, numbers[0][4])
+
+
+def _is_scalar(kind: ValueType) -> bool:
+    return isinstance(kind, tuple) and kind[0] == "tensor" and kind[1] == ()
+
+
+def of_norm(program: Program, node: fx.Node) -> ValueType:
+    """A number of at least 32 bits, 64 if any operand's elements have as many. The operands must be tensors of such numbers."""
+    given = [noted_type(source) for source in node.args]
+    wrong = [
+        kind
+        for kind in given
+        if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex)
+    ]
+    if wrong or not given:
+        raise TypeError(f"it is given {say_type(wrong[0]) if wrong else 'nothing'}, which has no norm")
+    if not node.kwargs["norm_type"] > 0:  # type: ignore[operator]
+        raise TypeError(f"its keyword norm_type is {node.kwargs['norm_type']!r}, but needs to be positive")
+    dtype = torch.float64 if any(kind[3] in (torch.float64, torch.complex128) for kind in given) else torch.float32
+    return ("tensor", (), (), dtype, given[0][4])
+
+
+def of_loss_scale(program: Program, node: fx.Node) -> ValueType:
+    """A number of 32 bits, as torch's `GradScaler` keeps it."""
+    return ("tensor", (), (), torch.float32, any_value(node.graph).device)
+
+
+def number(program: Program, node: fx.Node) -> ValueType:
+    """The type of its operand, which must be a number."""
+    (given,) = (noted_type(source) for source in node.args)
+    if not _is_scalar(given) or not given[3].is_floating_point:
+        raise TypeError(f"it is given {say_type(given)}, but takes a number")
+    return given
+
+
+def of_told(program: Program, node: fx.Node) -> None:
+    """No value. The operand must be a number."""
+    number(program, node)
 
 
 def of_gather(program: Program, node: fx.Node) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.clipping import is_checked
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -125,7 +126,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     piece, what = ("backward", "parameters") if program.trains else ("forward", "buffers")
     who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
     lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step any more"]}
-    if commit.args:
+    if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
         lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")

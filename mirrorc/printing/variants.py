@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
-from mirrorc.ir.program import ArgumentKind, Program
+from mirrorc.ir.program import ArgumentKind, Program, Property
 from mirrorc.printing.spans import range_text, spans
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import counted
@@ -76,11 +76,12 @@ def _example_lines(program: Program, replicas: Sequence[int]) -> list[str]:
 
 def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
     name = next((a.name for a in program.arguments if a.kind is ArgumentKind.LOSS_WEIGHT), "loss_weight")
+    scaled = " · loss_scale" if Property.UNSCALED in program.properties else ""
     if program.loss_reduction == "sum":
         why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
-        return f"#   {name} = 1{why if is_first else ''}"
+        return f"#   {name} = 1{scaled}{why if is_first else ''}"
     why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas"
-    return f"#   {name} = {own}/{total}{why if is_first else ''}"
+    return f"#   {name} = {own}/{total}{scaled}{why if is_first else ''}"
 
 
 def _seed_lines(program: Program, is_first: bool) -> list[str]:

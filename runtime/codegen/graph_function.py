@@ -107,8 +107,8 @@ class Meeting:
 
     Args:
         arrive, leave: see above.
-        may_end: whether the function returns its output at once if ``leave`` gives False. Otherwise the time of the call is
-            marked as its own; without this, it belongs to the call after it.
+        may_end: whether the function returns its output at once if ``leave`` gives False. The time of such a call is marked as
+            its own, and so is that of a call whose value is used; otherwise it belongs to the call after it.
     """
 
     def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
@@ -205,6 +205,7 @@ class _Generator:
         )  # not marked: its time belongs to the wait after it, if there is one
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
+        if bound.may_end or node.users:
             self._mark(node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -49,6 +50,7 @@ class Binder:
         outputs: what the replicas hand to the caller.
 
     Attributes:
+        parts: which parts of buckets the program's values hold.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
     """
 
@@ -62,10 +64,11 @@ class Binder:
         commit: CommitPoint,
         outputs: StepOutputs,
     ) -> None:
-        self.program, self.regions, self._state = program, regions, state
+        self.program, self.regions, self.state = program, regions, state
         self._constants, self._communicators, self._commit = constants, communicators, commit
         self._outputs = outputs
         self.pieces: list[Piece] = []
+        self.parts = BucketParts(program)
 
     def bind(self, replica: int, node: fx.Node) -> Any:
         """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
@@ -82,7 +85,7 @@ class Binder:
             constant = self._constants[name]
             own = _at_home(constant, self.program.devices[replica].torch_device)
             return Constant(own) if own is constant else _following(constant, own)
-        return Constant(self._state.store.read_by(self.program.variables[name])[replica])
+        return Constant(self.state.store.read_by(self.program.variables[name])[replica])
 
     @binds(ops.check)
     def _bind_check(self, replica: int, node: fx.Node) -> Callable[..., None]:
@@ -100,13 +103,13 @@ class Binder:
 
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
-        flat = self._state.store.buckets[bucket_of(node)]
+        flat = self.state.store.buckets[bucket_of(node)]
         names = [slot.variable for slot in flat.bucket.slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     @binds(ops.pack)
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        flat = self._state.store.buckets[bucket_of(node)]
+        flat = self.state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         factored = factored_slots(pack_of_gradients(self.program, bucket_of(node)))
         left = [slot.place for slot in factored]
@@ -201,15 +204,15 @@ class Binder:
         commit = self._commit
         if isinstance(commit, CheckedCommit):
 
-            def arrive(*given: Examined) -> None:
-                commit.arrive_with(replica, *given)
+            def arrive(*found: Any) -> None:
+                commit.arrive_with(replica, *found)
 
             return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
 
     @binds(ops.update)
     def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        apply = self._state.optimizers.updater(bucket_of(node), replica)
+        apply = self.state.optimizers.updater(bucket_of(node), replica)
 
         def update(gradient: torch.Tensor, **_: Any) -> None:
             apply(gradient)
@@ -219,14 +222,14 @@ class Binder:
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
-            self._state.optimizers.step_by_itself(buckets, *gradients)
-            return tuple(self._state.store.buckets[index].parameters[replica] for index in buckets)
+            self.state.optimizers.step_by_itself(buckets, *gradients)
+            return tuple(self.state.store.buckets[index].parameters[replica] for index in buckets)
 
         return step_optimizer
 
     @binds(ops.store)
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        parameters = self._state.store.buckets[bucket_of(node)].parameters[replica]
+        parameters = self.state.store.buckets[bucket_of(node)].parameters[replica]
 
         def store(value: torch.Tensor, **_: Any) -> None:
             parameters.copy_(value)
@@ -235,7 +238,7 @@ class Binder:
 
     @binds(ops.write)
     def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        own = self._state.store.values(str(node.kwargs["variable"]))[replica]
+        own = self.state.store.values(str(node.kwargs["variable"]))[replica]
 
         def write(value: torch.Tensor, **_: Any) -> None:
             own.copy_(value)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
+from mirrorc.runtime.devices.events import record_event, wait_event
 
 _TAKES_PLACE, _SKIPPED, _STOPPED = "takes place", "skipped", "stopped"
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers that a replica has left for all, and the event on its device after which they are there."""
+
+    values: tuple[torch.Tensor, ...] = ()
+    event: Any = None
 
 
 class CommitPoint:
@@ -26,6 +39,7 @@ class CommitPoint:
         self._devices, self._timeout_seconds = devices, timeout_seconds
         self._all = range(len(devices))
         self._decision: dict[str, str] = {}
+        self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
         self._rendezvous = self._make_rendezvous()
 
@@ -50,6 +64,7 @@ class CommitPoint:
     def begin(self) -> None:
         """Begins a step, which is not decided yet."""
         self._decision = {}
+        self._numbers = [_Numbers()] * len(self._devices)
 
     def begin_afresh(self) -> None:
         """Forgets who has come, after a step that was stopped."""
@@ -77,12 +92,14 @@ class CommitPoint:
         """Wakes every replica that waits here; they raise `Aborted`."""
         self._rendezvous.abort()
 
-    def arrive(self, replica: int) -> None:
-        """Tells that a replica has done all that can fail; never blocks."""
+    def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
+        """Tells that a replica has done all that can fail, and leaves its numbers for all; never blocks."""
+        if numbers:
+            self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
 
-    def leave(self, replica: int) -> None:
-        """Returns when all replicas have arrived and the step takes place.
+    def leave(self, replica: int) -> torch.Tensor | None:
+        """Returns when all replicas have arrived and the step takes place: a row with all replicas' numbers for each of this one.
 
         Raises:
             Aborted: the step is stopped.
@@ -90,6 +107,18 @@ class CommitPoint:
         """
         self._rendezvous.await_replicas(replica, self._all)
         self.commit()
+        return self._met(replica)
+
+    def _met(self, replica: int) -> torch.Tensor | None:
+        """The numbers that all replicas have left, [numbers of each, replicas], on one replica's device."""
+        if not self._numbers[replica].values:
+            return None
+        own = self._devices[replica].torch_device
+        rows = []
+        for left in self._numbers:
+            wait_event(left.event, own)
+            rows.append(torch.stack(left.values).to(own, non_blocking=True))
+        return torch.stack(rows, dim=1)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
@@ -17,6 +18,7 @@ from mirrorc.runtime.communication import communicators_of
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution import clipping  # noqa: F401 - registers how its operations run
 from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
@@ -76,7 +78,7 @@ class Executor:
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds, self._layout = timeout_seconds, -1
-        self._losses = Losses(program)
+        self._losses = Losses(program, state)
 
     @property
     def needs_seed(self) -> bool:
@@ -97,7 +99,9 @@ class Executor:
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
         bind = self._binder.bind
         return [
-            generate(name, module.graph, functools.partial(bind, r), boxed=_is_region, clock=clocks[r], pauses=pauses)
+            generate(
+                name, module.graph, functools.partial(bind, r), boxed=is_region_call, clock=clocks[r], pauses=pauses
+            )
             for r, (name, module) in enumerate(self.program.device_graphs.items())
         ]
 
@@ -134,7 +138,7 @@ class Executor:
             self.recorder.begin()
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
-        each = zip(shards, self._losses.weight_tensors(tuple(weights)), numbers or [()] * len(shards), strict=True)
+        each = zip(shards, self._losses.weight_tensors(weights), numbers or [()] * len(shards), strict=True)
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
@@ -294,7 +298,3 @@ class Executor:
         self.commit.begin_afresh()
         for communicator in self._communicators.values():
             communicator.begin_afresh()
-
-
-def _is_region(node: fx.Node) -> bool:
-    return node.op == "call_module"

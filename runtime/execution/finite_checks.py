@@ -6,11 +6,13 @@ import cmath
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import BucketParts, Part
+from mirrorc.analysis.bucket_parts import BucketParts, Part, slots_in
+from mirrorc.analysis.clipping import is_checked, truths_of
 from mirrorc.errors import NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -39,7 +41,7 @@ def examined(value: torch.Tensor) -> Examined:
 
 def sums_are_finite(given: Sequence[Examined], *, at_once: bool) -> bool:
     """Whether all sums are finite. A GPU is asked for all of them at once, because each question waits for it."""
-    if at_once:
+    if at_once and given:
         return bool(torch.stack([one.total.isfinite() for one in given]).all().item())
     return all(cmath.isfinite(one.total.item()) for one in given)
 
@@ -89,7 +91,7 @@ class CheckedCommit(CommitPoint):
     alike.
 
     Args:
-        program: a LOWERED program whose commits have operands.
+        program: a LOWERED program whose commits take truth values.
         timeout_seconds: the longest time that a replica waits for the others.
     """
 
@@ -97,13 +99,15 @@ class CheckedCommit(CommitPoint):
         super().__init__(program.devices, timeout_seconds)
         self._program = program
         self._ranges: list[list[list[_Range]]] = []  # for each replica, for each operand of its commit
+        self._num_truths: list[int] = []
         self._skips = False
         self._found: dict[int, list[Fault]] = {}
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)
             self._skips = commit.kwargs["otherwise"] == "skip"
-            values = [flag.all_input_nodes[0] for flag in commit.all_input_nodes]
+            values = [flag.all_input_nodes[0] for flag in truths_of(commit)]
+            self._num_truths.append(len(values))
             self._ranges.append([list(_ranges(program, value, parts.of(value))) for value in values])
 
     def begin(self) -> None:
@@ -111,17 +115,18 @@ class CheckedCommit(CommitPoint):
         super().begin()
         self._found = {}
 
-    def arrive_with(self, replica: int, *given: Examined) -> None:
-        """As `arrive`, with what the replica has examined."""
+    def arrive_with(self, replica: int, *found: Any) -> None:
+        """As `arrive`, with what the replica has examined before the numbers."""
+        given, numbers = found[: self._num_truths[replica]], found[self._num_truths[replica] :]
         if not sums_are_finite(given, at_once=self._devices[replica].is_asynchronous):
             pairs = zip(self._ranges[replica], given, strict=True)
-            found = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]
-            if found:
-                self._found[replica] = found
-        self.arrive(replica)
+            faults = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]
+            if faults:
+                self._found[replica] = faults
+        self.arrive(replica, *numbers)
 
-    def leave_if_finite(self, replica: int) -> bool:
-        """As `leave`; returns whether the step takes place, and False if it is skipped.
+    def leave_if_finite(self, replica: int) -> torch.Tensor | Literal[False] | None:
+        """As `leave`; returns False if the step is skipped.
 
         Raises:
             NonFiniteError: something is not finite, and the program says that the step raises an error then.
@@ -129,11 +134,11 @@ class CheckedCommit(CommitPoint):
         self._rendezvous.await_replicas(replica, self._all)
         if not self._found:
             self.commit()
-        elif self._skips:
-            self.skip()
-        else:
+            return self._met(replica)
+        if not self._skips:
             raise NonFiniteError(self._report())
-        return not self._found
+        self.skip()
+        return False
 
     def _report(self) -> str:
         """Says what all replicas have found."""
@@ -166,17 +171,12 @@ def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Ra
     if part is None:
         yield _Range("", 0, 0, value.meta["val"].numel())
         return
-    place = 0
-    for span in part.spans:
-        for slot in program.buckets[part.bucket].slots:
-            first, last = max(span.start, slot.offset), min(span.stop, slot.offset + slot.num_elements)
-            if first < last:
-                yield _Range(slot.variable, first, place + first - span.start, place + last - span.start)
-        place += span.stop - span.start
+    for variable, place, start, stop in slots_in(program, part):
+        yield _Range(variable, place, start, stop)
 
 
 def commit_point_of(program: Program, timeout_seconds: float) -> CommitPoint:
-    """Where the replicas of a LOWERED program decide on a step: a `CheckedCommit` if its commits have operands."""
+    """Where the replicas of a LOWERED program decide on a step: a `CheckedCommit` if its commits take truth values."""
     graphs = [module.graph for module in program.device_graphs.values()]
-    is_checked = any(commit.args for graph in graphs for commit in calls_to(graph, ops.commit))
-    return CheckedCommit(program, timeout_seconds) if is_checked else CommitPoint(program.devices, timeout_seconds)
+    checks = any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit))
+    return CheckedCommit(program, timeout_seconds) if checks else CommitPoint(program.devices, timeout_seconds)

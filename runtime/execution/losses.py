@@ -10,6 +10,9 @@ import torch
 
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.runtime.devices.events import kept_for_caller, wait_event
+from mirrorc.runtime.state.evaluation_state import ProgramState
+
+_MOST_KEPT = 16
 
 
 class Losses:
@@ -17,17 +20,25 @@ class Losses:
 
     Args:
         program: a LOWERED program.
+        state: knows the scale of the loss.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, state: ProgramState) -> None:
+        self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def weight_tensors(self, weights: tuple[float, ...]) -> Sequence[torch.Tensor | None]:
-        """The weights of the replicas' losses, a scalar on each replica's device; None if the program takes none."""
+    def weight_tensors(self, given: Sequence[float]) -> Sequence[torch.Tensor | None]:
+        """The weights of the replicas' losses times the scale of this step's loss, a scalar on each replica's device.
+
+        None for each if the program takes none.
+        """
         if not self._program.trains:
-            return [None] * len(weights)
+            return [None] * len(given)
+        scale = self._state.scale_of_loss()
+        weights = tuple(weight * scale for weight in given) if scale != 1.0 else tuple(given)
         if weights not in self._weights:
+            if len(self._weights) >= _MOST_KEPT:  # the scale of the loss may change in every step
+                self._weights.clear()
             graphs = [module.graph for module in self._program.device_graphs.values()]
             graph = graphs[self._program.present[0]]
             (argument,) = placeholders_of(graph, self._program.arguments, ArgumentKind.LOSS_WEIGHT)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
+from mirrorc.analysis.clipping import lies_in_own_memory
 from mirrorc.analysis.factored_gradients import (
     factor_values,
     factored_slots,
@@ -161,7 +162,18 @@ class _Walk:
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
 
-    @accounts(ops.read, ops.slot, ops.recv, ops.step_optimizer, ops.store, ops.write, ops.check, ops.gather)
+    @accounts(
+        ops.read,
+        ops.loss_scale,
+        ops.slot,
+        ops.recv,
+        ops.step_optimizer,
+        ops.store,
+        ops.write,
+        ops.check,
+        ops.gather,
+        ops.tell,
+    )
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere
 
@@ -218,6 +230,14 @@ class _Walk:
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # the value is kept until the commit, which looks at it if need be
+
+    @accounts(ops.norm, ops.clip_factor)
+    def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._new(node), 0
+
+    @accounts(ops.RESCALING)
+    def _rescale(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (self._of(node.args[:1]) if lies_in_own_memory(node.args[0]) else self._new(node)), 0
 
     @accounts(ops.commit)
     def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -39,6 +39,10 @@ class EvaluationState:
     def num_skipped(self) -> int:
         return self._state.num_skipped
 
+    def scale_of_loss(self) -> float:
+        """The loss of an evaluation is not scaled."""
+        return 1.0
+
     def take_over(self, program: Program) -> None:
         """Takes over what the user wrote to variables since the last step."""
         self._state.take_over_variables(program)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
 from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Role, Variable
 from mirrorc.runtime.state.variables import VariableStore
 
@@ -55,3 +56,25 @@ class MirroredVariable:
         return (
             f"MirroredVariable({self.name!r}, {self.values[0].dtype}[{shape}], {self.synchronization.value} on {names})"
         )
+
+
+def mirrored_variables(
+    program: Program, store: VariableStore, tensors: Container[str], names: Mapping[str, str]
+) -> dict[str, MirroredVariable]:
+    """The variables of a program, by name; tied weights by each of their names.
+
+    Args:
+        program: what runs.
+        store: has the variables.
+        tensors: those of the user's model, by the names that the program has for them.
+        names: for each further name, the program's name.
+    """
+    found = {
+        name: MirroredVariable(variable, program.devices, store)
+        for name, variable in program.variables.items()
+        if name in tensors
+    }
+    for name, variable in names.items():
+        if variable in found:
+            found.setdefault(name.removeprefix("model."), found[variable])
+    return found

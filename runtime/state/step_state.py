@@ -11,6 +11,7 @@ from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.layout import Layout, Moved
+from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import mark_optimizer_stepped
 
@@ -28,6 +29,8 @@ class StepState:
     Attributes:
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
         num_skipped: the number of steps that have left their updates out.
+        loss_scale: what the loss is multiplied by; None for nothing.
+        told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
     def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
@@ -35,6 +38,8 @@ class StepState:
         self.optimizers = optimizers
         self.layout = 0
         self.num_skipped = 0
+        self.told: dict[str, torch.Tensor] = {}
+        self.loss_scale: LossScale | None = None
         self._is_whole = True
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
@@ -104,6 +109,10 @@ class StepState:
         is_to_move = is_stale or self.store.plan != program.buckets
         return is_to_move and not self.optimizers.fits(program.buckets)
 
+    def scale_of_loss(self) -> float:
+        """Called before a step: what its loss is multiplied by before backward, besides its weights."""
+        return self.loss_scale.begin() if self.loss_scale is not None else 1.0
+
     def begin(self) -> None:
         """Called before a step. One in which the optimizer makes its state, which may fail for lack of memory, can be undone."""
         if self.optimizers.is_fresh:
@@ -116,12 +125,16 @@ class StepState:
         self.store.count_update()
         self.store.aggregate()
         mark_optimizer_stepped(self.optimizers.user_optimizer)
+        if self.loss_scale is not None:
+            self.loss_scale.finish(has_overflowed=False)
         self._is_whole = True
 
     def skip(self, number: int) -> None:
         """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated."""
         self._kept = None
         self.num_skipped = number
+        if self.loss_scale is not None:
+            self.loss_scale.finish(has_overflowed=True)
 
     def abandon(self, *, has_committed: bool) -> bool:
         """Records that the step has failed: the content of the gradient buckets is unknown.

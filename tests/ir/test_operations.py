@@ -54,6 +54,8 @@ def programs() -> list[Program]:
     found += every_stage(captured_model(Asserting())).values()
     found += every_stage(captured_model(nn.Linear(4, 3), keeps_outputs=True)).values()
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
+    found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
+    found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
 
@@ -101,7 +103,8 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
                 events = schedule_of(printed, device.name, str).events
                 for event in events:
                     found = operation_named(event.line.operation)
-                    assert event.key[0] == (found.kind.value if found is not None else "region"), event.line.text
+                    other = "operator" if event.line.operation.startswith("aten.") else "region"
+                    assert event.key[0] == (found.kind.value if found is not None else other), event.line.text
                     kinds.add(event.key[0])
     assert kinds == {kind.value for kind in Kind} - {Kind.SOURCE.value}
 

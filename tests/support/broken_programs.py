@@ -27,7 +27,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
-from mirrorc.passes import CheckFinite, PlaceGradients, ShareParameters
+from mirrorc.passes import CheckFinite, ClipGradients, PlaceGradients, ShareParameters, UnscaleGradients
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
 
@@ -566,6 +566,55 @@ def wait_on_one_side(graph: fx.Graph) -> None:
     first(graph, ops.commit).prepend(first(graph, ops.wait))
 
 
+def scaled(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph of a program whose loss is scaled."""
+
+    def mutate(program: Program) -> Program:
+        program = run_passes(program, [ShareParameters(), UnscaleGradients(), CheckFinite("skip")])
+        verify(program)
+        change(program.mirrored_graph)
+        return program
+
+    return "schedule-overlap", mutate
+
+
+def clipped(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph of a program that clips gradients."""
+
+    def mutate(program: Program) -> Program:
+        program = run_passes(program, [ShareParameters(), ClipGradients(1.0)])
+        verify(program)
+        change(program.mirrored_graph)
+        return program
+
+    return "schedule-overlap", mutate
+
+
+def scale_by_the_norm(graph: fx.Graph) -> None:
+    scaled = first(graph, ops.scale)
+    set_args(scaled, (scaled.args[0], scaled.args[1].all_input_nodes[0]))  # type: ignore[union-attr]
+
+
+def divide_a_norm(graph: fx.Graph) -> None:
+    told = first(graph, ops.tell)
+    with graph.inserting_before(told):
+        scale = graph.call_function(ops.loss_scale, (), {"replica": 0})
+        scale.meta["val"] = told.args[0].meta["val"]  # type: ignore[union-attr]
+        norm = graph.call_function(torch.ops.aten.div.Tensor, (told.args[0], scale))
+    norm.meta["val"] = scale.meta["val"]
+    told.replace_input_with(told.args[0], norm)  # type: ignore[arg-type]
+
+
+def scaling_of(update: fx.Node) -> tuple[fx.Node, fx.Node]:
+    scale = update.all_input_nodes[0]
+    return scale, scale.all_input_nodes[0]
+
+
+def measure_one_share_less(graph: fx.Graph) -> None:
+    norm = first(graph, ops.norm)
+    set_args(norm, norm.args[1:])
+
+
 BAD: dict[str, list[Mutation]] = {
     "a_checked_step_misses_nothing": [
         checked(lambda graph: set_args(first(graph, ops.commit), first(graph, ops.commit).args[1:])),
@@ -575,6 +624,17 @@ BAD: dict[str, list[Mutation]] = {
         checked(use_the_truth_elsewhere),
         checked(be_told_of_nothing),
     ],
+    "norms_count_every_element_once": [clipped(measure_one_share_less)],
+    "gradients_are_clipped_alike": [
+        clipped(scale_by_the_norm),
+        clipped(lambda graph: with_kwargs(first(graph, ops.clip_factor), max_norm=2.0)),
+    ],
+    "scaled_losses_are_made_up_for": [
+        clipped(divide_a_norm),
+        scaled(lambda graph: first(graph, ops.update).replace_input_with(*scaling_of(first(graph, ops.update)))),
+    ],
+    "rescaled_memory_is_not_read_again": [clipped(lambda graph: repeat(graph, first(graph, ops.scale)))],
+    "commits_exchange_norms_alike": [clipped(lambda graph: set_args(first(graph, ops.commit), ()))],
     "nothing_is_in_flight_at_a_checked_commit": [("schedule-overlap", leave_in_flight)],
     "waits_are_on_one_side_of_the_commit": [
         at("schedule-overlap", wait_on_one_side),

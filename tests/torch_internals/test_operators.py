@@ -33,6 +33,14 @@ def test_each_source_is_copied_into_its_target() -> None:
     internals.copy_each([], [])
 
 
+def test_scale_each_writes_in_place_whatever_the_dtypes() -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        targets = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype)]
+        internals.scale_each(targets, torch.tensor(0.5))
+        assert all(target.dtype == dtype and bool((target == 0.5).all()) for target in targets)
+    internals.scale_each([], torch.tensor(0.5))
+
+
 def test_operators_without_kernels_of_their_own_are_composite() -> None:
     composite = (aten.linear.default, aten.dropout.default, aten.reshape.default, aten.matmul.default)
     others = (

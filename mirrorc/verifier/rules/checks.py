@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.clipping import before_rescaling, gradient_takers, is_checked, taken_by, truths_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
@@ -42,15 +43,15 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """If a step is to be checked, each replica's commit is given `is_finite` of the replica's loss and of all that its updates
-    take, nothing else takes these truth values, and all replicas say alike what a step does otherwise."""
+    """If a step is to be checked, each replica's commit is given `is_finite` of the replica's loss (unless that is scaled) and of
+    all that its updates take, nothing else takes these truth values, and all replicas say alike what a step does otherwise."""
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.is_finite):
             other = next((user for user in node.users if user.target is not ops.commit), None)
             if other is not None:
                 yield Violation(f"{other.name} takes {node.name}, which is for the commit alone", node)
-    if Property.CHECKED not in program.properties and not any(commit.args for commit in commits):
+    if Property.CHECKED not in program.properties and not any(map(is_checked, commits)):
         return
     for commit in commits:
         if commit.kwargs.get("otherwise") != commits[0].kwargs.get("otherwise"):
@@ -61,21 +62,21 @@ def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
             )
     for where, graph, replicas in scopes(program):
         for replica in replicas:
-            yield from _missed(graph, replica, where(replica))
+            yield from _missed(graph, replica, where(replica), Property.UNSCALED in program.properties)
 
 
-def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violation]:
+def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -> Iterator[Violation]:
     """What a replica's commit is not given, or is given of others."""
     commit = next((node for node in calls_to(graph, ops.commit) if replica_of(node) == replica), None)
     if commit is None:
         return  # `a_step_commits_once` speaks of it
-    taken = [node for node in calls_to(graph, ops.update, ops.step_optimizer) if replica_of(node) == replica]
+    takers = [node for node in gradient_takers(graph) if replica_of(node) == replica]
     losses: Any = graph.output_node().args[0]
     loss = losses if replica is None else losses["losses"][replica]
-    wanted = {loss: "its loss"} if loss is not None else {}
-    wanted |= {given: f"what {node.name} takes" for node in taken for given in node.all_input_nodes}
+    wanted = {loss: "its loss"} if loss is not None and not is_scaled else {}
+    wanted |= {before_rescaling(value): f"what {node.name} takes" for node in takers for _, value in taken_by(node)}
     looked_at = set()
-    for flag in commit.all_input_nodes:
+    for flag in truths_of(commit):
         if flag.target is not ops.is_finite or not flag.args or flag.args[0] not in wanted:
             yield Violation(
                 f"{commit.name} on {where} is given {flag.name}, which tells of no loss or gradient of it", commit
@@ -89,7 +90,7 @@ def _missed(graph: fx.Graph, replica: int | None, where: str) -> Iterator[Violat
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
     """What is launched or sent before the commit of a checked step is waited for before it, because the step may end there."""
-    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if node.args]
+    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if is_checked(node)]
     ends = {(commit.graph, replica_of(commit)): commit for commit in commits}
 
     def is_after_commit(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -11,13 +11,15 @@ from torch import fx
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, target_name
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.expressions import Expressions
 from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
+_RESCALING = tuple(target_name(operation) for operation in ops.RESCALING)
+_RESCALED = {Property.CLIPPED, Property.UNSCALED}
 _UNCHANGED = -1  # a way on which no operator changes the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
@@ -29,13 +31,16 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
-    operator that may read memory in order: its expression includes the strides of the arguments.
+    operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or
+    unscales gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
-    expected, found = known.flows(before, inlined), known.flows(after, inlined, is_new=True)
+    rescales = not _RESCALED.isdisjoint(set(after.properties) - set(before.properties))
+    expected = known.flows(before, inlined, without_rescaling=rescales)
+    found = known.flows(after, inlined, is_new=True, without_rescaling=rescales)
     for key in [*expected, *(key for key in found if key not in expected)]:
         if key[1] in _WAYS and (
             key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
@@ -62,11 +67,18 @@ class KnownFlows:
         self._roots: dict[Any, Any] = {}
         self._last: tuple[Program, bool, Flows] | None = None
 
-    def flows(self, program: Program, inlined: bool, *, is_new: bool = False) -> Flows:
+    def flows(self, program: Program, inlined: bool, *, is_new: bool = False, without_rescaling: bool = False) -> Flows:
         """The results of each replica as expressions.
 
-        ``inlined`` says whether to look into regions, ``is_new`` whether a pass has just made the program.
+        Args:
+            program: whose.
+            inlined: whether to look into regions.
+            is_new: whether a pass has just made the program.
+            without_rescaling: whether to leave out how gradients are scaled before updates take them.
         """
+        if without_rescaling:
+            self._last = None
+            return _flows(program, Expressions(program, self._numbers, self._roots, inlined), _RESCALING)
         if is_new or self._last is None or self._last[0] is not program or self._last[1] is not inlined:
             self._last = (program, inlined, _flows(program, Expressions(program, self._numbers, self._roots, inlined)))
         return self._last[2]
@@ -128,8 +140,11 @@ def _say_operation(key: Any) -> str:
     return str(key[1]) if key[0] == "region" else "" if isinstance(key[0], str) else target_name(key[0])
 
 
-def _flows(program: Program, expressions: Expressions) -> Flows:
-    """The expressions of what each replica computes, each with the node that gives it (None: an output)."""
+def _flows(program: Program, expressions: Expressions, left_out: Container[str] = ()) -> Flows:
+    """The expressions of what each replica computes, each with the node that gives it (None: an output).
+
+    ``left_out`` has the names of operations that are left out of buckets' ways.
+    """
     found: Flows = {}
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:
@@ -146,7 +161,9 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
             found.setdefault((of or 0, kind, name), []).append((numbered[value], node))
         for kind, bucket, node, value in _ways(graph):
             of = own if own is not None else replica_of(value)
-            found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((_way(parts, expressions, value), node))
+            found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append(
+                (_way(parts, expressions, value, left_out), node)
+            )
         output: Any = graph.output_node().args[0]
         for r, loss in enumerate(output["losses"] if isinstance(output, dict) else [output]):
             if loss is None:
@@ -157,7 +174,7 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
             for key, kind in (("packed", _WAYS[not is_moved]), ("reduced", _WAYS[1])):
                 for bucket, values in enumerate(output.get(key, ())):
                     for r, value in enumerate(values):
-                        way = _way(parts, expressions, value)
+                        way = _way(parts, expressions, value, left_out)
                         found.setdefault((r, kind, f"bucket {bucket}"), []).append((way, None))
             for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
                 for name, values in output.get(key, {}).items():
@@ -167,12 +184,13 @@ def _flows(program: Program, expressions: Expressions) -> Flows:
     return found
 
 
-def _way(parts: BucketParts, expressions: Expressions, value: fx.Node) -> int:
-    """What operators of torch make of a packed or a summed bucket, all other values left out."""
+def _way(parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str]) -> int:
+    """What operators make of a packed or a summed bucket, all other values left out."""
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)
-    return expressions.number("way", *part.steps) if part.steps else _UNCHANGED
+    steps = [step for step in part.steps if step[0] not in left_out]
+    return expressions.number("way", *steps) if steps else _UNCHANGED
 
 
 def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import fx
 
+from mirrorc.analysis.clipping import is_checked, numbers_of, truths_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program, Stage
@@ -89,23 +90,23 @@ def look_after_the_commit(program: Program) -> Iterator[Edit]:
 def leave_a_truth_out(program: Program) -> Iterator[Edit]:
     """A replica's commit is not told whether one value is finite, or whether any is."""
     for commit in placed_nodes(program, ops.commit):
-        for place in range(len(commit.args)):
+        for place in range(len(truths_of(commit))):
             yield partial(setattr, commit, "args", (*commit.args[:place], *commit.args[place + 1 :]))
-        if commit.args:
+        if is_checked(commit):
             yield partial(_tell_nothing, [commit])
 
 
 @breaks
 def leave_all_truths_out(program: Program) -> Iterator[Edit]:
     """No commit of a program that is checked is told anything."""
-    commits = [commit for commit in placed_nodes(program, ops.commit) if commit.args]
+    commits = [commit for commit in placed_nodes(program, ops.commit) if is_checked(commit)]
     if commits:
         yield partial(_tell_nothing, commits)
 
 
 def _tell_nothing(commits: Iterable[fx.Node]) -> None:
     for commit in commits:
-        commit.args = ()
+        commit.args = tuple(numbers_of(commit))
         with_keywords(commit, otherwise=None)
 
 
@@ -113,7 +114,7 @@ def _tell_nothing(commits: Iterable[fx.Node]) -> None:
 def do_otherwise_on_one_replica(program: Program) -> Iterator[Edit]:
     """One replica raises an error where the others skip the step, or the other way round."""
     for commit in placed_nodes(program, ops.commit):
-        if commit.args and program.num_replicas > 1:
+        if is_checked(commit) and program.num_replicas > 1:
             yield partial(
                 with_keywords, commit, otherwise={"raise": "skip", "skip": "raise"}[str(commit.kwargs["otherwise"])]
             )

@@ -23,6 +23,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.ir.variables import UpdateRule
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.placement import select_passes
 from mirrorc.pipeline.protocol import Pass
@@ -215,6 +216,22 @@ def handmade_sources() -> Iterator[Source]:
         checked = {"check_finite": True if n == 2 else "skip"}
         yield Source(f"pairs, checked on {n}", handmade(n, pairs, buffer=True), caps | checked)
         yield Source(f"own optimizer and AdamW, checked on {n}", handmade(n, mixed), SMALL_BUCKETS | checked)
+        clipped = (
+            {"max_grad_norm": 1.0, "max_grad_value": 0.5}
+            if n == 2
+            else {"max_grad_norm": (1.0,), "grad_norm_type": 3.0}
+        )
+        yield Source(
+            f"own optimizer and AdamW, scaled on {n}", handmade(n, mixed), SMALL_BUCKETS | {"scales_loss": True}
+        )
+        yield Source(f"pairs, scaled and clipped on {n}", handmade(n, pairs), caps | clipped | {"scales_loss": True})
+        yield Source(f"pairs, clipped on {n}", handmade(n, pairs, buffer=True), caps | clipped)
+        yield Source(f"own optimizer and AdamW, clipped on {n}", handmade(n, mixed), SMALL_BUCKETS | clipped)
+
+    groups = [Weight(name, (200,), rule=UpdateRule(f"AdamW group {i % 2}", i % 2)) for i, name in enumerate("abcd")]
+    apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True}
+    yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)
+    yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)

@@ -1,0 +1,128 @@
+"""What a step tells about itself: its program and variables, and what its last calls took and measured."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import fx
+
+from mirrorc.capture.model_state import ModelState
+from mirrorc.clipping import told_norms
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.options import StepOptions
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
+from mirrorc.runtime.memory.report import MemoryReport
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
+from mirrorc.runtime.profiling.timeline import write_timeline
+from mirrorc.runtime.state.mirrored_variable import MirroredVariable, mirrored_variables
+from mirrorc.runtime.state.step_state import StepState
+
+_T = TypeVar("_T")
+
+
+class StepReports(ABC):
+    """The part of a `Step` that tells about it."""
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        self._options, self._model, self._state = options, model, state
+        self._last: Executor | None = None  # of the last call
+        self._last_trained: Executor | None = None  # of the last training step
+
+    @abstractmethod
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        """Calls a function while no other call of the step runs."""
+
+    @property
+    def program(self) -> Program:
+        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
+        if self._last is None:
+            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
+        return self._last.program
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The lowered graph of each device, by name."""
+        return self.program.device_graphs
+
+    @property
+    def variables(self) -> Mapping[str, MirroredVariable]:
+        """The variables of the last call's program, by name; tied weights by each of their names."""
+        program, last = self.program, self._last
+        if last is not None and not self._state.store.holds(program):
+            self._exclusively(lambda: last.state.take_over(program))
+        return mirrored_variables(program, self._state.store, self._model.tensors, self._model.names)
+
+    @property
+    def num_skipped(self) -> int:
+        """With ``check_finite="skip"``, the number of steps that have left their updates out."""
+        return self._state.num_skipped
+
+    @property
+    def grad_norm(self) -> Any:
+        """The norm of the last step's gradients before clipping, a scalar on the first device, over the whole batch.
+
+        A tuple of one for each group of the optimizer, or None, if ``clip_grad_norm`` has a bound for each. Not a number if the
+        step was skipped.
+
+        Raises:
+            ExecutionError: it was not measured; says why.
+        """
+        last = self._last_trained
+        skipped = last is not None and last.commit.is_skipped
+        found = told_norms(self._state.told, len(self._options.optimizer.param_groups), is_skipped=skipped)
+        if found is None:
+            raise ExecutionError(
+                "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"
+            )
+        return found
+
+    def explain(self) -> Explanation:
+        """Explains where the time of the last training steps went; printed, `Explanation` is a table with a row for each bucket.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        program, steps = self._recorded()
+        return explain_steps(program, steps, self._last_trained is not None and self._last_trained.is_interleaved)
+
+    def memory(self) -> MemoryReport:
+        """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
+
+        It is computed from the program of the last call, or of `prepare`; no step need have run.
+
+        Raises:
+            ExecutionError: there is no program yet.
+        """
+        program, last = self.program, self._last
+        assert last is not None, "a step with a program has an executor"
+        return report_memory(program, last.regions, self._state.optimizers)
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
+
+        Args:
+            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        return write_timeline(path, *self._recorded())
+
+    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
+        last = self._last_trained  # another thread may run the step meanwhile
+        if self._options.cuda_graphs:
+            raise ExecutionError(
+                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
+                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            )
+        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
+        assert last is not None, "a step without a program has no recorded steps"
+        return last.program, steps

@@ -1,0 +1,180 @@
+"""Rules on clipping: norms count every element once, and all replicas scale their gradients alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import GRADIENTS, Part
+from mirrorc.analysis.clipping import (
+    Measured,
+    Norms,
+    factor_of,
+    gradient_takers,
+    norm_in,
+    numbers_of,
+    rescalings_of,
+    taken_by,
+)
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, owners_of, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.printing.wording import numbered
+from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+_CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
+
+
+@rule(since=Stage.SCHEDULED)
+def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
+    """All commits exchange as many numbers, each a norm of the replica's own sums, and of one type in a row."""
+    commits = [(where, node) for where, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
+    rows = [[number.kwargs["norm_type"] for number in numbers_of(commit)] for _, commit in commits]
+    for (where, commit), row in zip(commits, rows, strict=True):
+        if row != rows[0]:
+            yield Violation(
+                f"{commit.name} on {where(replica_of(commit))} exchanges norms of the types {row}, another one {rows[0]}: "
+                "all would wait for numbers that do not come, or take them for others",
+                commit,
+            )
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
+    """If the loss is scaled, what each update takes is divided by the scale once, and so is each norm that is told or bounded;
+    otherwise nothing is."""
+    is_scaled = Property.UNSCALED in program.properties
+    for where, graph, _ in scopes(program):
+        for taker in gradient_takers(graph):
+            for _, value in taken_by(taker):
+                factors = [factor_of(node.args[1]) for node in rescalings_of(value) if node.target is ops.scale]
+                if sum(factor is not None and factor.unscales for factor in factors) != is_scaled:
+                    often = "is not divided by the scale of the loss once" if is_scaled else "is divided by a scale"
+                    yield Violation(f"what {taker.name} on {where(replica_of(taker))} takes {often}", taker)
+        for node in calls_to(graph, ops.tell, ops.clip_factor):
+            if norm_in(node.args[0])[1] is not is_scaled:
+                often = "is not divided by the scale of the loss" if is_scaled else "is divided by a scale"
+                yield Violation(f"the norm that {node.name} on {where(replica_of(node))} takes {often}", node)
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
+    """What a step tells or scales gradients by is the norm of whole buckets: each element counts once, summed over all
+    replicas."""
+    norms = Norms(program)
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.tell, ops.clip_factor):
+            norm, _ = norm_in(node.args[0])
+            measured = norms.of(norm)
+            if measured is None:
+                yield Violation(f"{node.name} on {where(replica_of(node))} takes {norm.name}, which is no norm", node)
+                continue
+            buckets = _buckets_of(measured)
+            if buckets is None:
+                yield Violation(
+                    f"{node.name} on {where(replica_of(node))} takes {norm.name}, which measures something else than the sums "
+                    "of gradients",
+                    node,
+                )
+                continue
+            for bucket in sorted(buckets):
+                if not _is_whole(program, bucket, [part for part in measured.parts if part and part.bucket == bucket]):
+                    yield Violation(
+                        f"{norm.name}, which {node.name} on {where(replica_of(node))} takes, does not count each element of "
+                        f"bucket {bucket} once",
+                        node,
+                    )
+
+
+def _buckets_of(measured: Measured) -> frozenset[int] | None:
+    """The buckets whose reduced gradients are measured; None if anything else is."""
+    found = [part.bucket if part is not None and part.kind == GRADIENTS else None for part in measured.parts]
+    return frozenset(bucket for bucket in found if bucket is not None) if None not in found else None
+
+
+def _is_whole(program: Program, bucket: int, parts: Sequence[Part]) -> bool:
+    """Whether parts of a bucket hold each of its elements once, summed over all replicas, and changed alike."""
+    spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
+    are_sums = all(span.replicas == frozenset(range(program.num_replicas)) for part in parts for span in part.spans)
+    place = 0
+    for start, stop in spans:
+        if start != place:
+            return False
+        place = stop
+    return are_sums and place == program.buckets[bucket].num_elements and len({part.steps for part in parts}) == 1
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
+    """A bucket's gradient is scaled by a factor that follows from its own norm, once, and by the same operations on all
+    replicas; all buckets of a norm are scaled by it. All elements have one bound, or none has."""
+    norms = Norms(program)
+    scaled: dict[int, set[Any]] = defaultdict(set)  # the clipping of each bucket, of which there must be one
+    first: dict[int, fx.Node] = {}
+    for where, graph, _ in scopes(program):
+        for taker in gradient_takers(graph):
+            for bucket, value in taken_by(taker):
+                rescalings = rescalings_of(value)
+                scaled[bucket].add(tuple(_said(norms, node) for node in rescalings))
+                if len(scaled[bucket]) > 1:
+                    yield Violation(
+                        f"{taker.name} on {where(replica_of(taker))} takes a gradient that is clipped otherwise than on "
+                        "another device",
+                        taker,
+                    )
+                first.setdefault(bucket, taker)
+    bounds = {bucket: {one for way in ways for one in way if one[0] == _CLIP_VALUE} for bucket, ways in scaled.items()}
+    for bucket, found in bounds.items():
+        if found != next(iter(bounds.values())):
+            yield Violation(f"the elements of bucket {bucket} have another bound than those of others", first[bucket])
+    for bucket, ways in scaled.items():
+        factors = [operation for way in ways for operation in way if operation[0] == ops.scale.__name__]
+        wrong = next((one for one in factors if one[2] is None or bucket not in one[2]), None)
+        if wrong is not None or len(factors) > len(ways):
+            why = "twice" if wrong is None else "by a factor that does not follow from its norm"
+            yield Violation(f"the gradient of bucket {bucket} is scaled {why}", first[bucket])
+            continue
+        for factor in factors:
+            others = [other for other in sorted(factor[2]) if not any(factor in way for way in scaled.get(other, ()))]
+            if others:
+                yield Violation(
+                    f"the gradient of bucket {bucket} is scaled by a factor that follows from the norm of "
+                    f"{numbered('bucket', others)}, too, which {'is' if len(others) == 1 else 'are'} not scaled by it",
+                    first[bucket],
+                )
+
+
+def _said(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
+    """What a node does to a gradient: its operation, its bound, the buckets whose norm it follows from, and the norm's type."""
+    words = {key: value for key, value in node.kwargs.items() if key != "replica"}
+    if node.target is not ops.scale:
+        return (node.target.__name__, tuple(words.items()), None, None)  # type: ignore[union-attr]
+    factor = factor_of(node.args[1] if len(node.args) > 1 else None)
+    if factor is not None and factor.clips is None:
+        return (_UNSCALE, (), None, None)
+    norm = norm_in(factor.clips.args[0])[0] if factor is not None and factor.clips is not None else None
+    measured = norms.of(norm) if norm is not None else None
+    buckets = _buckets_of(measured) if measured is not None else None
+    if factor is None or factor.clips is None or measured is None or buckets is None:
+        return (ops.scale.__name__, (), None, None)
+    return (ops.scale.__name__, factor.clips.kwargs["max_norm"], buckets, measured.norm_type)
+
+
+@rule(since=Stage.SCHEDULED, order=Order.OWNERS)
+def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
+    """What takes a gradient that is scaled or clipped comes before that, because the memory is written then."""
+    for where, graph, _ in scopes(program):
+        owners = owners_of(graph)
+        for node in calls_to(graph, *ops.RESCALING):
+            source: Any = node.args[0]
+            for user in source.users:
+                if user > node and user is not node:
+                    yield Violation(
+                        f"{user.name} on {where(owners.get(user))} takes {source.name} after {node.name} may have written its "
+                        "memory",
+                        user,
+                    )

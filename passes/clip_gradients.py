@@ -1,0 +1,226 @@
+"""Clips the reduced gradients: scales them so that their norm is bounded, and bounds their elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mirrorc.analysis.clipping import gradient_takers, numbers_of, replica_commits, taken_by
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.wording import counted
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound of a norm.
+
+    Attributes:
+        max_norm: the largest norm; math.inf to measure alone.
+        norm_type: which norm: 2 for the Euclidean one, math.inf for the largest element.
+        group: the optimizer's group whose gradients are measured and scaled; None for all groups together.
+    """
+
+    max_norm: float
+    norm_type: float
+    group: int | None
+
+    @property
+    def told_as(self) -> str:
+        """What the norm is called where the caller asks for it."""
+        return "grad_norm" if self.group is None else f"grad_norm_{self.group}"
+
+    def bounds(self, bucket: Bucket) -> bool:
+        """Whether a bucket's gradients are measured and scaled."""
+        return self.group is None or bucket.rule.group == self.group
+
+
+@dataclass(frozen=True)
+class ClipGradients:
+    """Measures the reduced gradients, and scales them before updates take them::
+
+        commit(replica=0)                              wait_0 = wait(rs_0, bucket=0, replica=0)
+        wait_0 = wait(rs_0, bucket=0, replica=0)       n_0 = norm(wait_0, norm_type=2.0, replica=0)
+        update(wait_0, bucket=0, replica=0)            met = commit(n_0, replica=0)
+        (the same on replica 1)                  ->    n = norm(met, norm_type=2.0, replica=0)
+                                                       tell(n, what=grad_norm, replica=0)
+                                                       f = clip_factor(n, max_norm=1.0, replica=0)
+                                                       g = scale(wait_0, f, replica=0)
+                                                       update(g, bucket=0, replica=0)
+                                                       (the same on replica 1)
+
+    A replica that has shares of the sums measures these; all replicas exchange their norms where they meet anyway, at the commit,
+    so nothing waits a second time. A replica that has whole sums measures them by itself: all get the same number.
+
+    Needs: updates in their final form, so it comes after share-parameters.
+    Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, on all replicas alike.
+    Source: the factor is that of `torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
+
+    Attributes:
+        max_norm: the largest norm of all gradients together; or a tuple of one for each group of the optimizer. None leaves
+            gradients alone; math.inf only measures their norm.
+        norm_type: which norm, a positive number or math.inf; or a tuple of one for each group.
+        max_value: the largest absolute value of an element, applied after scaling; None for no bound.
+    """
+
+    max_norm: float | tuple[float | None, ...] | None = None
+    norm_type: float | tuple[float, ...] = 2.0
+    max_value: float | None = None
+    name: str = field(default="clip-gradients", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    trains_only: ClassVar = True
+    establishes: ClassVar = (Property.CLIPPED,)
+    precedes: ClassVar = (Property.CLIPPED, Property.CHECKED, Property.LINKED)
+
+    def __post_init__(self) -> None:
+        for bound in self.bounds:
+            if not bound.max_norm >= 0:
+                raise ValueError(f"max_norm is {bound.max_norm!r}: give a number from 0 to math.inf, or None")
+            if not bound.norm_type > 0:
+                raise ValueError(f"norm_type is {bound.norm_type!r}: give a positive number, or math.inf")
+        if self.max_value is not None and not self.max_value >= 0:
+            raise ValueError(f"max_value is {self.max_value!r}: give a number from 0 to math.inf, or None")
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """The bounds that it sets."""
+        if self.max_norm is None:
+            return []
+        if not isinstance(self.max_norm, tuple):
+            assert not isinstance(self.norm_type, tuple), "one norm has one type"
+            return [Bound(self.max_norm, self.norm_type, None)]
+        types = self.norm_type if isinstance(self.norm_type, tuple) else (self.norm_type,) * len(self.max_norm)
+        given = enumerate(zip(self.max_norm, types, strict=True))
+        return [Bound(most, kind, group) for group, (most, kind) in given if most is not None]
+
+    def run(self, program: Program) -> Program:
+        graph = copied(program.mirrored_graph)
+        program = program.evolve(stage=Stage.SCHEDULED, graph=graph)
+        if isinstance(self.max_norm, tuple):
+            self._check_groups(program, len(self.max_norm))
+        remarks = []
+        for bound in self.bounds:
+            buckets = [bucket for bucket in program.buckets if bound.bounds(bucket)]
+            if buckets:
+                _bound_norm(program, bound, buckets)
+                remarks.append(_said(bound, len(buckets), program))
+        if self.max_value is not None:
+            for taker in list(gradient_takers(graph)):
+                words = {"max_value": float(self.max_value), "replica": replica_of(taker)}
+                for _, value in taken_by(taker):
+                    _rescale(program, taker, value, ops.clip_value, (), words)
+            remarks.append(
+                f"each element of a gradient is brought to between -{self.max_value:g} and {self.max_value:g}"
+            )
+        return program.evolve(properties=(*program.properties, Property.CLIPPED)).with_remarks(*remarks)
+
+    def _check_groups(self, program: Program, num_given: int) -> None:
+        beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_given]
+        if beyond:
+            raise PassError(
+                f"max_norm has {counted(num_given, 'number')}, but the optimizer has a group {max(beyond)}: give a number, or "
+                "None, for each group"
+            )
+
+
+def _said(bound: Bound, num_buckets: int, program: Program) -> str:
+    whose = f"group {bound.group}" if bound.group is not None else "all gradients"
+    kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
+    then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
+    where = " of its shares, and all exchange the norms at the commit" if _by_shares(program) else ""
+    measures = (
+        f"each device takes the norm{where}" if program.num_replicas > 1 else "the norm is taken when all are there"
+    )
+    return f"the {kind} of {whose} ({counted(num_buckets, 'bucket')}) is {then}: {measures}"
+
+
+def _by_shares(program: Program) -> bool:
+    return program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in program.buckets)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A reduced gradient on a replica: its bucket, and the update that takes it there, if one does."""
+
+    value: fx.Node
+    bucket: int
+    taker: fx.Node | None
+
+
+def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket]) -> None:
+    """Measures the gradients of some buckets on each replica, and scales what their updates take."""
+    graph = program.mirrored_graph
+    commits = replica_commits(graph)
+    own = {replica: _sums(graph, replica, buckets) for replica in range(program.num_replicas)}
+    are_shared = program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in buckets)
+    if not are_shared:  # a replica that updates nothing measures nothing
+        own = {replica: sums for replica, sums in own.items() if any(one.taker for one in sums)}
+    anchor = (
+        min(commits.values()) if are_shared else min(one.taker for sums in own.values() for one in sums if one.taker)
+    )
+    _move_sums(graph, [one.value for sums in own.values() for one in sums], anchor)
+    words: dict[str, Any] = {"norm_type": float(bound.norm_type)}
+    for replica, sums in own.items():
+        here = {"replica": replica}
+        taken = [one for one in sums if one.taker is not None]
+        measured = (taken or sums[:1]) if are_shared else sums  # shares of a small bucket may be empty
+        norm = insert(program, anchor, ops.norm, tuple(one.value for one in measured), words | here)
+        if are_shared:
+            commit = commits[replica]
+            row = {"row": len(numbers_of(commit))} if numbers_of(commit) else {}
+            commit.args = (*commit.args, norm)
+            set_type(program, commit)
+        first = min((one.taker for one in taken if one.taker is not None), default=graph.output_node())
+        if are_shared:
+            norm = insert(program, first, ops.norm, (commit,), words | row | here)
+        insert(program, first, ops.tell, (norm,), {"what": bound.told_as} | here)
+        if taken and bound.max_norm < math.inf:
+            factor = insert(program, first, ops.clip_factor, (norm,), {"max_norm": float(bound.max_norm)} | here)
+            for one in taken:
+                _rescale(program, one.taker, one.value, ops.scale, (factor,), here)
+
+
+def _rescale(
+    program: Program, taker: Any, value: fx.Node, operation: Any, args: tuple[fx.Node, ...], words: dict[str, Any]
+) -> None:
+    """Changes what an update takes."""
+    taker.replace_input_with(value, insert(program, taker, operation, (value, *args), words))
+
+
+def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum]:
+    """The sums of some buckets that a replica has, in the order in which it has them: each that an update takes, or waits for."""
+    wanted = {bucket.index for bucket in buckets}
+    takers = [taker for taker in gradient_takers(graph) if replica_of(taker) == replica]
+    found = [_Sum(value, index, taker) for taker in takers for index, value in taken_by(taker) if index in wanted]
+    missing = wanted - {one.bucket for one in found}
+    launches = (ops.all_reduce, ops.reduce_scatter)
+    for wait in calls_to(graph, ops.wait):
+        if replica_of(wait) == replica and bucket_of(wait) in missing and wait.all_input_nodes[0].target in launches:
+            found.append(_Sum(wait, bucket_of(wait), None))
+    return sorted(found, key=lambda one: one.value)
+
+
+def _move_sums(graph: fx.Graph, values: Sequence[fx.Node], anchor: fx.Node) -> None:
+    """Moves values, and what they are computed of since they were waited for, before a node; the order stays."""
+    moved: set[fx.Node] = set()
+    waiting = [value for value in values if value > anchor]
+    while waiting:
+        node = waiting.pop()
+        if node in moved or node < anchor:
+            continue
+        moved.add(node)
+        if node.target is ops.wait:  # all replicas wait in one order
+            waiting += [user for user in node.all_input_nodes[0].users if user.target is ops.wait]
+        waiting += node.all_input_nodes
+    for node in sorted(moved):
+        anchor.prepend(node)

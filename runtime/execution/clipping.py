@@ -1,0 +1,106 @@
+"""Runs what measures and scales gradients: in the memory where they lie, if nobody else reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import slots_in
+from mirrorc.analysis.clipping import lies_in_own_memory
+from mirrorc.ir import ops
+from mirrorc.ir.value_types import value_type
+from mirrorc.runtime.execution.binding import Binder, binds
+from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.torch_internals import scale_each
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@binds(ops.loss_scale)
+def _bind_loss_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    assert isinstance(binder.state, StepState) and binder.state.loss_scale is not None, "it was compiled for a scaler"
+    scale = binder.state.loss_scale
+    return lambda **_: scale.on(replica)
+
+
+@binds(ops.tell)
+def _bind_tell(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    assert isinstance(binder.state, StepState), "an evaluation has no gradients"
+    told, what = binder.state.told, str(node.kwargs["what"])
+
+    def tell(value: torch.Tensor, **_: Any) -> None:
+        if replica == 0:
+            told[what] = value
+
+    return tell
+
+
+@binds(ops.norm)
+def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    norm_type, row = float(node.kwargs["norm_type"]), int(node.kwargs.get("row", 0))  # type: ignore[arg-type]
+    dtype = value_type(node.meta["val"])[3]
+    if node.all_input_nodes[0].target is ops.commit:
+        return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
+
+    def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
+        found = [_norm(value, norm_type, dtype) for value in values if value.numel()]
+        if not found:  # the share of a small bucket
+            return torch.zeros((), dtype=dtype, device=values[0].device)
+        return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
+
+    return norm
+
+
+def _norm(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+    if value.is_complex():
+        value = value.abs()
+    return torch.linalg.vector_norm(value, norm_type, dtype=dtype)
+
+
+@binds(ops.clip_factor)
+def _bind_clip_factor(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    return lambda norm, *, max_norm, **_: torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+
+
+@binds(ops.scale)
+def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    if not lies_in_own_memory(node.args[0]):
+        return lambda gradient, factor, **_: gradient.mul(factor)
+
+    part = binder.parts.of(node)
+    slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
+
+    def scale_slots(
+        gradient: torch.Tensor, factor: torch.Tensor
+    ) -> None:  # between slots are zeros, which nothing writes again
+        scale_each([gradient[start:stop] for start, stop in slots], factor)
+
+    def scale(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> torch.Tensor:
+        if factor.device.type != "cpu":
+            scale_slots(gradient, factor)  # to look at the factor would wait for the GPU
+            return gradient
+        number = factor.item()
+        if not math.isfinite(number):
+            scale_slots(gradient, factor)
+            forget_what_is_written(binder.pieces)
+        elif number != 1.0:
+            gradient.mul_(number)
+        return gradient
+
+    return scale
+
+
+@binds(ops.clip_value)
+def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    is_in_place = lies_in_own_memory(node.args[0])
+
+    def clip_value(gradient: torch.Tensor, *, max_value: float, **_: Any) -> torch.Tensor:
+        out = gradient if is_in_place else None
+        return torch.clamp(gradient, -max_value, max_value, out=out)
+
+    return clip_value

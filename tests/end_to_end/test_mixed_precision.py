@@ -1,0 +1,206 @@
+"""Losses are scaled as by torch's GradScaler on one device: scaler=; forward runs under autocast: autocast=."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from selections import slow
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
+UNSHARED = {"disable_passes": ["share-parameters"]}
+BAD = {2: math.inf, 3: math.nan, 7: -math.inf}  # what is in the batch of a step
+
+
+def make_net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def make_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+
+class Pair:
+    """A net that a step trains with a scaler, and its equal in a plain loop."""
+
+    def __init__(self, make: Any, num_devices: int, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        self.dtype = dtype
+        self.net = make_net(dtype)
+        self.net.eval()  # BatchNorm then is the same on shards
+        self.plain = copy.deepcopy(self.net)
+        self.optimizer, self.plains = make(self.net.parameters()), make(self.plain.parameters())
+        self.scaler, self.plain_scaler = make_scaler(), make_scaler()
+        options = {"backend": "eager", "loss_fn": F.mse_loss, "scaler": self.scaler, **options}
+        self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizer, **options)
+
+    def train(self, bad: float | None = None, clip: Any = None, autocast: torch.dtype | None = None) -> None:
+        x, target = torch.randn(7, 5, dtype=self.dtype), torch.randn(7, 3, dtype=self.dtype)
+        if bad is not None:
+            x[3, 2] = bad
+        loss = self.step(x, target=target)
+        self.plains.zero_grad()
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            plain_loss = F.mse_loss(self.plain(x), target)
+        self.plain_scaler.scale(plain_loss).backward()
+        self.plain_scaler.unscale_(self.plains)
+        if clip is not None:
+            clip(self.plain)
+        self.plain_scaler.step(self.plains)
+        self.plain_scaler.update()
+        exact = {"rtol": 1e-9, "atol": 1e-11} if self.dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-3}
+        torch.testing.assert_close(loss, plain_loss.detach(), equal_nan=True, **exact)
+        assert self.scaler.state_dict() == self.plain_scaler.state_dict()
+        for own, other in zip(self.net.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other, **exact)
+        for own, other in zip(self.net.parameters(), self.plain.parameters(), strict=True):
+            mine, theirs = self.optimizer.state.get(own, {}), self.plains.state.get(other, {})
+            assert mine.keys() == theirs.keys()
+            torch.testing.assert_close(dict(mine), dict(theirs), check_dtype=False, **exact)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_devices", "options"),
+    [
+        (ADAMW, 1, {}), (ADAMW, 2, {}), (SGD, 3, UNSHARED), (ADADELTA, 2, {}), (SGD, 4, {"bucket_cap_mb": 1e-4}),
+        *slow((ADADELTA, 3, UNSHARED), (ADAMW, 2, UNSHARED | {"link": "copy"}), (SGD, 2, {"backend": "inductor"})),
+    ],
+)  # fmt: skip
+def test_a_scaled_step_is_that_of_one_device_also_where_it_is_skipped(
+    make: Any, num_devices: int, options: dict[str, Any]
+) -> None:
+    with (pair := Pair(make, num_devices, **options)).step as step:
+        for i in range(12):
+            pair.train(BAD.get(i))
+        assert step.num_skipped == len(BAD)
+
+
+@pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (2, {}), (3, UNSHARED)])
+def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, Any]) -> None:
+    def clip(net: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        nn.utils.clip_grad_value_(net.parameters(), 0.01)
+
+    with (pair := Pair(ADAMW, num_devices, clip_grad_norm=0.05, clip_grad_value=0.01, **options)).step as step:
+        for i in range(5):
+            pair.train(BAD.get(i), clip)
+            assert bool(step.grad_norm.isnan()) is (i in BAD) and not step.grad_norm > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> None:
+    with (pair := Pair(SGD, num_devices, torch.float32, autocast=dtype)).step as step:
+        for i in range(4):
+            pair.train(BAD.get(i), autocast=dtype)
+        assert not torch.is_autocast_enabled("cpu")
+        text = step.program.to_text(regions=True)
+        assert ("f16" if dtype is torch.float16 else "bf16") in text
+
+
+def test_autocast_by_name_and_by_context_are_the_same() -> None:
+    def trained(**options: Any) -> list[torch.Tensor]:
+        net = make_net(torch.float32)
+        optimizer = SGD(net.parameters())
+        by_context = options.pop("by_context", False)
+        with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options) as step:
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=by_context):
+                    step(torch.randn(6, 5), target=torch.randn(6, 3))
+        return [p.detach() for p in net.parameters()]
+
+    ways: list[dict[str, Any]] = [
+        {"autocast": torch.bfloat16},
+        {"autocast": "bfloat16"},
+        {"autocast": True},
+        {"by_context": True},
+    ]
+    plain, *others = (trained(), *(trained(**given) for given in ways))
+    assert all(all(map(torch.equal, others[0], other)) for other in others[1:])
+    assert not all(map(torch.equal, plain, others[0]))
+    assert all(map(torch.equal, plain, trained(autocast=False)))
+
+
+def test_a_scaler_stays_the_users() -> None:
+    """It is saved and loaded, its scale changed; one that is not enabled does nothing."""
+    with (pair := Pair(SGD, 2)).step:
+        pair.train()
+        for scaler in (pair.scaler, pair.plain_scaler):
+            scaler.update(2.0**5)
+        pair.train()
+        assert pair.scaler.get_scale() == 2.0**6
+        saved = pair.scaler.state_dict()
+        pair.train(math.inf)
+        for scaler in (pair.scaler, pair.plain_scaler):
+            scaler.load_state_dict(saved)
+        for _ in range(3):
+            pair.train()
+    net = make_net(torch.float32)
+    idle = torch.amp.GradScaler("cpu", enabled=False)
+    with mirrorc.compile(
+        net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager", scaler=idle
+    ) as step:
+        assert step(torch.randn(4, 5), target=torch.full((4, 3), math.inf)).isinf() and step.num_skipped == 0
+        assert idle.state_dict() == {} and "scale" not in step.program.to_text()
+
+
+def test_a_scale_stops_growing_before_infinity() -> None:
+    pair = Pair(SGD, 2)
+    pair.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    pair.plain_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    pair.step.close()
+    net = nn.Linear(1, 1, dtype=torch.float64)
+    with mirrorc.compile(
+        net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager", scaler=pair.scaler
+    ) as step:
+        step(torch.ones(2, 1).double(), target=torch.ones(2, 1).double())
+        assert pair.scaler.get_scale() == 2.0**127 and step.num_skipped == 0
+
+
+def test_a_failed_step_leaves_the_scaler_alone() -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((target < 5).all(), "too large")
+        return F.mse_loss(output, target)
+
+    net, scaler = make_net(torch.float32), make_scaler()
+    with mirrorc.compile(
+        net, 2, optimizer=SGD(net.parameters()), loss_fn=loss_fn, backend="eager", scaler=scaler
+    ) as step:
+        step(torch.randn(4, 5), target=torch.zeros(4, 3))
+        before = scaler.state_dict()
+        with pytest.raises(mirrorc.ExecutionError, match="too large"):
+            step(torch.randn(4, 5), target=torch.full((4, 3), 9.0))
+        assert scaler.state_dict() == before
+        step(torch.randn(4, 5), target=torch.zeros(4, 3))
+        assert scaler.get_scale() == 2.0**11, "two steps in a row, the growth interval"
+
+
+def test_what_it_refuses() -> None:
+    net = make_net(torch.float32)
+    compiled = partial(mirrorc.compile, net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager")
+    given = {"scaler": make_scaler()}
+    for options, kind, text in (
+        ({"scaler": 1024.0}, TypeError, "scaler is 1024.0: give a torch.amp.GradScaler"),
+        (given | {"check_finite": True}, ValueError, "check_finite=True says what happens to such a step, too"),
+        (given | {"passes": mirrorc.passes.default_pipeline()}, ValueError, "scaler= has no part in a pipeline"),
+        (given | {"disable_passes": ["unscale-gradients"]}, ValueError, "asks for the pass 'unscale-gradients'"),
+        (given | {"disable_passes": ["check-finite"]}, ValueError, "asks for the pass 'check-finite'"),
+        ({"autocast": torch.float32}, ValueError, "autocast is torch.float32: give torch.bfloat16"),
+        ({"autocast": "half"}, ValueError, "autocast is 'half'"),
+        ({"autocast": 16}, TypeError, "autocast is 16"),
+    ):
+        with pytest.raises(kind, match=text):
+            compiled(**options)
+    half = nn.Linear(5, 3, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"the parameter 'weight' is float16: keep"):
+        mirrorc.compile(half, 2, optimizer=SGD(half.parameters()), loss_fn=F.mse_loss, scaler=make_scaler())

@@ -1,0 +1,123 @@
+"""Mutations of how gradients are measured and scaled before updates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
+from mirrorc.ir.program import Program
+from mutations.places import insert_like, next_like, placed_nodes, repeat, timelines, with_argument, with_keywords
+from mutations.table import Edit, breaks, keeps
+
+
+@breaks
+def take_what_is_not_clipped(program: Program) -> Iterator[Edit]:
+    """An update takes a gradient as it was before it was scaled, or clipped."""
+    for node in placed_nodes(program, *ops.RESCALING):
+        yield partial(_bypass, node)
+
+
+def _bypass(node: fx.Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
+
+
+@breaks
+def measure_less(program: Program) -> Iterator[Edit]:
+    """A norm leaves out one of the sums."""
+    for node in placed_nodes(program, ops.norm):
+        for place in range(len(node.args)) if len(node.args) > 1 else ():
+            yield partial(setattr, node, "args", (*node.args[:place], *node.args[place + 1 :]))
+
+
+@breaks
+def measure_one_twice(program: Program) -> Iterator[Edit]:
+    """A norm counts one of the sums twice."""
+    for node in placed_nodes(program, ops.norm):
+        if all(operand.target is not ops.commit for operand in node.all_input_nodes):
+            yield partial(setattr, node, "args", (*node.args, node.args[0]))
+
+
+@breaks
+def scale_twice(program: Program) -> Iterator[Edit]:
+    """A gradient is scaled once more where it lies."""
+    for node in placed_nodes(program, *ops.RESCALING):
+        yield partial(repeat, node)
+
+
+@breaks
+def measure_in_another_way(program: Program) -> Iterator[Edit]:
+    """One norm is of another type than those that it is put together with, or than that of another replica."""
+    is_alone = program.num_replicas == 1
+    for node in placed_nodes(program, ops.norm) if not is_alone else ():
+        yield partial(with_keywords, node, norm_type=float(node.kwargs["norm_type"]) + 1.0)  # type: ignore[arg-type]
+
+
+@breaks
+def clip_otherwise_on_one_replica(program: Program) -> Iterator[Edit]:
+    """A replica has another bound than the others."""
+    for node in placed_nodes(program, ops.clip_factor, ops.clip_value) if program.num_replicas > 1 else ():
+        (bound,) = (key for key in ("max_norm", "max_value") if key in node.kwargs)
+        updated = {replica_of(n) for n in placed_nodes(program, *ops.RESCALING)}
+        if len(updated) > 1 or program.device_graphs:
+            yield partial(with_keywords, node, **{bound: float(node.kwargs[bound]) / 2})  # type: ignore[arg-type]
+
+
+@breaks
+def exchange_less(program: Program) -> Iterator[Edit]:
+    """A replica leaves out a number that all exchange."""
+    for commit in placed_nodes(program, ops.commit):
+        for place, operand in enumerate(commit.args):
+            if operand.target is ops.norm:  # type: ignore[union-attr]
+                yield partial(setattr, commit, "args", (*commit.args[:place], *commit.args[place + 1 :]))
+
+
+@breaks
+def scale_by_another_factor(program: Program) -> Iterator[Edit]:
+    """A gradient is scaled by the factor of another group, or by the norm itself."""
+    for timeline in timelines(program):
+        factors = [node for node in timeline if node.target is ops.clip_factor]
+        for node in (n for n in timeline if n.target is ops.scale):
+            own = node.args[1]
+            other = next_like(own, [factor for factor in factors if factor < node])  # type: ignore[arg-type]
+            if other is not None and other is not own:
+                yield partial(with_argument, node, 1, other)
+            yield partial(with_argument, node, 1, own.all_input_nodes[0])  # type: ignore[union-attr]
+
+
+@breaks
+def divide_by_no_scale(program: Program) -> Iterator[Edit]:
+    """A norm, or a factor, is not divided by the scale of the loss."""
+    for node in placed_nodes(program, torch.ops.aten.div.Tensor):
+        if getattr(node.args[-1], "target", None) is ops.loss_scale:
+            yield partial(_bypass, node)
+
+
+@breaks
+def divide_twice(program: Program) -> Iterator[Edit]:
+    """A norm, or a factor, is divided by the scale of the loss twice."""
+    for node in placed_nodes(program, torch.ops.aten.div.Tensor):
+        if getattr(node.args[-1], "target", None) is ops.loss_scale:
+            yield partial(insert_like, node, torch.ops.aten.div.Tensor, node.args[-1])
+
+
+@breaks
+def tell_of_a_part(program: Program) -> Iterator[Edit]:
+    """What is told is the norm of a replica's shares alone."""
+    for timeline in timelines(program):
+        partial_norms = [n for n in timeline if n.target is ops.norm and any(u.target is ops.commit for u in n.users)]
+        for node in (n for n in timeline if n.target is ops.tell):
+            for norm in partial_norms[:1]:
+                yield partial(with_argument, node, 0, norm)
+
+
+@keeps
+def tell_later(program: Program) -> Iterator[Edit]:
+    """A norm is told at the end."""
+    for node in placed_nodes(program, ops.tell):
+        yield partial(node.graph.output_node().prepend, node)
