@@ -17,6 +17,7 @@ from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.capture.strided_reads import own_strided_reads
+from mirrorc.capture.sums_and_means import Reduction
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
@@ -40,6 +41,7 @@ class CapturedGraph:
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
         weighted_means: the losses that average over something else than examples.
+        reductions: how losses of torch among the summands of the loss reduce.
         guards: whether the Python state that the graph depends on is as it was.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
@@ -54,6 +56,7 @@ class CapturedGraph:
     notes: tuple[Note, ...] = ()
     outputs: TracedOutputs | None = None
     numbers: tuple[ToldNumber, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -84,7 +87,14 @@ def restructure(
     _own_gradients(graph)
     read = _read_names(graph)
     kept = {name: constant for name, constant in constants.items() if name in read}
-    return CapturedGraph(graph, tuple(arguments), kept, joint.weighted_means, numbers=joint.numbers)
+    return CapturedGraph(
+        graph,
+        tuple(arguments),
+        kept,
+        joint.weighted_means,
+        numbers=joint.numbers,
+        reductions=joint.reductions,
+    )
 
 
 def _add_arguments(

@@ -19,6 +19,7 @@ from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
+from mirrorc.capture.sums_and_means import reductions_of
 from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
@@ -71,12 +72,14 @@ class DynamoFrontEnd(FrontEnd):
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
+        reductions = reductions_of(traced)
         _own_loss(traced.graph)
         with _Explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, decompositions, names)
         joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
+        joint.reductions = reductions
         return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
 
     def _forward(

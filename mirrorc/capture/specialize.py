@@ -20,6 +20,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of
 from mirrorc.capture.shards import Shards
+from mirrorc.capture.sums_and_means import notes_on_reductions
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
@@ -116,7 +117,7 @@ def capture_program(
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.guards for graph in captured]),
         differences_in(captured[0].weighted_means, shards),
-        _notes(captured, outputs, len(devices), type(training_call.model).__name__),
+        _notes(captured, outputs, len(devices), type(training_call.model).__name__, loss_reduction),
         outputs,
     )
 
@@ -177,13 +178,16 @@ def _examples(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
 
 
-def _notes(captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devices: int, what: str) -> tuple[Note, ...]:
+def _notes(
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devices: int, what: str, loss_reduction: str
+) -> tuple[Note, ...]:
     """The warnings to give on all graphs, each once."""
     notes = [note for graph in captured for note in graph.notes]
     if outputs is not None and outputs.told:
         notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
     if num_devices > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, what)
+        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_devices, what)
     return tuple(dict.fromkeys(notes))
 
 

@@ -41,6 +41,7 @@ class JointGraph:
         written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
         fake_mode: the mode of the graph's fake tensors.
         weighted_means: the losses that average over something else than examples, as the front end has found them.
+        reductions: how losses of torch among the summands of the loss reduce, likewise.
     """
 
     graph_module: fx.GraphModule
@@ -56,6 +57,7 @@ class JointGraph:
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
     written_inputs: list[tuple[str, str]] = field(default_factory=list)
     weighted_means: tuple[Any, ...] = ()
+    reductions: tuple[Any, ...] = ()
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""
