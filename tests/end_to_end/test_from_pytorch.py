@@ -1,0 +1,1057 @@
+"""Each row of docs/from-pytorch.md by a test of its name. It is long because it is one table, as the page is."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import io
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asserting import TEXT, Asserting
+from interrupts import Interrupter
+from references import assert_same_model, assert_same_state, unchanged
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirrorc
+from mirrorc import CaptureError
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
+KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of each row of the page's tables, by the id in its first column."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `"):
+            assert cells[0] not in found, f"{cells[0]} stands twice"
+            found[cells[0].strip("`")] = cells
+    return found
+
+
+def quoted(row: str) -> str:
+    """A pattern for the sentence that the page quotes in the last column of a row."""
+    sentence = re.findall(r'"(.+?)"', rows()[row][3])[0]
+    return ".*".join(re.escape(part) for part in sentence.split("…"))
+
+
+def test_page_each_row_has_a_test_and_each_test_a_row() -> None:
+    tests = [name.removeprefix("test_") for name in globals() if name.startswith("test_")]
+    assert [row.replace("-", "_") for row in rows()] == [name for name in tests if not name.startswith("page_")]
+    assert len(rows()) >= 40
+
+
+def test_page_each_row_is_whole() -> None:
+    for row, cells in rows().items():
+        assert len(cells) == 4, row
+        kind = re.match(r"\*\*(.+?)[.:]\*\*", cells[3])
+        assert kind is not None and kind[1] in KINDS, row
+        assert ('"' in cells[3]) or kind[1] not in ("Refused", "Warned"), f"{row} quotes no sentence"
+
+
+def test_page_its_code_is_python() -> None:
+    for row, cells in rows().items():
+        for code in re.findall(r"`(.+?)`", cells[1] + " " + cells[2]):
+            source = code.replace(", ...)", ")").replace("(..., ", "(") + (" pass" if code.endswith(":") else "")
+            before = (
+                "try: pass\n" if source.startswith("except") else "def f(): " if source.startswith("return") else ""
+            )
+            try:
+                ast.parse(before + source)
+            except SyntaxError as error:
+                raise AssertionError(f"{row}: {code}") from error
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def batch(size: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(2, (size,), generator=generator)
+
+
+X, Y = batch()
+
+
+def compiled(model: nn.Module, optimizer: Any = None, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
+    optimizer = SGD(model.parameters()) if optimizer is None else optimizer
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", **options)
+
+
+class Pair:
+    """A model that a step trains on two devices, and its equal in a plain loop on one device."""
+
+    def __init__(
+        self, model: nn.Module | None = None, make: Any = SGD, loss_fn: Any = F.cross_entropy, **options: Any
+    ) -> None:
+        self.model = net() if model is None else model
+        self.plain, self.loss_fn = copy.deepcopy(self.model), loss_fn
+        self.optimizer, self.plain_optimizer = make(self.model.parameters()), make(self.plain.parameters())
+        self.step = compiled(self.model, self.optimizer, loss_fn, **options)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.step.close()
+
+    @property
+    def sides(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], ...]:
+        """Both models with their optimizers, for what the user does to either."""
+        return (self.model, self.optimizer), (self.plain, self.plain_optimizer)
+
+    def backward(self, x: torch.Tensor = X, y: torch.Tensor = Y) -> torch.Tensor:
+        """The plain loop up to its backward."""
+        self.plain_optimizer.zero_grad()
+        loss: torch.Tensor = self.loss_fn(self.plain(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def train(self, times: int = 1, after: Callable[[], Any] = lambda: None, size: int = 5) -> torch.Tensor:
+        """Trains both, and compares them; ``after`` is what the plain loop does between backward and its update."""
+        for seed in range(times):
+            x, y = batch(size, seed)
+            own = self.step(x, target=y)
+            plain = self.backward(x, y)
+            after()
+            self.plain_optimizer.step()
+            torch.testing.assert_close(own, plain)
+        self.check()
+        return own
+
+    def check(self) -> None:
+        assert_same_model(self.model, self.plain, 1e-10)
+        assert_same_state(self.optimizer, self.plain_optimizer, 1e-10)
+
+
+@contextmanager
+def refused(row: str, model: nn.Module, kind: type[BaseException] = CaptureError) -> Iterator[None]:
+    """Checks that a block raises the row's sentence and changes nothing."""
+    with unchanged(model), pytest.raises(kind, match=f"(?s){quoted(row)}"):
+        yield
+
+
+@contextmanager
+def warned(row: str) -> Iterator[None]:
+    """Checks that a block warns of the row's sentence, once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    assert len(said) == 1 and re.search(quoted(row), said[0]), said
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """What works says nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+class Around(nn.Module):
+    """A model that does something around its net."""
+
+    def __init__(self, does: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net, self.does, self.count = net(), does, 0
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return self.does(self, x, **kwargs)
+
+
+# The batch and its arguments
+
+
+def test_training_step() -> None:
+    with Pair() as pair:
+        pair.train(3)
+
+
+def test_to_device() -> None:
+    with Pair() as pair:
+        assert pair.step(X.to("cpu"), target=Y.to("cpu")).device == torch.device("cpu")
+
+
+def test_data_parallel() -> None:
+    with Pair(nn.DataParallel(net())) as pair:
+        pair.train(2)
+
+
+def test_torch_compile() -> None:
+    model = net()
+    before = model[0].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with compiled(torch.compile(model), SGD(model.parameters())) as step:
+            loss = step(X, target=Y)
+    torch.testing.assert_close(loss, F.cross_entropy(net()(X), Y).detach())
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_dict_batch() -> None:
+    model = Around(lambda own, x, labels: {"loss": F.cross_entropy(own.net(x), labels)})
+    with compiled(model, loss_fn=None) as step:
+        torch.testing.assert_close(step(**{"x": X, "labels": Y}), F.cross_entropy(net()(X), Y).detach())
+
+
+def test_several_targets() -> None:
+    def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
+        return (F.cross_entropy(output, target[0], reduction="none") * target[1]).mean()
+
+    w = torch.rand(5, dtype=torch.float64)
+    with compiled(net(), loss_fn=loss_fn) as step:
+        torch.testing.assert_close(step(X, target=(Y, w)), loss_fn(net()(X), (Y, w)).detach())
+
+
+def test_positional_target() -> None:
+    model = net()
+    with compiled(model) as step, refused("positional-target", model, TypeError):
+        step(X, Y)
+
+
+def test_whole_tensor() -> None:
+    model = Around(lambda own, x, table: own.net(x @ table))
+    table = torch.randn(3, 3, dtype=torch.float64)
+    with compiled(model) as step:
+        found = step(X, table=mirrorc.replicated(table), target=Y)
+        torch.testing.assert_close(found, F.cross_entropy(net()(X @ table), Y).detach())
+
+
+def test_numpy_batch() -> None:
+    model = net()
+    with compiled(model) as step, refused("numpy-batch", model, TypeError):
+        step(X.numpy(), target=Y)
+
+
+def test_other_shape() -> None:
+    with Pair(loss_fn=lambda output, y: (output - y[:, None]).square().mean()) as pair:
+        for size in (5, 8, 5):
+            pair.train(size=size)
+        assert "2 compiled programs" in repr(pair.step)
+
+
+def test_changing_number() -> None:
+    model = Around(lambda own, x, beta: own.net(x) * beta)
+    with compiled(model, SGD(model.parameters(), lr=0.0)) as step:
+        for i in range(5):
+            beta = 0.5 + 0.1 * i
+            torch.testing.assert_close(step(X, beta=beta, target=Y), F.cross_entropy(net()(X) * beta, Y).detach())
+        assert "2 compiled programs" in repr(step)
+
+
+def test_sequence_first() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x.transpose(0, 1))[0].transpose(0, 1)
+
+    model = First()
+    x, y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randn(4, 6, 2, dtype=torch.float64)
+    lstm = copy.deepcopy(model.lstm)
+    expected = F.mse_loss(lstm(x.transpose(0, 1))[0].transpose(0, 1), y).detach()
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        torch.testing.assert_close(step(x, target=y), expected)
+    check = mirrorc.check_loss(
+        lstm, x.transpose(0, 1), target=y.transpose(0, 1), loss_fn=lambda o, t: F.mse_loss(o[0], t)
+    )
+    assert not check.same
+
+
+# The loss and the outputs
+
+
+def test_loss_item() -> None:
+    with compiled(net()) as step:
+        losses = [step(X, target=Y) for _ in range(3)]
+        assert losses[0].item() > losses[2].item() and not losses[0].requires_grad
+
+
+def test_loss_backward() -> None:
+    model = net()
+    with compiled(model) as step:
+        loss = step(X, target=Y)
+        with refused("loss-backward", model, RuntimeError):
+            loss.backward()
+
+
+def test_sum_loss() -> None:
+    with Pair(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum") as pair:
+        pair.train(2)
+
+
+def test_sum_loss_unsaid() -> None:
+    with compiled(net(), loss_fn=nn.CrossEntropyLoss(reduction="sum")) as step, warned("sum-loss-unsaid"):
+        step(X, target=Y)
+
+
+def test_loss_of_each_example() -> None:
+    model = net()
+    with (
+        compiled(model, loss_fn=nn.CrossEntropyLoss(reduction="none")) as step,
+        refused("loss-of-each-example", model),
+    ):
+        step(X, target=Y)
+
+
+def test_auxiliary_loss() -> None:
+    with Pair(loss_fn=lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1) + 0.1 * o.square().mean()) as pair:
+        pair.train(2)
+
+
+def test_penalty() -> None:
+    model = net()
+    plain = copy.deepcopy(model)
+
+    def loss_fn(own: nn.Module, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(o, y) + 1e-2 * sum(p.square().sum() for p in own.parameters())
+
+    optimizer = SGD(plain.parameters())
+    loss_fn(plain, plain(X), Y).backward()
+    optimizer.step()
+    with compiled(model, loss_fn=partial(loss_fn, model)) as step:
+        step(X, target=Y)
+    assert_same_model(model, plain, 1e-10)
+
+
+def test_class_weights() -> None:
+    with (
+        compiled(net(), loss_fn=nn.CrossEntropyLoss(torch.tensor([1.0, 3.0], dtype=torch.float64))) as step,
+        warned("class-weights"),
+    ):
+        step(X, target=Y)
+
+
+def test_ignore_index() -> None:
+    with compiled(net()) as step, warned("ignore-index"):
+        step(X, target=torch.tensor([-100, -100, 0, 1, 1]))
+
+
+def test_contrastive_loss() -> None:
+    def loss_fn(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(o @ o.T, torch.arange(len(o)))
+
+    found = mirrorc.check_loss(net(), X, target=Y, loss_fn=loss_fn)
+    assert not found.same
+    with compiled(net(), loss_fn=loss_fn) as step:
+        output = net()(X)
+        shards = [loss_fn(part, Y) for part in output.split([3, 2])]
+        torch.testing.assert_close(step(X, target=Y), (shards[0] * 0.6 + shards[1] * 0.4).detach())
+
+
+def test_gradient_penalty() -> None:
+    def penalty(own: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(own.net(x).sum(), x, create_graph=True)
+        return gradient.square().sum(1).mean()
+
+    def functional(own: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda inner: own.net(inner).sum())(x).square().sum(1).mean()
+
+    model = Around(penalty)
+    with compiled(model, loss_fn=None) as step, refused("gradient-penalty", model):
+        step(X)
+    own, plain = Around(functional), Around(penalty)
+    optimizer = SGD(plain.parameters())
+    plain(X).backward()
+    optimizer.step()
+    with compiled(own, loss_fn=None) as step:
+        step(X)
+    assert_same_model(own, plain, 1e-10)
+
+
+def test_accuracy() -> None:
+    with compiled(net(), return_outputs=True) as step:
+        _, logits = step(X, target=Y)
+        torch.testing.assert_close(logits, net()(X).detach())
+        assert (logits.argmax(1) == Y).sum().item() == (net()(X).argmax(1) == Y).sum().item()
+
+
+def test_loss_and_metrics() -> None:
+    def loss_fn(o: torch.Tensor, y: torch.Tensor) -> Any:
+        hits = mirrorc.summed((o.argmax(1) == y).sum())
+        return F.cross_entropy(o, y), {"hits": hits, "mean": o.mean()}
+
+    with compiled(net(), loss_fn=loss_fn, return_outputs=True) as step:
+        _, (logits, metrics) = step(X, target=Y)
+        assert metrics["hits"].item() == (logits.argmax(1) == Y).sum().item()
+        torch.testing.assert_close(metrics["mean"], logits.mean())
+
+
+# Gradients and clipping
+
+
+def test_zero_grad() -> None:
+    with Pair() as pair:
+        for _ in range(3):
+            pair.optimizer.zero_grad(set_to_none=True)
+            pair.train()
+
+
+def test_read_gradients() -> None:
+    model, norms = net(), []
+    optimizer = SGD(model.parameters())
+    with compiled(model, optimizer) as step:
+        step(X, target=Y)
+        assert model[0].weight.grad is None
+        handle = optimizer.register_step_pre_hook(lambda *_: norms.append(model[0].weight.grad.norm().item()))
+        plain = copy.deepcopy(model)
+        F.cross_entropy(plain(X), Y).backward()
+        step(X, target=Y)
+        handle.remove()
+        step(X, target=Y)
+        assert norms == [pytest.approx(plain[0].weight.grad.norm().item())]
+
+
+def test_clip_grad_norm() -> None:
+    with Pair(clip_grad_norm=0.1) as pair:
+        pair.train(2, lambda: nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
+
+
+def test_clip_after_the_step() -> None:
+    with Pair() as pair, warned("clip-after-the-step"):
+        pair.train()
+        nn.utils.clip_grad_norm_(pair.model.parameters(), 0.1)
+        pair.train()
+
+
+def test_clip_grad_value() -> None:
+    with Pair(clip_grad_value=0.01) as pair:
+        pair.train(2, lambda: nn.utils.clip_grad_value_(pair.plain.parameters(), 0.01))
+
+
+def test_log_grad_norm() -> None:
+    with Pair(clip_grad_norm=math.inf) as pair:
+        norms: list[torch.Tensor] = []
+        pair.train(2, lambda: norms.append(nn.utils.get_total_norm(p.grad for p in pair.plain.parameters())))
+        assert pair.step.grad_norm.item() == pytest.approx(norms[-1].item())
+
+
+def test_change_gradients() -> None:
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    with Pair() as pair:
+        for _, optimizer in pair.sides:
+            optimizer.register_step_pre_hook(halve)
+        pair.train(2)
+
+
+def test_hook_on_a_gradient() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with unchanged(model), pytest.raises(ValueError, match=quoted("hook-on-a-gradient")):
+        compiled(model)(X, target=Y)
+
+
+def test_own_backward() -> None:
+    with Pair() as pair:
+        pair.train()
+        F.cross_entropy(pair.model(X), Y).backward()
+        with warned("own-backward"):
+            pair.train()
+
+
+def test_accumulation() -> None:
+    (x, y), (u, v) = batch(6, 0), batch(6, 1)
+    with Pair() as pair:
+        for own_x, own_y in ((x, y), (u, v)):
+            (F.cross_entropy(pair.plain(own_x), own_y) / 2).backward()
+        pair.plain_optimizer.step()
+        pair.step(torch.cat([x, u]), target=torch.cat([y, v]))
+        pair.check()
+        assert not hasattr(pair.step, "accumulate")
+
+
+# The optimizer, its groups and schedulers
+
+
+def test_optimizer_step() -> None:
+    with Pair() as pair, warned("optimizer-step"):
+        pair.train()
+        pair.optimizer.step()
+        pair.train()
+
+
+def test_groups() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        found = list(parameters)
+        return torch.optim.AdamW([{"params": found[::2], "weight_decay": 0.1}, {"params": found[1::2], "lr": 0.1}])
+
+    with Pair(make=make) as pair:
+        pair.train(2)
+
+
+def test_add_group() -> None:
+    with Pair(make=lambda parameters: SGD(list(parameters)[2:])) as pair:
+        pair.train()
+        for model, optimizer in pair.sides:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        pair.train()
+
+
+def test_scheduler() -> None:
+    with Pair() as pair:
+        schedulers = [OneCycleLR(optimizer, 0.5, total_steps=5) for _, optimizer in pair.sides]
+        for _ in range(4):
+            pair.train()
+            for scheduler in schedulers:
+                scheduler.step()
+        assert "1 compiled program" in repr(pair.step)
+
+
+def test_plateau() -> None:
+    with Pair() as pair:
+        schedulers = [ReduceLROnPlateau(optimizer, patience=0) for _, optimizer in pair.sides]
+        for _ in range(3):
+            pair.train()
+            for scheduler in schedulers:
+                scheduler.step(1.0)
+        assert pair.optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_write_lr() -> None:
+    with Pair() as pair:
+        for lr in (0.1, 0.0, 0.3):
+            for _, optimizer in pair.sides:
+                optimizer.param_groups[0]["lr"] = lr
+            pair.train()
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer of the user's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+def test_own_optimizer() -> None:
+    with Pair(make=Signs) as pair:
+        pair.train(2)
+
+
+def test_closure() -> None:
+    model = net()
+    with unchanged(model), pytest.raises(TypeError, match=quoted("closure")):
+        compiled(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_several_optimizers() -> None:
+    model = net()
+    with unchanged(model), pytest.raises(TypeError, match=quoted("several-optimizers")):
+        compiled(model, [SGD(model[0].parameters()), ADAMW(model[2].parameters())])
+
+
+def test_gan() -> None:
+    def make() -> tuple[Any, ...]:
+        generator, critic = net()[0].double(), net()
+        head = nn.Linear(4, 3).double()
+        with torch.no_grad():
+            head.weight.fill_(0.1)
+        generator = nn.Sequential(generator, head)
+        one = Around(
+            lambda own, z, real: F.softplus(-critic(real)).mean() + F.softplus(critic(generator(z).detach())).mean()
+        )
+        other = Around(lambda own, z: F.softplus(-critic(generator(z))).mean())
+        for model in (one, other):
+            model.net, model.critic = generator, critic
+        return one, other, ADAMW(critic.parameters()), ADAMW(generator.parameters())
+
+    one, other, for_critic, for_generator = make()
+    plain, plain_other, plain_critic, plain_generator = make()
+    with compiled(one, for_critic, None) as train_critic, compiled(other, for_generator, None) as train_generator:
+        for seed in range(3):
+            z, real = batch(5, seed)[0], batch(5, seed + 9)[0]
+            train_critic(z, real=real)
+            train_generator(z)
+            plain_critic.zero_grad()
+            plain(z, real=real).backward()
+            plain_critic.step()
+            plain_generator.zero_grad()
+            plain_other(z).backward()
+            plain_generator.step()
+    assert_same_model(one, plain, 1e-10)
+    assert_same_state(for_critic, plain_critic, 1e-10)
+    assert_same_state(for_generator, plain_generator, 1e-10)
+
+
+def test_two_losses_in_turn() -> None:
+    with Pair() as pair, compiled(pair.model, pair.optimizer, lambda o, y: o.square().mean()) as other:
+        for _ in range(2):
+            pair.train()
+            other(X, target=Y)
+            pair.plain_optimizer.zero_grad()
+            pair.plain(X).square().mean().backward()
+            pair.plain_optimizer.step()
+            pair.check()
+
+
+# Mixed precision and scaling
+
+
+def test_autocast_context() -> None:
+    with compiled(net(torch.float32), return_outputs=True) as step:
+        with torch.autocast("cpu", torch.bfloat16):
+            _, logits = step(X.float(), target=Y)
+            expected = net(torch.float32)(X.float())
+        assert logits.dtype == torch.bfloat16
+        torch.testing.assert_close(logits, expected.detach(), rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_option() -> None:
+    with compiled(net(torch.float32), return_outputs=True, autocast=torch.bfloat16) as step:
+        assert step(X.float(), target=Y)[1].dtype == torch.bfloat16
+
+
+def test_grad_scaler() -> None:
+    model = net()
+    with compiled(model) as step:
+        loss = step(X, target=Y)
+        with refused("grad-scaler", model, RuntimeError):
+            torch.amp.GradScaler("cpu").scale(loss).backward()
+
+
+def test_scaler_option() -> None:
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1) for _ in range(2)]
+    with Pair(scaler=scalers[0]) as pair:
+        for seed in range(2):
+            x, y = batch(5, seed)
+            pair.step(x, target=y)
+            pair.plain_optimizer.zero_grad()
+            scalers[1].scale(F.cross_entropy(pair.plain(x), y)).backward()
+            scalers[1].step(pair.plain_optimizer)
+            scalers[1].update()
+        pair.check()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+def test_bfloat16_model() -> None:
+    model = net(torch.bfloat16)
+    with compiled(model, ADAMW(model.parameters())) as step:
+        before = model[0].weight.detach().clone()
+        assert step(X.bfloat16(), target=Y).dtype == torch.bfloat16 and not torch.equal(before, model[0].weight)
+
+
+# Buffers, dropout and random numbers
+
+
+def test_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    plain = copy.deepcopy(model)
+    expected = sum(
+        F.cross_entropy(plain(part), own) / 2 for part, own in zip(X[:4].split(2), Y[:4].split(2), strict=True)
+    )
+    with compiled(model) as step:
+        torch.testing.assert_close(step(X[:4], target=Y[:4]), expected.detach())
+        values = step.variables["1.running_mean"].values
+        torch.testing.assert_close(model[1].running_mean, (values[0] + values[1]) / 2)
+
+
+def test_sync_batch_norm() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double())
+    with compiled(model) as step, refused("sync-batch-norm", model):
+        step(X, target=Y)
+
+
+def test_manual_seed() -> None:
+    losses = []
+    for _ in range(2):
+        model = nn.Sequential(net(), nn.Dropout(0.5))
+        with compiled(model) as step:
+            torch.manual_seed(1)
+            losses.append([step(X, target=Y).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_write_a_buffer() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            own.mean.mul_(0.9).add_(x.mean(), alpha=0.1)
+        return own.net(x)
+
+    model, plain = Around(forward), Around(forward)
+    with compiled(model) as step:
+        step(X[:4], target=Y[:4])
+    plain(X[:4])
+    torch.testing.assert_close(model.mean, plain.mean)
+
+
+def test_count_in_forward() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        own.count += 1
+        return own.net(x)
+
+    model = Around(forward)
+    with compiled(model) as step, refused("count-in-forward", model):
+        step(X, target=Y)
+
+
+def test_python_random() -> None:
+    model = Around(lambda own, x: own.net(x) * random.uniform(0.5, 1.0))
+    with compiled(model) as step, refused("python-random", model):
+        step(X, target=Y)
+
+
+# Between steps
+
+
+def test_load_state_dict() -> None:
+    with Pair() as pair:
+        pair.train()
+        saved = copy.deepcopy(pair.model.state_dict())
+        pair.train()
+        for model, _ in pair.sides:
+            model.load_state_dict(saved)
+        pair.train()
+
+
+def test_ema() -> None:
+    with Pair() as pair:
+        averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model, _ in pair.sides]
+        for _ in range(3):
+            pair.train()
+            for average, (model, _) in zip(averages, pair.sides, strict=True):
+                average.update_parameters(model)
+        assert_same_model(averages[0], averages[1], 1e-10)
+
+
+def test_freeze() -> None:
+    with Pair() as pair:
+        for flag in (True, False, True):
+            for model, _ in pair.sides:
+                model[0].requires_grad_(flag)
+            pair.train()
+
+
+def test_tie_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].weight = model[0].weight
+    with Pair(model) as pair:
+        pair.train(2)
+        assert pair.model[2].weight is pair.model[0].weight
+
+
+def test_tie_by_data() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[1].weight.data = model[0].weight.data
+    with unchanged(model), pytest.raises(ValueError, match=quoted("tie-by-data")):
+        compiled(model)
+
+
+def test_clamp_weights() -> None:
+    with Pair() as pair:
+        for _ in range(2):
+            pair.train()
+            for model, _ in pair.sides:
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.1, 0.1)
+
+
+def test_clamp_data() -> None:
+    with Pair() as pair:
+        pair.train()
+        for model, _ in pair.sides:
+            model[0].weight.data.clamp_(-0.1, 0.1)
+        pair.train()
+
+
+def test_new_head() -> None:
+    model = net()
+    with compiled(model) as step:
+        step(X, target=Y)
+        model[2] = nn.Linear(4, 2).double()
+        with refused("new-head", model, ValueError):
+            step(X, target=Y)
+
+
+def test_reset_a_layer() -> None:
+    with Pair() as pair:
+        pair.train()
+        for model, _ in pair.sides:
+            torch.manual_seed(7)
+            model[2].reset_parameters()
+        pair.train()
+
+
+def test_module_attribute() -> None:
+    with Pair(Around(lambda own, x: own.net(x) * own.count)) as pair:
+        for count in (1, 2, 1):
+            pair.model.count = pair.plain.count = count
+            pair.train()
+
+
+def test_deepcopy() -> None:
+    with Pair() as pair:
+        pair.train()
+        snapshot = copy.deepcopy(pair.model)
+        before = copy.deepcopy(pair.plain)
+        pair.train()
+        assert_same_model(snapshot, before, 1e-10)
+
+
+# Evaluation
+
+
+def test_evaluate() -> None:
+    with Pair(nn.Sequential(net(), nn.Dropout(0.0))) as pair:
+        pair.train()
+        for model, _ in pair.sides:
+            model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(pair.model(X), pair.plain(X))
+        for model, _ in pair.sides:
+            model.train()
+        pair.train()
+
+
+def test_evaluate_on_all_devices() -> None:
+    with Pair() as pair:
+        pair.train()
+        torch.testing.assert_close(pair.step.evaluate(X, target=Y), F.cross_entropy(pair.plain(X), Y).detach())
+        torch.testing.assert_close(pair.step.evaluate(X), pair.plain(X).detach())
+        pair.train()
+
+
+def test_best_weights() -> None:
+    with Pair() as pair:
+        pair.train()
+        best = copy.deepcopy(pair.model.state_dict())
+        pair.train()
+        pair.model.load_state_dict(best)
+        assert torch.equal(pair.model[0].weight, best["0.weight"])
+
+
+def test_inference_mode() -> None:
+    model = net()
+    with compiled(model) as step, torch.inference_mode(), refused("inference-mode", model, mirrorc.ExecutionError):
+        step(X, target=Y)
+
+
+# Checkpoints and resuming
+
+
+def test_resume() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(net(), nn.Dropout(0.5))
+        return model, ADAMW(model.parameters())
+
+    model, optimizer = make()
+    with compiled(model, optimizer) as step:
+        step(X, target=Y)
+        file = io.BytesIO()
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+        torch.save(states, file)
+        expected = [step(X, target=Y).item() for _ in range(2)]
+    file.seek(0)
+    states = torch.load(file)
+    model, optimizer = make()
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    with compiled(model, optimizer) as step:
+        torch.set_rng_state(states["random"])
+        assert [step(X, target=Y).item() for _ in range(2)] == expected
+
+
+def test_early_state_dict() -> None:
+    model = net()
+    state = model.state_dict()
+    with compiled(model) as step, warned("early-state-dict"):
+        step(X, target=Y)
+    assert not torch.equal(state["0.weight"], model[0].weight)
+
+
+def test_save_a_part() -> None:
+    def size_of(state: Any) -> int:
+        torch.save(state, file := io.BytesIO())
+        return len(file.getvalue())
+
+    model = nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 2)).double()
+    with compiled(model) as step:
+        step(X, target=Y)
+        head = model[1].bias.detach()
+        assert size_of(head) > 30_000 > size_of(head.clone())
+
+
+def test_save_the_step() -> None:
+    with compiled(net()) as step, pytest.raises(TypeError, match=quoted("save-the-step")):
+        torch.save(step, io.BytesIO())
+
+
+# DataLoader and ragged batches
+
+
+def test_data_loader() -> None:
+    loader = DataLoader(TensorDataset(*batch(9)), batch_size=4)
+    with Pair() as pair:
+        for x, y in loader:  # of 4, 4 and 1 examples
+            pair.step(x, target=y)
+            pair.backward(x, y)
+            pair.plain_optimizer.step()
+        pair.check()
+
+
+def test_empty_batch() -> None:
+    model = net()
+    with compiled(model) as step, refused("empty-batch", model, ValueError):
+        step(X[:0], target=Y[:0])
+
+
+def test_pack_padded_sequence() -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2, batch_first=True).double()
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+    torch.manual_seed(0)
+    model = Packing()
+    parts = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 4, 3)]
+    x, lengths = pad_sequence(parts, batch_first=True), torch.tensor([2, 4, 3])
+    target = torch.zeros(3, 4, 2, dtype=torch.float64)
+    expected = F.mse_loss(model(x, lengths), target).detach()
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        torch.testing.assert_close(step(x, lengths, target=target), expected)
+
+
+# Progress, printing, logging, profiling and hooks
+
+
+def test_print_in_forward() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        print("shape", x.shape)  # noqa: T201
+        return own.net(x)
+
+    with compiled(Around(forward)) as step, warned("print-in-forward"):
+        step(X, target=Y)
+
+
+def test_store_activations() -> None:
+    model, stored = net(), []
+    model[0].register_forward_hook(lambda module, given, output: stored.append(output))
+    with compiled(model) as step, warned("store-activations"):
+        step(X, target=Y)
+    assert not stored
+
+
+def test_forward_hook() -> None:
+    with Pair() as pair:
+        for model, _ in pair.sides:
+            model[0].register_forward_hook(lambda module, given, output: output * 2)
+        pair.train(2)
+
+
+def test_backward_hook() -> None:
+    model = net()
+    model[0].register_full_backward_hook(lambda module, given, output: None)
+    with compiled(model) as step, refused("backward-hook", model):
+        step(X, target=Y)
+
+
+def test_profiler() -> None:
+    with compiled(net()) as step:
+        step(X[:4], target=Y[:4])
+        with torch.profiler.profile() as profiled:
+            step(X[:4], target=Y[:4])
+    names = {event.key for event in profiled.key_averages()}
+    assert {"aten::tanh", "mirrorc::fwd_0 cpu:0", "mirrorc::bwd_0 cpu:1"} <= names
+
+
+def test_activation_checkpointing() -> None:
+    with Pair(Around(lambda own, x: checkpoint(own.net, x, use_reentrant=False))) as pair:
+        pair.train(2)
+
+
+# Errors, numbers that are not finite, Ctrl-C
+
+
+def test_branch_on_a_tensor() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y = own.net(x)
+        return y * 2 if y.sum() > 0 else y
+
+    model = Around(forward)
+    with compiled(model) as step, refused("branch-on-a-tensor", model):
+        step(X, target=Y)
+
+
+def test_item_in_forward() -> None:
+    model = Around(lambda own, x: own.net(x) / x.abs().max().item())
+    with compiled(model) as step, refused("item-in-forward", model):
+        step(X, target=Y)
+
+
+def test_assert_in_forward() -> None:
+    model = Asserting().eval()
+    x = torch.randn(4, 4)
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        step(x, target=torch.zeros(4, 3))
+        with unchanged(model), pytest.raises(mirrorc.ExecutionError, match=re.escape(TEXT)):
+            step(x * math.nan, target=torch.zeros(4, 3))
+
+
+def test_skip_a_nan() -> None:
+    model = net()
+    with compiled(model, check_finite="skip") as step:
+        step(X, target=Y)
+        with unchanged(model):
+            assert step(X * math.nan, target=Y).isnan()
+        assert step.num_skipped == 1
+
+
+def test_stop_at_a_nan() -> None:
+    model = net()
+    with compiled(model, check_finite=True) as step, refused("stop-at-a-nan", model, mirrorc.NonFiniteError):
+        step(X * math.nan, target=Y)
+
+
+def test_ctrl_c() -> None:
+    model = net()
+    with compiled(model) as step:
+        step(X, target=Y)
+        own, interrupter = copy.deepcopy(model), Interrupter()
+        num_places = interrupter.count(lambda: step(X, target=Y))
+        model.load_state_dict(own.state_dict())
+        for share in (0.2, 0.5, 0.8):
+            before = copy.deepcopy(model.state_dict())
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupter.interrupted(lambda: step(X, target=Y), int(share * num_places))
+            assert interrupter.where
+            is_done = {bool((value != before[name]).any()) for name, value in model.state_dict().items()}
+            assert len(is_done) == 1, "all of the model is of one step"
