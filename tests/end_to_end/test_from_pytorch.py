@@ -87,7 +87,7 @@ def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
-def batch(size: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(size: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     return x, torch.randint(2, (size,), generator=generator)
@@ -130,7 +130,7 @@ class Pair:
         loss.backward()
         return loss.detach()
 
-    def train(self, times: int = 1, after: Callable[[], Any] = lambda: None, size: int = 5) -> torch.Tensor:
+    def train(self, times: int = 1, after: Callable[[], Any] = lambda: None, size: int = 4) -> torch.Tensor:
         """Trains both, and compares them; ``after`` is what the plain loop does between backward and its update."""
         for seed in range(times):
             x, y = batch(size, seed)
@@ -189,7 +189,7 @@ class Around(nn.Module):
 
 def test_training_step() -> None:
     with Pair() as pair:
-        pair.train(3)
+        pair.train(3, size=5)
 
 
 def test_to_device() -> None:
@@ -223,7 +223,7 @@ def test_several_targets() -> None:
     def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
         return (F.cross_entropy(output, target[0], reduction="none") * target[1]).mean()
 
-    w = torch.rand(5, dtype=torch.float64)
+    w = torch.rand(4, dtype=torch.float64)
     with compiled(net(), loss_fn=loss_fn) as step:
         torch.testing.assert_close(step(X, target=(Y, w)), loss_fn(net()(X), (Y, w)).detach())
 
@@ -351,7 +351,7 @@ def test_class_weights() -> None:
 
 def test_ignore_index() -> None:
     with compiled(net()) as step, warned("ignore-index"):
-        step(X, target=torch.tensor([-100, -100, 0, 1, 1]))
+        step(X, target=torch.tensor([-100, -100, 0, 1]))
 
 
 def test_contrastive_loss() -> None:
@@ -362,8 +362,8 @@ def test_contrastive_loss() -> None:
     assert not found.same
     with compiled(net(), loss_fn=loss_fn) as step:
         output = net()(X)
-        shards = [loss_fn(part, Y) for part in output.split([3, 2])]
-        torch.testing.assert_close(step(X, target=Y), (shards[0] * 0.6 + shards[1] * 0.4).detach())
+        shards = [loss_fn(part, Y) for part in output.split(2)]
+        torch.testing.assert_close(step(X, target=Y), ((shards[0] + shards[1]) / 2).detach())
 
 
 def test_gradient_penalty() -> None:
@@ -394,6 +394,7 @@ def test_accuracy() -> None:
         assert (logits.argmax(1) == Y).sum().item() == (net()(X).argmax(1) == Y).sum().item()
 
 
+@pytest.mark.slow
 def test_loss_and_metrics() -> None:
     def loss_fn(o: torch.Tensor, y: torch.Tensor) -> Any:
         hits = mirrorc.summed((o.argmax(1) == y).sum())
@@ -595,7 +596,7 @@ def test_gan() -> None:
     plain, plain_other, plain_critic, plain_generator = make()
     with compiled(one, for_critic, None) as train_critic, compiled(other, for_generator, None) as train_generator:
         for seed in range(3):
-            z, real = batch(5, seed)[0], batch(5, seed + 9)[0]
+            z, real = batch(4, seed)[0], batch(4, seed + 9)[0]
             train_critic(z, real=real)
             train_generator(z)
             plain_critic.zero_grad()
@@ -632,6 +633,7 @@ def test_autocast_context() -> None:
         torch.testing.assert_close(logits, expected.detach(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_autocast_option() -> None:
     with compiled(net(torch.float32), return_outputs=True, autocast=torch.bfloat16) as step:
         assert step(X.float(), target=Y)[1].dtype == torch.bfloat16
@@ -649,7 +651,7 @@ def test_scaler_option() -> None:
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1) for _ in range(2)]
     with Pair(scaler=scalers[0]) as pair:
         for seed in range(2):
-            x, y = batch(5, seed)
+            x, y = batch(4, seed)
             pair.step(x, target=y)
             pair.plain_optimizer.zero_grad()
             scalers[1].scale(F.cross_entropy(pair.plain(x), y)).backward()
@@ -838,6 +840,7 @@ def test_evaluate() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_evaluate_on_all_devices() -> None:
     with Pair() as pair:
         pair.train()
@@ -879,11 +882,17 @@ def test_resume() -> None:
     file.seek(0)
     states = torch.load(file)
     model, optimizer = make()
-    model.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
     with compiled(model, optimizer) as step:
-        torch.set_rng_state(states["random"])
-        assert [step(X, target=Y).item() for _ in range(2)] == expected
+        for steps_before in (0, 1):
+            for _ in range(steps_before):
+                step(X, target=Y)
+            model.load_state_dict(states["model"])
+            optimizer.load_state_dict(states["optimizer"])
+            torch.set_rng_state(states["random"])
+            assert [step(X, target=Y).item() for _ in range(2)] == expected
+    plain, of_plain = make()
+    plain.load_state_dict(states["model"])
+    of_plain.load_state_dict(states["optimizer"])
 
 
 def test_early_state_dict() -> None:
