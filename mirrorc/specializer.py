@@ -190,10 +190,13 @@ class Specializer:
         try:
             progress.begin()
             return self._compile_at_home(call, shards, what, progress, trains)
-        except BaseException:
+        except BaseException as error:
             progress.is_over = True
             for tensor, data in moved:
                 tensor.data = data
+            if isinstance(error, CaptureError):  # its text names the user's line: our own frames say nothing more
+                logger.debug("refused by the capture", exc_info=True)
+                error.with_traceback(None)
             raise
         finally:
             progress.is_over = True
