@@ -42,6 +42,7 @@ class CapturedGraph:
         constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
         weighted_means: the losses that average over something else than examples.
         reductions: how losses of torch among the summands of the loss reduce.
+        leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time.
         guards: whether the Python state that the graph depends on is as it was.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
@@ -57,6 +58,7 @@ class CapturedGraph:
     outputs: TracedOutputs | None = None
     numbers: tuple[ToldNumber, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    leaves_with_time_first: tuple[int, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -94,6 +96,7 @@ def restructure(
         joint.weighted_means,
         numbers=joint.numbers,
         reductions=joint.reductions,
+        leaves_with_time_first=joint.leaves_with_time_first,
     )
 
 

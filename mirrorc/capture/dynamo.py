@@ -20,6 +20,7 @@ from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.sums_and_means import reductions_of
+from mirrorc.capture.time_axes import leaves_with_time_first
 from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
@@ -72,14 +73,14 @@ class DynamoFrontEnd(FrontEnd):
         check_loss(traced, what)
         outside = untrained_tensors(traced, call, leaves, what)
         refuse_effects(traced.graph, what)
-        reductions = reductions_of(traced)
+        reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
         _own_loss(traced.graph)
         with _Explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, decompositions, names)
         joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
-        joint.reductions = reductions
+        joint.reductions, joint.leaves_with_time_first = reductions, with_time_first
         return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
 
     def _forward(
@@ -104,10 +105,11 @@ class DynamoFrontEnd(FrontEnd):
         else:
             give_values(traced, values[1:])
         refuse_effects(traced.graph, what)
+        with_time_first = leaves_with_time_first(traced.graph)
         with _Explained(what, leaves):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
         graph.numbers = guards_of(traced).told_numbers()
-        graph.weighted_means = weighted_means_of(traced)
+        graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
         return graph
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

@@ -21,6 +21,7 @@ from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numb
 from mirrorc.capture.outputs import Outputs, outputs_of
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.sums_and_means import notes_on_reductions
+from mirrorc.capture.time_axes import refuse_split_time
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
@@ -106,6 +107,8 @@ def capture_program(
     shard_of_replica = tuple(distinct.index(types) if types is not None else None for types in types_of)
     examples = [_examples(types, home) for types in distinct]
     captured = _capture_each(front_end, training_call, call, examples, state, optimizer, decompositions)
+    if len(devices) > 1:
+        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, type(training_call.model).__name__)
 
     def trace_grown() -> TracedOutputs | None:
         return outputs_for(front_end, training_call, _examples(_grown(distinct[0], call), home))

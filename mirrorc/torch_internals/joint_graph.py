@@ -42,6 +42,7 @@ class JointGraph:
         fake_mode: the mode of the graph's fake tensors.
         weighted_means: the losses that average over something else than examples, as the front end has found them.
         reductions: how losses of torch among the summands of the loss reduce, likewise.
+        leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time, likewise.
     """
 
     graph_module: fx.GraphModule
@@ -58,6 +59,7 @@ class JointGraph:
     written_inputs: list[tuple[str, str]] = field(default_factory=list)
     weighted_means: tuple[Any, ...] = ()
     reductions: tuple[Any, ...] = ()
+    leaves_with_time_first: tuple[int, ...] = ()
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""

@@ -151,3 +151,33 @@ def test_sequences_without_items_are_refused() -> None:
     refused = pytest.raises(mirrorc.CaptureError, match="sequence length to be larger than 0")
     with mirrorc.compile(model, 1, **options) as step, refused:
         step(torch.randn(2, 0, 3), target=torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_time_is_never_split(kind: str) -> None:
+    """Time in dim 0 of an argument is refused, wherever the way to the layer keeps dim 0; one device takes it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+            self.first, self.second = nn.LSTM(3, 2, bidirectional=True), getattr(nn, kind)(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(self.table(x).relu() * 2)[0])[0]
+
+    class Turned(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    x, target = torch.randint(0, 5, (4, 6)), torch.randn(4, 6, 2)
+    for make, num_devices, is_refused in ((Net, 2, True), (Net, 1, False), (Turned, 2, False)):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+            for call in (step, step.evaluate):
+                if not is_refused:
+                    assert call(x, target=target).isfinite()
+                    continue
+                with pytest.raises(mirrorc.CaptureError, match="Net takes dim 0 of argument 'x' as time"):
+                    call(x, target=target)
