@@ -80,7 +80,7 @@ class ClipGradients:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     establishes: ClassVar = (Property.CLIPPED,)
-    precedes: ClassVar = (Property.CLIPPED, Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
 
     def __post_init__(self) -> None:
         for bound in self.bounds:

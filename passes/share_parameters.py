@@ -47,7 +47,7 @@ class ShareParameters:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     establishes: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
 
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):

@@ -119,12 +119,13 @@ def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
 
 
 def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> None:
-    program = run_passes(handmade(), default_pipeline(check_finite=True))
-    assert program.properties == tuple(Property)
-    unchecked = tuple(each for each in Property if each is not Property.CHECKED)
-    assert run_passes(handmade(), default_pipeline()).properties == unchecked
+    asked = default_pipeline(max_grad_norm=1.0, scales_loss=True)
+    assert run_passes(handmade(), asked).properties == tuple(Property)
+    on_request = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED)
+    unasked = tuple(each for each in Property if each not in on_request)
+    assert run_passes(handmade(), default_pipeline()).properties == unasked
     assert run_passes(handmade(), core_pipeline()).properties == (Property.ORDERED, Property.LINKED)
-    pipeline = {compiler_pass.name: compiler_pass for compiler_pass in default_pipeline(check_finite=True)}
+    pipeline = {compiler_pass.name: compiler_pass for compiler_pass in asked}
     names = ["plan-buckets", "outline-regions", "replicate", "pack-gradients", "insert-all-reduce", "insert-update"]
     for late, early, word in (
         ("share-parameters", "lower-collectives", "linked"),
@@ -133,6 +134,10 @@ def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> 
         ("share-parameters", "check-finite", "checked"),
         ("schedule-overlap", "check-finite", "checked"),
         ("check-finite", "lower-collectives", "linked"),
+        ("clip-gradients", "lower-collectives", "linked"),
+        ("clip-gradients", "check-finite", "checked"),
+        ("share-parameters", "clip-gradients", "clipped"),
+        ("schedule-overlap", "unscale-gradients", "unscaled"),
     ):
         with pytest.raises(
             PassError, match=f"{late!r} takes programs that are not {word} yet, .*; move it to an earlier place"

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from mirrorc.analysis.clipping import is_checked
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
@@ -190,7 +191,7 @@ def receive_early(program: Program) -> Iterator[Edit]:
     """A receipt, but not the wait for it, is launched before anything else of its replica."""
     for timeline in timelines(program):
         first = next((node for node in timeline if node.op != "placeholder"), None)
-        commit = next((node for node in timeline if node.target is ops.commit and node.args), None)
+        commit = next((node for node in timeline if node.target is ops.commit and is_checked(node)), None)
         for node in timeline if first is not None else ():
             if (
                 node.target is ops.recv

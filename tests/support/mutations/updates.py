@@ -56,7 +56,8 @@ def drop_an_update(program: Program) -> Iterator[Edit]:
 def drop_a_commit(program: Program) -> Iterator[Edit]:
     """A replica does not commit, so that others wait for it in vain."""
     for node in placed_nodes(program, ops.commit):
-        yield partial(node.graph.erase_node, node)
+        if not node.users:
+            yield partial(node.graph.erase_node, node)
 
 
 @breaks
@@ -106,6 +107,8 @@ def update_from_another_sum(program: Program) -> Iterator[Edit]:
         sums = [node for node in timeline if node.target in (ops.wait, ops.pack)]
         for node in (n for n in timeline if n.target in (ops.update, ops.step_optimizer)):
             for place, given in enumerate(node.all_input_nodes):
+                if "bucket" not in given.kwargs:  # it is scaled, of which `clipping` has mutations
+                    continue
                 other = next_like(given, [n for n in sums if n < node and bucket_of(n) != bucket_of(given)])
                 if other is not None:
                     yield partial(with_argument, node, place, other)
