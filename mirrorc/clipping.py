@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
 from mirrorc.printing.wording import counted
 
 
@@ -98,10 +101,23 @@ def _bound(value: Any) -> ClipGradNorm | None:
         ) from None
 
 
-def told_norms(told: dict[str, torch.Tensor], num_groups: int, *, is_skipped: bool) -> Any:
-    """What `Step.grad_norm` gives of what a step has told; None if it has told of no norm."""
+def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
+    """What `Step.grad_norm` gives of what a step has told; None if it has told of no norm.
+
+    Args:
+        told: the numbers that the last step, or one before it, has told.
+        program: the last step's.
+        num_groups: the number of the optimizer's groups.
+        is_skipped: whether the step was skipped: it then has told nothing, and its norms are not numbers.
+    """
     if is_skipped:
-        told = {what: torch.full_like(norm, math.nan) for what, norm in told.items()}
+        device = program.devices[0].torch_device
+        types = {
+            str(node.kwargs["what"]): node.all_input_nodes[0].meta["val"]
+            for graph in program.graphs()
+            for node in calls_to(graph, ops.tell)
+        }
+        told = {what: torch.full(val.shape, math.nan, dtype=val.dtype, device=device) for what, val in types.items()}
     if "grad_norm" in told:
         return told["grad_norm"].clone()
     norms = [told.get(f"grad_norm_{group}") for group in range(num_groups)]

@@ -76,8 +76,8 @@ class StepReports(ABC):
             ExecutionError: it was not measured; says why.
         """
         last = self._last_trained
-        skipped = last is not None and last.commit.is_skipped
-        found = told_norms(self._state.told, len(self._options.optimizer.param_groups), is_skipped=skipped)
+        num_groups = len(self._options.optimizer.param_groups)
+        found = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
         if found is None:
             raise ExecutionError(
                 "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"

@@ -97,6 +97,17 @@ def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, A
             assert bool(step.grad_norm.isnan()) is (i in BAD) and not step.grad_norm > 10
 
 
+@pytest.mark.parametrize("bound", [math.inf, [math.inf]])
+def test_a_first_step_that_is_skipped_has_a_norm_that_is_not_a_number(bound: Any) -> None:
+    with (pair := Pair(ADAMW, 2, clip_grad_norm=bound)).step as step:
+        pair.train(math.inf)
+        (norm,) = step.grad_norm if isinstance(bound, list) else (step.grad_norm,)
+        assert norm.isnan() and norm.shape == () and norm.dtype == torch.float64
+        pair.train()
+        (norm,) = step.grad_norm if isinstance(bound, list) else (step.grad_norm,)
+        assert norm > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> None:
