@@ -216,7 +216,7 @@ class _Reader:
 
     def refuse_hidden(self) -> None:
         """Refuses tensors in objects that cannot be looked into."""
-        if any(id(own) not in self._met for own in (*self._stand_ins.held(), *self._others.held())):
+        if any(stand_ins.any_held_beyond(self._met) for stand_ins in (self._stand_ins, self._others)):
             self._refuse("a tensor in an object that cannot be looked into (a function, an iterator, a set)", "outputs")
 
     def _leaf(self, path: str, kind: LeafKind, value: Any = None) -> Structure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ class StandIns:
         found = (node for own, node in self._known if own() is tensor and isinstance(node, fx.Node))
         return next(found, None)
 
-    def held(self) -> list[torch.Tensor]:
-        """Those that are still held."""
-        gc.collect()
-        return [own for ref, _ in self._known if (own := ref()) is not None]
+    def any_held_beyond(self, met: Collection[int]) -> bool:
+        """Whether any is still held that is not among these, which are given by their ids."""
+        if self._held() - set(met):
+            gc.collect()  # takes a second where many objects live: only where circles of objects may hold one
+        return bool(self._held() - set(met))
+
+    def _held(self) -> set[int]:
+        return {id(own) for ref, _ in self._known if (own := ref()) is not None}
 
 
 def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> tuple[Any, StandIns]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from asserting import TEXT, Asserting
-from interrupts import Interrupter
+from interrupts import Interrupter, python_handles_interrupts
 from references import assert_same_model, assert_same_state, unchanged
 from torch import nn
 from torch.nn import functional as F
@@ -1052,7 +1052,7 @@ def test_stop_at_a_nan() -> None:
 
 def test_ctrl_c() -> None:
     model = net()
-    with compiled(model) as step:
+    with python_handles_interrupts(), compiled(model) as step:
         step(X, target=Y)
         own, interrupter = copy.deepcopy(model), Interrupter()
         num_places = interrupter.count(lambda: step(X, target=Y))

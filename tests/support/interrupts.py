@@ -82,7 +82,7 @@ class Interrupter:
 def interrupt(frame: FrameType) -> None:
     """Does what Python does on Ctrl-C: calls the handler."""
     handler = signal.getsignal(signal.SIGINT)
-    assert callable(handler)
+    assert callable(handler), "a test that interrupts asks for python_handles_interrupts"
     handler(signal.SIGINT, frame)
 
 
