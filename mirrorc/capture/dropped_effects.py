@@ -34,7 +34,9 @@ class Note:
     lineno: int
 
 
-def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.GraphModule]) -> tuple[Note, ...]:
+def dropped_effects(
+    traced: fx.GraphModule, text: str, what: str, again: Callable[[], fx.GraphModule]
+) -> tuple[Note, ...]:
     """Notes on what a trace did to Python objects, and on what it printed.
 
     What is read and changed is state, unless a trace after the change gives the same graph and does not change it again: then it
@@ -43,8 +45,9 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
 
     Args:
         traced: what the tracer gave.
+        text: its graph as the tracer gave it, before anything changed it.
         what: the name of the model.
-        again: traces the same call once more.
+        again: traces the same call once more, in the same way.
 
     Raises:
         CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
@@ -56,10 +59,10 @@ def dropped_effects(traced: fx.GraphModule, what: str, again: Callable[[], fx.Gr
         is_read = write.is_read_by_changing or any(
             name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read
         )
-        if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, traced, again):
+        if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, text, again):
             _refuse_state(write, is_read, what)
             lasting.append(write)
-    _refuse_what_the_next_reads(lasting, traced, again, what)
+    _refuse_what_the_next_reads(lasting, text, again, what)
     return tuple(dict.fromkeys([*(_of_write(write, what) for write in lasting), *_of_calls(effects.calls, what)]))
 
 
@@ -120,34 +123,34 @@ def _refuse_draws(draws: _Stacks, kept_draws: _Stacks, what: str) -> None:
         )
 
 
-def _settles(write: PythonWrite, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule]) -> bool:
     """Whether the next trace, after the change, gives the same graph and leaves alone what was changed."""
     if not (write.is_constant and write.can_be_applied):
         return False
     with write.applied():
         second = again()
         later = {(other.source, part) for other in python_effects_of(second).writes for part in other.parts}
-    is_same = str(second.graph) == str(traced.graph)
+    is_same = str(second.graph) == text
     return is_same and later.isdisjoint((write.source, part) for part in write.parts)
 
 
 def _refuse_what_the_next_reads(
-    writes: Sequence[PythonWrite], traced: fx.GraphModule, again: Callable[[], fx.GraphModule], what: str
+    writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], what: str
 ) -> None:
     """Refuses changes after which the next trace gives another graph: it has read a length, a key that was not there, an item."""
     known = [write for write in writes if write.can_be_applied]
-    if not known or _is_same_after(known, traced, again):
+    if not known or _is_same_after(known, text, again):
         return
-    alone = (write for write in known if len(known) == 1 or not _is_same_after([write], traced, again))
+    alone = (write for write in known if len(known) == 1 or not _is_same_after([write], text, again))
     _refuse_state(next(alone, known[0]), True, what)
 
 
-def _is_same_after(writes: Sequence[PythonWrite], traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule]) -> bool:
     with contextlib.ExitStack() as stack:
         for write in writes:
             stack.enter_context(write.applied())
         try:
-            return str(again().graph) == str(traced.graph)
+            return str(again().graph) == text
         except Exception:  # noqa: BLE001 - it goes another way, on which it cannot be traced
             return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -58,13 +59,15 @@ class DynamoFrontEnd(FrontEnd):
     ) -> Traced:
         what = type(call.model).__name__
         refuse_modules(call, what)
+        trace = functools.partial(_trace, call, leaves, put_together, call.keeps_outputs)
         with _Explained(what, leaves):
-            traced = _trace(call, leaves, put_together, call.keeps_outputs)
+            traced = trace()
+        text = str(traced.graph)
         outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)
-        notes += dropped_effects(traced, what, lambda: _trace(call, leaves))
+        notes += dropped_effects(traced, text, what, trace)
         if isinstance(call, EvaluationCall):
             assert outputs is not None, "an evaluation keeps its outputs"
             return Traced(

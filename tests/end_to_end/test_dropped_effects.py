@@ -104,12 +104,12 @@ def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
         Inherits.problem = "regression"
 
 
-def train(model: nn.Module, loss_fn: Any = F.mse_loss) -> list[warnings.WarningMessage]:
+def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[warnings.WarningMessage]:
     """The warnings of three steps, of which the last has another shape, and uneven shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(record=True) as caught,
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step,
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", **options) as step,
     ):
         warnings.simplefilter("always")
         for num_examples in (4, 4, 5):
@@ -140,6 +140,8 @@ def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
         (warning,) = train(model)
         assert warning.filename == __file__ and all(word in str(warning.message) for word in words), warning.message
         assert not model.acts and not model.metrics
+    (warning,) = train(Net(SAID[0][0]), return_outputs=True)
+    assert "Net changes model.acts" in str(warning.message)
 
 
 def test_a_hook_that_stores_activations_is_spoken_of() -> None:
@@ -170,6 +172,7 @@ def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     if not IS_OLD:
         assert train(Net(find_out_on_a_class)) == []
     assert Shared.problem is None and "problem" not in vars(Inherits)
+    assert train(Net(find_out), return_outputs=True) == []
     assert train(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))) == []
 
 

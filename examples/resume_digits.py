@@ -1,0 +1,83 @@
+"""Trains on scikit-learn's digits, stops half-way, and goes on from the checkpoint in new objects: bit for bit the same.
+
+    python examples/resume_digits.py                       # writes checkpoint.pt into a temporary folder
+    python examples/resume_digits.py --checkpoint checkpoint.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+from train_digits import DigitNet, load_data
+
+import mirrorc
+
+
+class Training:
+    """A model, its optimizer, its scheduler, and the epochs that it has behind it."""
+
+    def __init__(self, num_epochs: int) -> None:
+        self.model = DigitNet()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, num_epochs)
+        self.epoch = 0
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint; torch's random numbers are part of it, as they shuffle the data and seed dropout."""
+        state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        torch.save({**state, "epoch": self.epoch, "random": torch.get_rng_state()}, path)
+
+    def load(self, path: Path) -> None:
+        """Goes back to a checkpoint. It may come before `mirrorc.compile`, after it, or between two steps."""
+        state = torch.load(path, weights_only=True)
+        for name in ("model", "optimizer", "scheduler"):
+            getattr(self, name).load_state_dict(state[name])
+        self.epoch = state["epoch"]
+        torch.set_rng_state(state["random"])
+
+    def run(self, until: int, options: argparse.Namespace) -> None:
+        """Trains until some epochs are behind it."""
+        images, labels, *_ = load_data(0)
+        with mirrorc.compile(
+            self.model, options.devices, optimizer=self.optimizer, loss_fn=F.cross_entropy, backend=options.backend
+        ) as step:
+            for self.epoch in tqdm(range(self.epoch + 1, until + 1), unit="epoch", dynamic_ncols=True):
+                for chosen in torch.randperm(len(labels)).split(options.batch):
+                    step(images[chosen], target=labels[chosen])
+                self.scheduler.step()
+
+
+def main(arguments: Sequence[str] | None = None) -> bool:
+    """Trains in one go and in two, and returns whether the models are equal bit for bit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=["cpu:0", "cpu:1"])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.checkpoint or Path(folder) / "checkpoint.pt"
+        whole = Training(options.epochs)
+        whole.run(options.epochs // 2, options)
+        whole.save(path)
+        whole.run(options.epochs, options)
+        torch.manual_seed(1)  # another process would begin anywhere
+        resumed = Training(options.epochs)
+        resumed.load(path)
+        resumed.run(options.epochs, options)
+    own, other = whole.model.state_dict(), resumed.model.state_dict()
+    is_equal = all(torch.equal(own[name], other[name]) for name in own)
+    print(f"after {options.epochs} epochs, in one go and resumed: {'equal bit for bit' if is_equal else 'not equal'}")
+    return is_equal
+
+
+if __name__ == "__main__":
+    main()
