@@ -1,6 +1,6 @@
 """Trains on scikit-learn's digits, keeps an exponential moving average (EMA) of the weights, and evaluates both on all devices.
 
-    python examples/average_digits.py
+python examples/average_digits.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--devices", nargs="+", default=["cpu:0", "cpu:1"])
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--decay", type=float, default=0.98)
+    parser.add_argument("--decay", type=float, default=0.9)
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
     python examples/finetune_classifier.py                                       # a small BERT, from scratch
     python examples/finetune_classifier.py --pretrained distilbert-base-uncased  # a model that is at hand, or is downloaded
 
-The task: which package of Python's standard library a piece of source is from. Files that are held out are never trained on.
+The task: which package of Python's standard library a piece of source is from. A quarter of the pieces is held out.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ Piece = tuple[list[str], int]
 
 
 def read_pieces(length: int, per_package: int) -> tuple[list[Piece], list[Piece]]:
-    """Pieces of source as words, each with the number of its package: to train on, and of other files."""
+    """Pieces of source as words, each with the number of its package: to train on, and held out."""
     library = Path(sysconfig.get_path("stdlib"))
     train: list[Piece] = []
     held_out: list[Piece] = []
     for label, package in enumerate(PACKAGES):
-        files = sorted((library / package).glob("*.py"))
-        for kept, chosen in ((held_out, files[::4]), (train, [f for i, f in enumerate(files) if i % 4])):
-            texts = [re.findall(r"\w+|[^\w\s]", file.read_text("utf-8")) for file in chosen]
-            pieces = [text[i : i + length] for text in texts for i in range(0, len(text), length)]
-            kept.extend((piece, label) for piece in pieces[:per_package])
+        texts = [re.findall(r"\w+", file.read_text("utf-8")) for file in sorted((library / package).glob("*.py"))]
+        pieces = [text[i : i + length] for text in texts for i in range(0, len(text), length)]
+        for i, piece in enumerate(pieces[:per_package]):
+            (train if i % 4 else held_out).append((piece, label))
     return train, held_out
 
 
@@ -106,7 +105,7 @@ def accuracy(step: mirrorc.Step, texts: Texts, batch: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Trains, and returns the accuracy on files that were held out."""
+    """Trains, and returns the accuracy on pieces that were held out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=["cpu:0", "cpu:1"])
     parser.add_argument("--pretrained", help="name or folder of a model, for transformers' from_pretrained")

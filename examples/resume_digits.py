@@ -1,7 +1,7 @@
 """Trains on scikit-learn's digits, stops half-way, and goes on from the checkpoint in new objects: bit for bit the same.
 
-    python examples/resume_digits.py                       # writes checkpoint.pt into a temporary folder
-    python examples/resume_digits.py --checkpoint checkpoint.pt
+python examples/resume_digits.py                       # writes checkpoint.pt into a temporary folder
+python examples/resume_digits.py --checkpoint checkpoint.pt
 """
 
 from __future__ import annotations
