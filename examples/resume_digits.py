@@ -47,10 +47,11 @@ class Training:
         with mirrorc.compile(
             self.model, options.devices, optimizer=self.optimizer, loss_fn=F.cross_entropy, backend=options.backend
         ) as step:
-            for self.epoch in tqdm(range(self.epoch + 1, until + 1), unit="epoch", dynamic_ncols=True):
+            for _ in tqdm(range(self.epoch, until), unit="epoch", dynamic_ncols=True):
                 for chosen in torch.randperm(len(labels)).split(options.batch):
                     step(images[chosen], target=labels[chosen])
                 self.scheduler.step()
+                self.epoch += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> bool:
