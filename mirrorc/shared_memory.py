@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -67,8 +68,13 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
         id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)
     }  # a view keeps what it is a view of
     expected = Counter(tensor.untyped_storage().data_ptr() for tensor in known.values())
-    held = [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
-    if held:
+
+    def held_by_others() -> list[str]:
+        return [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
+
+    if held_by_others():
+        gc.collect()  # what nobody can reach holds nothing, such as a circle of objects around a state_dict that was saved
+    if held := held_by_others():
         warnings.warn(
             f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "
             "was taken before the first step: a state_dict(), p.data, a view, or an output whose backward is still to come. A "

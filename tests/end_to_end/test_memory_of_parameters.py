@@ -190,6 +190,9 @@ def test_nothing_is_told_where_nobody_holds_the_memory_of_parameters() -> None:
     averaged = torch.optim.swa_utils.AveragedModel(model)
     optimizer = ADAM(model.parameters())
     train_step(model, optimizer, mlp_batch(5), F.cross_entropy)
+    circle: list[Any] = [model.state_dict()]  # garbage that is collected one day
+    circle.append(circle)
+    del circle
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with compiled(model, optimizer, 3) as step:
