@@ -15,6 +15,7 @@ from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
+from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.optimizers import check_optimizer
 from mirrorc.options import (
@@ -67,6 +68,7 @@ def compile(
     record: bool = True,
     cuda_graphs: bool = False,
     return_outputs: bool = False,
+    microbatches: int = 1,
     progress: bool = True,
     autocast: torch.dtype | str | bool | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -109,6 +111,9 @@ def compile(
             with a loss_fn that returns more than the loss, a pair of both. Tensors with a row for each example are those of the
             whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the sum over the replicas.
             Of anything else, such as other scalars of integers, there is a `mirrorc.PerReplica` with what each replica gives.
+        microbatches: run each device's part of the batch in this many parts, one after the other, with one reduction and one
+            update: activations of one part alone are in memory at a time. The gradient is that of the whole batch. Parts differ
+            by at most one example; a part has at least one, so a small batch has fewer parts. Evaluations run at once.
         progress: say what a compilation does once it takes longer than 2 s: in a line on standard error if that is a terminal,
             else in a line of the log (level INFO).
         autocast: run forward and loss under `torch.autocast` with this dtype, as a step that is called within that context does.
@@ -156,11 +161,18 @@ def compile(
     trainer = check_optimizer(optimizer, model_state.parameters)
     used_scaler = checked_scaler(scaler, asked, model_state.parameters)
     casts_to = checked_autocast(autocast, parsed)
+    parts = checked_microbatches(microbatches, passes, disable_passes)
     bounds = clipping(clip_grad_norm, clip_grad_value, trainer, passes, disable_passes)
     base = passes
     if base is None:
         base = default_pipeline(
-            **sizes, link=link, **bounds, scales_loss=used_scaler is not None, check_finite=check_finite, **preferred
+            **sizes,
+            link=link,
+            microbatches=parts,
+            **bounds,
+            scales_loss=used_scaler is not None,
+            check_finite=check_finite,
+            **preferred,
         )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
     check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
@@ -187,6 +199,7 @@ def compile(
         record=record,
         cuda_graphs=cuda_graphs,
         return_outputs=return_outputs,
+        microbatches=parts,
         progress=progress,
         scaler=used_scaler,
         autocast=casts_to,

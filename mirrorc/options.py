@@ -50,6 +50,7 @@ class StepOptions:
     record: bool
     cuda_graphs: bool
     return_outputs: bool
+    microbatches: int
     progress: bool
     scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
     autocast: torch.dtype | None
@@ -95,6 +96,7 @@ _TAKES = {
     "record": _Takes((bool,), "say True, for step.explain() and step.timeline(), or False"),
     "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
     "return_outputs": _Takes((bool,), "say True, for loss, outputs = step(...), or False"),
+    "microbatches": _Takes((int,), "give a number of parts, 1 to run each shard at once"),
     "progress": _Takes((bool,), "say True, to be told what takes long while it is compiled, or False"),
     "check_finite": _Takes(
         (bool,),

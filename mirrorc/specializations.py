@@ -99,6 +99,11 @@ class Specialization:
     def numbers(self) -> list[tuple[int | float, ...]]:
         """For each replica, the Python numbers that its program takes, as the guards have found them last."""
         of_graphs = self.guards.numbers_by_graph()
+        if self.executor.program.microbatches and len(set(of_graphs)) > 1:
+            raise ValueError(
+                "forward makes other Python numbers of what it is given for microbatches of different sizes, and a step takes "
+                "one for all of them: give batches that divide evenly, or compile without microbatches"
+            )
         return (
             [of_graphs[shard or 0] for shard in self.shard_of_replica] if any(of_graphs) else []
         )  # absent ones read none

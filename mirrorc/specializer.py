@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
@@ -18,12 +19,14 @@ from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import LoneExampleError
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shard_types import shard_types
 from mirrorc.capture.shards import Shards, split_call
-from mirrorc.capture.specialize import CapturedProgram, capture_program, shard_types
+from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import REMEDY
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.instruments import instruments_for
+from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Synchronization
@@ -101,9 +104,11 @@ class Specializer:
         self, call: Call, shards: Shards, is_stale: bool, trains: bool
     ) -> tuple[Specialization, Shards]:
         kept = self._specializations if trains else self._evaluations
+        parts = self._options.microbatches if trains else 1
+        by_twos = functools.partial(split_call, call, len(shards.num_examples), fewest=2, microbatches=parts)
         key = self._key(call, shards, trains)
-        if 1 in shards.num_examples and key in self._lone:
-            shards = split_call(call, len(shards.num_examples), fewest=2)
+        if shards.have_one_example and key in self._lone:
+            shards = by_twos()
             key = self._key(call, shards, trains)
         try:
             self._interrupts.hold()
@@ -118,7 +123,7 @@ class Specializer:
         try:
             new = self._compile(call, shards, kept.what_is_new(key), trains)
         except LoneExampleError:
-            if split_call(call, len(shards.num_examples), fewest=2).num_examples == shards.num_examples:
+            if not shards.have_one_example or by_twos().have_one_example:
                 raise
             self._lone.add(key)
             return self._found_or_compiled(call, shards, is_stale, trains)
@@ -160,7 +165,7 @@ class Specializer:
         groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
         of_optimizer = (groups, is_elementwise(optimizer)) if trains else ()
-        return call.structure, tuple(types), self._model.fingerprint(), of_optimizer, torch_modes()
+        return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizer, torch_modes()
 
     def _warn_of_differences(self, differences: Sequence[str]) -> None:
         """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
@@ -258,7 +263,7 @@ class Specializer:
             )
         times.append(time.perf_counter())
         places = zip(options.devices, program.device_graphs.values(), strict=True)
-        called = [(device.torch_device, _called(module)) for device, module in places]
+        called = [(device.torch_device, names_of_called_regions(module.graph)) for device, module in places]
         wanted = [(program.regions[name], device) for device, names in called for name in names]
         progress.enter("regions", len(wanted))
         functions = iter(self._regions.compile_all(wanted, progress.advance))
@@ -286,10 +291,6 @@ class Specializer:
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
         refuse_shared_memory({**self._model.tensors, **constants}, moving)
-
-
-def _called(module: fx.GraphModule) -> list[str]:
-    return list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))
 
 
 def _log_times(what: str, program: Program, times: Sequence[float]) -> None:

@@ -60,6 +60,7 @@ class Step(StepReports):
             options.loss_fn,
             len(options.devices),
             keeps_plain_apart=options.front_end.guards_plain_values,
+            microbatches=options.microbatches,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

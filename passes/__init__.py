@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from mirrorc.passes.accumulate_microbatches import AccumulateMicrobatches
 from mirrorc.passes.check_finite import CheckFinite
 from mirrorc.passes.clip_gradients import ClipGradients
 from mirrorc.passes.decompose_gelu import DecomposeGelu
@@ -27,6 +28,7 @@ from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "PASSES",
+    "AccumulateMicrobatches",
     "CheckFinite",
     "ClipGradients",
     "DecomposeGelu",
@@ -55,6 +57,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "outline-regions": OutlineRegions,
     "factor-gradients": FactorGradients,
     "place-gradients": PlaceGradients,
+    "accumulate-microbatches": AccumulateMicrobatches,
     "replicate": Replicate,
     "pack-gradients": PackGradients,
     "insert-all-reduce": InsertAllReduce,
@@ -78,6 +81,7 @@ def default_pipeline(
     min_factored_elements: int = 2**17,
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
+    microbatches: int = 1,
     max_grad_norm: float | tuple[float | None, ...] | None = None,
     grad_norm_type: float | tuple[float, ...] = 2.0,
     max_grad_value: float | None = None,
@@ -93,6 +97,7 @@ def default_pipeline(
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
         gelu_by_sigmoid, channels_last: whether these make the generated code faster, see `DecomposeGelu` and `LayChannelsLast`;
             `mirrorc.compile` determines it from backend and devices.
+        microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
             they are not finite leaves its update out.
@@ -108,6 +113,7 @@ def default_pipeline(
         OutlineRegions(),
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
+        *([AccumulateMicrobatches()] if microbatches > 1 else []),
         Replicate(),
         PackGradients(),
         InsertAllReduce(),

@@ -87,6 +87,9 @@ class FactorGradients:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         if program.num_replicas == 1:
             return program.with_remarks("no gradient stays factors: one device has no share to make", is_kept=False)
+        if program.shard_of_microbatch:
+            told = "no gradient stays factors: microbatches add theirs up, where factors would be kept of each"
+            return program.with_remarks(told)
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         if why_not := self._why_no_shares(program, bool(slots)):
             return program.with_remarks(f"no gradient stays factors: {why_not}")

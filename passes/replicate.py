@@ -12,6 +12,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import of_replica
+from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import listed, numbered
@@ -106,5 +107,5 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], replic
         copy = call(graph, ops.argument, (), {"name": str(node.target), "replica": replica})
         copy.meta.update(node.meta)
         return copy
-    more = {} if node.target is operator.getitem else {"replica": replica}
+    more = {} if node.target is operator.getitem or is_compute(node) else {"replica": replica}
     return copy_node(graph, node, copies, name=of_replica(node.name, replica), **more)

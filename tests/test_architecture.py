@@ -29,6 +29,7 @@ ORDER = (
     "mirrorc/progress",
     "mirrorc/options",
     "mirrorc/clipping",
+    "mirrorc/microbatches",
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",
     "mirrorc/capture",

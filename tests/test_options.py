@@ -91,6 +91,7 @@ TAKEN: dict[str, set[str]] = {
     "record": BOOLS,
     "cuda_graphs": {"False"},
     "return_outputs": BOOLS,
+    "microbatches": {"1"},
     "progress": BOOLS,
     "autocast": {"None", *BOOLS},
     "scaler": {"None"},

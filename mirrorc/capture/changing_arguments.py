@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.arguments import Call, Constant, Structure
-from mirrorc.capture.specialize import ShardTypes
+from mirrorc.capture.shard_types import ShardTypes
 
 _MOST_SHOWN = 3  # values of one argument
 _MOST_CHARACTERS = 40  # of one value

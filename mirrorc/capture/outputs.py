@@ -92,6 +92,29 @@ def outputs_of(
     return Outputs(ways, told, first.structure, tuple(own), is_whole)
 
 
+def refuse_outputs_apart(ways: Mapping[str, str], traced: Sequence[TracedOutputs]) -> None:
+    """Refuses outputs of which there would be one for each microbatch.
+
+    Args:
+        ways: how each output is gathered.
+        traced: what the graphs give.
+
+    Raises:
+        CaptureError: names the output and the remedy.
+    """
+    apart = [name for name, how in ways.items() if how == "apart"]
+    constants = zip(*([leaf for leaf in one.leaves if leaf.kind is LeafKind.CONSTANT] for one in traced), strict=False)
+    apart += [
+        first.path for first, *others in constants if not all(_is_same(first.value, other.value) for other in others)
+    ]
+    if apart:
+        raise CaptureError(
+            f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them, so each microbatch "
+            "gives one of its own, and they cannot be put together. Remedy: mark a count or a sum by mirrorc.summed(), return a "
+            "mean or a tensor with a row for each example, or compile without microbatches or without return_outputs"
+        )
+
+
 def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
     kinds = [[(leaf.path, leaf.kind) for leaf in one.leaves] for one in (first, other)]
     if first.structure != other.structure or kinds[0] != kinds[1] or list(first.types) != list(other.types):

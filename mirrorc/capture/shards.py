@@ -18,13 +18,38 @@ class Shards:
     Attributes:
         tensors: for each replica, its tensor arguments in order of the call's leaves.
         num_examples: for each replica, how many examples of the batch it has; of a small batch, the last replicas have none.
+        microbatches: for each replica, how many examples each of its microbatches has; empty if all run their shards at once.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
     num_examples: tuple[int, ...]
+    microbatches: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def fewest_examples(self) -> int:
+        """How many examples the smallest shard or microbatch has; shards without examples count, too."""
+        return min([*self.num_examples, *(size for sizes in self.microbatches for size in sizes)])
+
+    @property
+    def have_one_example(self) -> bool:
+        """Whether a shard, or one of its microbatches, has a single example."""
+        return 1 in self.num_examples or any(1 in sizes for sizes in self.microbatches)
+
+    def by_microbatch(self, call: Call) -> Shards:
+        """The same, with each microbatch as a shard of its own."""
+        if not self.microbatches:
+            return self
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for tensors, sizes in zip(self.tensors, self.microbatches, strict=True):
+            columns = [
+                tensor.split_with_sizes(sizes) if leaf.split else [tensor] * len(sizes)
+                for tensor, leaf in zip(tensors, call.leaves, strict=True)
+            ]
+            parts += zip(*columns, strict=True)
+        return Shards(tuple(parts), tuple(size for sizes in self.microbatches for size in sizes))
 
 
-def split_call(call: Call, num_replicas: int, *, fewest: int = 1) -> Shards:
+def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: int = 1) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
     A batch that is too small for all replicas is split among the first ones; the others get none of its examples.
@@ -32,7 +57,9 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1) -> Shards:
     Args:
         call: the arguments, taken apart.
         num_replicas: the number of shards.
-        fewest: how many examples a shard should have, if the batch has as many. It counts for nothing beside a `PerReplica`.
+        fewest: how many examples a shard should have, if the batch has as many, and each microbatch, if the shard has. For shards
+            it counts for nothing beside a `PerReplica`.
+        microbatches: in how many parts a shard is run, if it has enough examples; their sizes differ by at most one, too.
 
     Raises:
         ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or one
@@ -58,7 +85,9 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1) -> Shards:
             columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
         else:
             columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
-    return Shards(tuple(zip(*columns, strict=True)), sizes)
+    parts = tuple(tuple(size for size in _even_sizes(own, microbatches, fewest) if size) for own in sizes)
+    is_whole = all(len(own) <= 1 for own in parts)
+    return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

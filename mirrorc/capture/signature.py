@@ -21,11 +21,15 @@ class Signature:
         loss_fn: the loss, which gets the keyword argument ``target``; None if the model returns it.
         num_replicas: the number of shards.
         keeps_plain_apart: see `mirrorc.capture.arguments.flatten_call`.
+        microbatches: in how many parts a shard is run in training.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any, num_replicas: int, *, keeps_plain_apart: bool) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, num_replicas: int, *, keeps_plain_apart: bool, microbatches: int = 1
+    ) -> None:
         self._name, self._roots = type(model).__name__, (model, loss_fn)
         self._num_replicas, self._takes_target, self._is_apart = num_replicas, loss_fn is not None, keeps_plain_apart
+        self._microbatches = microbatches
         self._of_forward = inspect.signature(model.forward)
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -49,7 +53,8 @@ class Signature:
                 f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {error}"
             ) from None
         call = flatten_call(self._names, args, kwargs, keeps_plain_apart=self._is_apart)
-        shards = split_call(call, self._num_replicas)
-        if self._num_replicas > 1 and min(shards.num_examples) < 2:  # modules are looked at only then
-            shards = split_call(call, self._num_replicas, fewest=fewest_examples(*self._roots))
+        parts = self._microbatches if trains else 1
+        shards = split_call(call, self._num_replicas, microbatches=parts)
+        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # modules are looked at only then
+            shards = split_call(call, self._num_replicas, fewest=fewest_examples(*self._roots), microbatches=parts)
         return call, shards

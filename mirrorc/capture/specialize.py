@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named,
 from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
-from mirrorc.capture.outputs import Outputs, outputs_of
+from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
+from mirrorc.capture.shard_types import ShardTypes, grown_types, types_run
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.sums_and_means import notes_on_reductions
 from mirrorc.capture.time_axes import refuse_split_time
@@ -30,12 +31,9 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program, Stage
+from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.optimizers import hyperparameters_by_label, update_rules
-from mirrorc.torch_internals import is_dense
-
-ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(frozen=True)
@@ -59,15 +57,6 @@ class CapturedProgram:
     outputs: Outputs | None = None
 
 
-def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The shapes, strides and dtypes on which a graph is specialized: those that a replica's tensors have on its device.
-
-    A tensor with gaps or overlaps becomes dense when it is moved to another device.
-    """
-    moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
-    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
-
-
 def capture_program(
     training_call: TrainingCall,
     call: Call,
@@ -80,7 +69,7 @@ def capture_program(
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
 ) -> CapturedProgram:
-    """Captures one graph for each distinct shape of a shard.
+    """Captures one graph for each distinct shape of a shard, or of a microbatch.
 
     Args:
         training_call: model and loss.
@@ -99,36 +88,35 @@ def capture_program(
     refuse_synchronized_statistics(training_call)
     front_end = front_end or front_end_named(AUTO)
     home = devices[0].torch_device
-    types_of = [
-        shard_types(shard, device.torch_device) if size else None
-        for shard, device, size in zip(shards.tensors, devices, shards.num_examples, strict=True)
-    ]
-    distinct = list(dict.fromkeys(types for types in types_of if types is not None))
-    shard_of_replica = tuple(distinct.index(types) if types is not None else None for types in types_of)
+    types_of = list(types_run(shards, call, devices))
+    distinct = list(dict.fromkeys(types for own in types_of for types in own))
+    runs = tuple(tuple(distinct.index(types) for types in own) for own in types_of)
     examples = [_examples(types, home) for types in distinct]
     captured = _capture_each(front_end, training_call, call, examples, state, optimizer, decompositions)
-    if len(devices) > 1:
+    parts = shards.by_microbatch(call)
+    if len(parts.num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].leaves_with_time_first, type(training_call.model).__name__)
 
     def trace_grown() -> TracedOutputs | None:
-        return outputs_for(front_end, training_call, _examples(_grown(distinct[0], call), home))
+        return outputs_for(front_end, training_call, _examples(grown_types(distinct[0], call), home))
 
     keeps = training_call.keeps_outputs
-    outputs = _gathered(captured, shard_of_replica, shards.num_examples, loss_reduction, trace_grown) if keeps else None
+    outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if keeps else None
     return CapturedProgram(
-        _program(captured, shard_of_replica, shards.num_examples, devices, state, optimizer, loss_reduction),
+        _program(captured, runs, call, shards, devices, state, optimizer, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.guards for graph in captured]),
-        differences_in(captured[0].weighted_means, shards),
-        _notes(captured, outputs, len(devices), type(training_call.model).__name__, loss_reduction),
+        differences_in(captured[0].weighted_means, parts),
+        _notes(captured, outputs, len(parts.num_examples), type(training_call.model).__name__, loss_reduction),
         outputs,
     )
 
 
 def _program(
     captured: Sequence[CapturedGraph],
-    shard_of_replica: tuple[int | None, ...],
-    num_examples: tuple[int, ...],
+    runs: tuple[tuple[int, ...], ...],
+    call: Call,
+    shards: Shards,
     devices: tuple[Device, ...],
     state: ModelState,
     optimizer: torch.optim.Optimizer,
@@ -138,15 +126,24 @@ def _program(
         stage=Stage.CAPTURED,
         devices=devices,
         variables=_variables(captured, state, optimizer),
-        arguments=captured[0].arguments,
+        arguments=tuple(_with_examples(argument, call) for argument in captured[0].arguments),
         shard_graphs=tuple(c.graph for c in captured),
-        shard_of_replica=shard_of_replica,
-        num_examples=num_examples,
+        shard_of_replica=tuple(own[0] if own else None for own in runs),
+        shard_of_microbatch=runs if shards.microbatches else (),
+        num_examples=shards.num_examples,
+        microbatches=shards.microbatches,
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizer) if captured[0].trains else {},
     )
     told = remarks_on_numbers(captured[0])
-    return program.with_remarks(*remarks_on(captured[0].weighted_means, len(devices)), *told)
+    num_parts = len(shards.by_microbatch(call).num_examples)
+    return program.with_remarks(*remarks_on(captured[0].weighted_means, num_parts), *told)
+
+
+def _with_examples(argument: Argument, call: Call) -> Argument:
+    """An argument of the graphs, with whether it is split."""
+    is_split = argument.kind is ArgumentKind.BATCH and call.leaves[argument.leaf or 0].split
+    return replace(argument, has_examples=True) if is_split else argument
 
 
 def _capture_each(
@@ -182,48 +179,44 @@ def _examples(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def _notes(
-    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_devices: int, what: str, loss_reduction: str
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
 ) -> tuple[Note, ...]:
     """The warnings to give on all graphs, each once."""
     notes = [note for graph in captured for note in graph.notes]
     if outputs is not None and outputs.told:
         notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
-    if num_devices > 1 and captured[0].trains:
+    if num_parts > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, what)
-        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_devices, what)
+        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_parts, what)
     return tuple(dict.fromkeys(notes))
 
 
 def _gathered(
     captured: Sequence[CapturedGraph],
-    shard_of_replica: Sequence[int | None],
-    num_examples: Sequence[int],
+    runs: Sequence[Sequence[int]],
+    shards: Shards,
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
     """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
-    sizes = [num_examples[shard_of_replica.index(shard)] for shard in range(len(captured))]
+    size_of = {
+        shard: size
+        for own, sizes in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True)
+        for shard, size in zip(own, sizes, strict=False)
+    }
+    sizes = [size_of[shard] for shard in range(len(captured))]
     traced = [graph.outputs for graph in captured if graph.outputs is not None]
-    other = trace_grown() if len(set(sizes)) == 1 and len(shard_of_replica) > 1 else None
+    is_split = len(runs) > 1 or bool(shards.microbatches)
+    other = trace_grown() if len(set(sizes)) == 1 and is_split else None
+    shard_of_replica = [own[0] if own else None for own in runs]
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
+    if shards.microbatches:
+        refuse_outputs_apart(outputs.ways, traced)
     ways = {**outputs.ways, LOSS_OUTPUT: "averaged" if loss_reduction == "mean" else "summed"}
     for graph in captured:
         for node in calls_to(graph.graph, ops.gather):
             node.kwargs = {**node.kwargs, "how": ways[str(node.kwargs["output"])]}
     return outputs
-
-
-def _grown(types: ShardTypes, call: Call) -> ShardTypes:
-    """The types of a shard with one example more, laid out in the same order of dimensions."""
-    grown = []
-    for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
-        shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)
-        strides, step = [0] * len(shape), 1
-        for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):  # the innermost first
-            strides[dim] = step
-            step *= shape[dim]
-        grown.append((torch.Size(shape), tuple(strides), dtype))
-    return tuple(grown)
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Registers the matrix product that writes its result into given memory, which ATen has in no traceable form."""
+"""Registers the matrix products that write into given memory, or add there, which ATen has in no traceable form."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ torch.library.register_fake("mirrorc::mm_into", lambda out, left, right: None, l
 
 mm_into = torch.ops.mirrorc.mm_into.default
 """``mm_into(out, left, right)`` computes ``left @ right`` [m, n] into ``out``, contiguous [m, n] of the same dtype."""
+
+
+def _addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    out.addmm_(left, right)
+
+
+_LIBRARY.define(
+    "addmm_into(Tensor(a!) out, Tensor left, Tensor right) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_LIBRARY.impl("addmm_into", _addmm_into, "CompositeExplicitAutograd")
+torch.library.register_fake("mirrorc::addmm_into", lambda out, left, right: None, lib=_LIBRARY)
+
+addmm_into = torch.ops.mirrorc.addmm_into.default
+"""``addmm_into(out, left, right)`` adds ``left @ right`` [m, n] to what ``out`` holds, contiguous [m, n] of the same dtype."""

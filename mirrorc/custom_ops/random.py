@@ -27,6 +27,11 @@ def mix(seed: int, stream: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
+    """The seed of a replica's microbatch, from the replica's: as that of a stream beyond those of any program's operations."""
+    return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
+
+
 def _draw_mask(
     seed: torch.Tensor, stream: int, size: list[int], keep_probability: float, device: torch.device
 ) -> torch.Tensor:

@@ -122,6 +122,11 @@ def region_calls(graph: fx.Graph) -> list[fx.Node]:
     return sorted([*calls_to(graph, *_REGION_CALLS), *graph.find_nodes(op="call_module", sort=False)])
 
 
+def names_of_called_regions(graph: fx.Graph) -> list[str]:
+    """The regions that a graph calls, each once, in the order of their first calls."""
+    return list(dict.fromkeys(map(region_of, region_calls(graph))))
+
+
 _REGION_CALLS = Selection(lambda operation: operation.kind is Kind.REGION)
 
 

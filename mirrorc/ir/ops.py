@@ -25,6 +25,7 @@ from mirrorc.ir.type_rules import (
     of_gather,
     of_index_add,
     of_loss_scale,
+    of_microbatch,
     of_norm,
     of_operand,
     of_product,
@@ -89,6 +90,16 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 )
 def loss_scale(*, replica: int) -> Any:
     """The number by which this step's loss is multiplied before backward, as the user's `GradScaler` has it."""
+
+
+@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
+def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
+    """The examples of one microbatch of an argument, a view of it; ``sizes`` says how many examples each microbatch has."""
+
+
+@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
+def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any:
+    """The random stream of one microbatch, made from that of its replica."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))

@@ -86,11 +86,13 @@ class Argument:
         name: as printed.
         kind: what it is.
         leaf: of the batch, the index of the tensor among the call's tensor arguments; of a number, that among the step's numbers.
+        has_examples: of the batch, whether its dim 0 counts the replica's examples; a tensor that is given whole has none.
     """
 
     name: str
     kind: ArgumentKind
     leaf: int | None = None
+    has_examples: bool = False
 
 
 def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: ArgumentKind) -> list[fx.Node]:
@@ -108,7 +110,9 @@ class Program:
 
     Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two when the
     batch does not divide evenly, or more with `PerReplica`) and ``shard_of_replica`` says which one each replica runs: None for a
-    replica without examples, which runs none.
+    replica without examples, which runs none. If replicas run their shards in microbatches, the graphs are those of
+    microbatches, and ``shard_of_microbatch`` says which one each of them runs, until ``accumulate-microbatches`` has put them
+    one after the other.
     From REPLICATED to SCHEDULED, ``graph`` is the mirrored graph: the nodes of every device side by side. In LOWERED,
     ``device_graphs`` holds one graph module per device.
 
@@ -118,7 +122,8 @@ class Program:
         variables: every parameter and buffer, by name.
         arguments: the arguments of a replica's program.
         shard_graphs: see above.
-        shard_of_replica: see above.
+        shard_of_replica: see above; as long as graphs are those of microbatches, the graph of the replica's first one.
+        shard_of_microbatch: for each replica, the graph of each of its microbatches, see above; empty otherwise.
         graph: see above.
         device_graphs: see above, keyed by device name.
         regions: shared pieces of forward and backward, by name.
@@ -126,6 +131,8 @@ class Program:
         remarks: what passes tell a reader, such as which gradients stay factors and why. A plain text becomes a `Remark`.
         num_examples: for each replica, how many examples of the batch it has; empty if that is not known. A replica that has
             none, because the batch is too small, runs nothing of forward and backward. See `present`.
+        microbatches: for each replica, how many examples each of its microbatches has, which run one after the other; empty if
+            all replicas run their shards at once.
         loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
@@ -138,12 +145,14 @@ class Program:
     arguments: tuple[Argument, ...]
     shard_graphs: tuple[fx.Graph, ...] = ()
     shard_of_replica: tuple[int | None, ...] = ()
+    shard_of_microbatch: tuple[tuple[int, ...], ...] = ()
     graph: fx.Graph | None = None
     device_graphs: Mapping[str, fx.GraphModule] = field(default_factory=lambda: MappingProxyType({}))
     regions: Mapping[str, Region] = field(default_factory=lambda: MappingProxyType({}))
     buckets: tuple[Bucket, ...] = ()
     remarks: tuple[Remark, ...] = ()
     num_examples: tuple[int, ...] = ()
+    microbatches: tuple[tuple[int, ...], ...] = ()
     loss_reduction: str = "mean"
     optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     properties: tuple[Property, ...] = ()
@@ -162,6 +171,13 @@ class Program:
         """The replicas that have examples, in order; all, if the numbers of examples are not known."""
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
+
+    def graphs_run_by(self, replica: int) -> tuple[int, ...]:
+        """The shard graphs that a replica runs, in order: one for each of its microbatches, or one; none without examples."""
+        if self.shard_of_microbatch:
+            return self.shard_of_microbatch[replica]
+        shard = self.shard_of_replica[replica]
+        return (shard,) if shard is not None else ()
 
     @property
     def trains(self) -> bool:

@@ -116,6 +116,18 @@ def of_operand(program: Program, node: fx.Node) -> ValueType:
     return noted_type(node.args[0])
 
 
+def of_microbatch(program: Program, node: fx.Node) -> ValueType:
+    """The type of its operand, with as many examples as the microbatch has; the sizes must make up the operand's dim 0."""
+    kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]
+    is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
+    if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
+        raise TypeError(f"it takes microbatch {index} of {sizes}, which there is not")
+    shape = kind[1] if isinstance(kind, tuple) and kind[0] == "tensor" else ()
+    if not shape or shape[0] != sum(sizes):  # type: ignore[arg-type]
+        raise TypeError(f"it splits {say_type(kind)} into {sizes}, which are not its examples")
+    return ("tensor", (sizes[index], *shape[1:]), *kind[2:])  # type: ignore[index]
+
+
 def of_part(program: Program, node: fx.Node) -> ValueType:
     """The type of one part of a tuple."""
     source, index = node.args

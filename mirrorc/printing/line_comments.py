@@ -10,6 +10,7 @@ from torch import fx
 
 from mirrorc.analysis.clipping import is_checked
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
+from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.gradient_forms import FORMS
@@ -204,7 +205,7 @@ def _way_of(gradient: fx.Node, in_place: dict[fx.Node, set[int]]) -> str:
 def _places_in_slots(call: fx.Node) -> set[int]:
     """The places of a region's results that it writes into slots."""
     gradients: Any = call.kwargs.get("gradients") or {}
-    slots = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.slot}
+    slots = {str(slot.kwargs["variable"]) for _, slot in given_slots(call)}
     return {place for name, place in gradients.items() if name in slots}
 
 

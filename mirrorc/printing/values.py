@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.identifiers import of_all_replicas
@@ -99,7 +100,8 @@ class PrintedValues:
             return "computed", ""
         of_part = words_of_part(node.target, node.args)
         if of_part is None:
-            return self._kept_as(node), node.name
+            variable = gradient_of(node)
+            return ("gradient", variable) if variable is not None else (self._kept_as(node), node.name)
         operation, words = of_part
         return operation.value, filled(operation.called, (), words)
 

@@ -59,6 +59,23 @@ class Expressions:
         except TypeError:  # a part of the key cannot be hashed
             return self.numbers.setdefault(repr(key), len(self.numbers))
 
+    def argument(self, name: str, kind: Any) -> int:
+        """The number of an argument of a type."""
+        return self.number("argument", name, kind)
+
+    def microbatch(self, argument: int, index: Any, sizes: Any) -> int:
+        """The number of a microbatch's part of an argument."""
+        return self.number("microbatch", ("value", argument), index, tuple(sizes))
+
+    def seed_of_microbatch(self, seed: int, index: Any) -> int:
+        """The number of a microbatch's random stream."""
+        return self.number("microbatch_seed", ("value", seed), index)
+
+    def applied(self, target: Any, *args: Any) -> int:
+        """The number of what an operator of torch makes of numbers of values (`int`), lists of them, and floats."""
+        wrapped = [_Value(a) if type(a) is int else [_Value(i) for i in a] if isinstance(a, list) else a for a in args]
+        return self._number_application(target, tuple(wrapped), {}, {})
+
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
         """The number of each value of a graph; for a call of a region, a tuple of numbers.
 
@@ -101,8 +118,11 @@ class Expressions:
         if node.target is ops.read:
             return self.number("read", node.kwargs["variable"])
         if node.op == "placeholder" or node.target is ops.argument:
-            kind = value_type(node.meta.get("val"))
-            return self.number("argument", str(node.kwargs.get("name", node.target)), kind)
+            return self.argument(str(node.kwargs.get("name", node.target)), value_type(node.meta.get("val")))
+        if node.target is ops.microbatch:
+            return self.microbatch(numbered[node.args[0]], node.kwargs["index"], node.kwargs["sizes"])  # type: ignore[index]
+        if node.target is ops.microbatch_seed:
+            return self.seed_of_microbatch(numbered[node.args[0]], node.kwargs["index"])  # type: ignore[index]
         if is_region_call(node):
             return self._call(node, numbered)
         if node.target in ops.FACTORED:
@@ -174,6 +194,9 @@ class Expressions:
         if node.target is matmul.mm_into:
             factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
             written = self.number(torch.ops.aten.mm.default, factors, ())
+        elif node.target is matmul.addmm_into:
+            product = self.applied(torch.ops.aten.mm.default, *(numbered[source] for source in sources))  # type: ignore[index]
+            written = self.applied(torch.ops.aten.add.Tensor, numbered[target], product)  # type: ignore[index]
         elif written is None:
             written = self.number(node.target, *(("value", numbered.get(n)) for n in node.all_input_nodes))
         numbered[node] = numbered[target] = written  # type: ignore[index]

@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
+from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute
@@ -100,6 +101,17 @@ class Binder:
     @binds(ops.gather)
     def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
         return self._outputs.part(replica, node)
+
+    @binds(ops.microbatch)
+    def _bind_microbatch(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        sizes: Any = node.kwargs["sizes"]
+        index: Any = node.kwargs["index"]
+        start, size = sum(sizes[:index]), sizes[index]
+        return lambda argument, **_: argument.narrow(0, start, size)
+
+    @binds(ops.microbatch_seed)
+    def _bind_microbatch_seed(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        return lambda seed, index, **_: seed_of_microbatch(seed, index)
 
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:

@@ -177,6 +177,10 @@ class _Walk:
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere
 
+    @accounts(ops.microbatch)
+    def _microbatch(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._of(node.args), 0
+
     @accounts(ops.FACTORED)
     def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (self._of(node.args) if stays_factored(node) else self._new(node)), 0
@@ -231,7 +235,7 @@ class _Walk:
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # the value is kept until the commit, which looks at it if need be
 
-    @accounts(ops.norm, ops.clip_factor)
+    @accounts(ops.norm, ops.clip_factor, ops.microbatch_seed)
     def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._new(node), 0
 

@@ -481,6 +481,16 @@ def test_own_backward() -> None:
             pair.train()
 
 
+def test_microbatches() -> None:
+    with Pair(microbatches=4) as pair:
+        x, y = batch(8, 0)
+        for part, own in zip(x.chunk(4), y.chunk(4), strict=True):
+            (F.cross_entropy(pair.plain(part), own) / 4).backward()
+        pair.plain_optimizer.step()
+        pair.step(x, target=y)
+        pair.check()
+
+
 def test_accumulation() -> None:
     (x, y), (u, v) = batch(6, 0), batch(6, 1)
     with Pair() as pair:

@@ -56,6 +56,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
     found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
+    dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
+    found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
 

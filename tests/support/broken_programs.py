@@ -14,7 +14,9 @@ from tiny_programs import (
     PASS_NAMES,
     SMALL_BUCKETS,
     Weight,
+    captured_two_layers,
     core_pipeline,
+    every_stage,
     handmade,
     outputs,
     run_up_to,
@@ -22,6 +24,7 @@ from tiny_programs import (
 )
 from torch import fx
 
+from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
@@ -169,6 +172,31 @@ def evaluation(*, keeps_loss: bool = False, keeps_rules: bool = False) -> Progra
         arguments=tuple(one for one in program.arguments if one.kind is not ArgumentKind.LOSS_WEIGHT),
         variables=program.variables if keeps_rules else variables,
     )
+
+
+def microbatched(pass_name: str, change: Callable[[Program], Program]) -> Mutation:
+    """A change of a program on two devices, each of which runs two microbatches."""
+
+    def mutate(_: Program) -> Program:
+        program = every_stage(captured_two_layers(2, 8, 2), microbatches=2, **SMALL_BUCKETS)[pass_name]
+        verify(program)
+        return change(program)
+
+    return "pack-gradients", mutate
+
+
+def change_of(change: Callable[[fx.Graph], None]) -> Callable[[Program], Program]:
+    return lambda program: at("", change)[1](program)
+
+
+def call_instead(graph: fx.Graph, name: str, other: str) -> None:
+    call = next(node for node in targets(graph, ops.call_region) if node.kwargs["region"] == name)
+    with_kwargs(call, region=other)
+
+
+def return_an_earlier_gradient(graph: fx.Graph) -> None:
+    call = next(node for node in targets(graph, ops.call_region) if node.kwargs["region"] == "bwd_0")
+    output_with(graph, "writes", lambda writes: {**writes, "stat": next(filter(gradient_of, call.users))})
 
 
 def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
@@ -902,6 +930,22 @@ BAD: dict[str, list[Mutation]] = {
     "collectives_have_one_order": [
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
+    ],
+    "microbatches_make_up_the_shards": [
+        microbatched("place-gradients", lambda program: program.evolve(microbatches=((4,), (2, 2)))),
+        microbatched("place-gradients", lambda program: program.evolve(microbatches=((2, 3), (2, 2)))),
+        microbatched("place-gradients", lambda program: program.evolve(shard_of_microbatch=((0, 0), (0, 1)))),
+        microbatched("lower-devices", lambda program: program.evolve(microbatches=((2, 2),))),
+    ],
+    "each_microbatch_is_taken_once": [
+        microbatched("replicate", change_of(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
+        microbatched("lower-devices", change_of(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
+        microbatched("lower-devices", lambda program: program.evolve(microbatches=((1, 3), (2, 2)))),
+    ],
+    "gradients_are_added_where_they_are": [
+        microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0", "bwd_0_adding"))),
+        microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0_adding", "bwd_0"))),
+        microbatched("accumulate-microbatches", change_of(return_an_earlier_gradient)),
     ],
     "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
 }

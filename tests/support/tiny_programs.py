@@ -171,14 +171,20 @@ class TwoLayers(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
-def captured_two_layers(num_devices: int = 2, rows: int = 8) -> Program:
+def captured_two_layers(num_devices: int = 2, rows: int = 8, microbatches: int = 1) -> Program:
     """A CAPTURED program of `TwoLayers` with cross-entropy and SGD, as `mirrorc.compile` captures it."""
     torch.manual_seed(0)
-    return captured_model(TwoLayers(), num_devices, rows)
+    return captured_model(TwoLayers(), num_devices, rows, microbatches=microbatches)
 
 
 def captured_model(
-    model: nn.Module, num_devices: int = 2, rows: int = 8, columns: int = 4, *, keeps_outputs: bool = False
+    model: nn.Module,
+    num_devices: int = 2,
+    rows: int = 8,
+    columns: int = 4,
+    *,
+    keeps_outputs: bool = False,
+    microbatches: int = 1,
 ) -> Program:
     """The same of any classifier of so many features; one whose outputs are kept gives logits and more."""
 
@@ -187,7 +193,7 @@ def captured_model(
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
-    shards = split_call(call, num_devices)
+    shards = split_call(call, num_devices, microbatches=microbatches)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     training_call = TrainingCall(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     return capture_program(training_call, call, shards, devices, ModelState(model, loss_fn), optimizer, {}).program

@@ -11,6 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.aliases import origins
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
+from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.ir import ops
 from mirrorc.ir.links import check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
@@ -84,7 +85,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                 closed[replica_of(node), bucket_of(node)] = node.name
             elif closed and is_region_call(node):
                 replica = replica_of(node)
-                for slot in (n for n in node.all_input_nodes if n.target is ops.slot):
+                for _, slot in given_slots(node):
                     if (replica, bucket_of(slot)) in closed:
                         yield Violation(
                             f"{node.name} on {where(replica)} writes into bucket {bucket_of(slot)}, which "

@@ -13,6 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, target_name
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.expressions import Expressions
+from mirrorc.verifier.repetition import accumulated_results, is_accumulated
 from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
@@ -32,14 +33,19 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
     operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or
-    unscales gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says.
+    unscales gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says. A pass that puts microbatches one
+    after the other gives the results of all of them together, as `mirrorc.verifier.repetition` says.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
     rescales = not _RESCALED.isdisjoint(set(after.properties) - set(before.properties))
-    expected = known.flows(before, inlined, without_rescaling=rescales)
+    if is_accumulated(before, after):
+        expected = known.accumulated(before)
+        inlined = True
+    else:
+        expected = known.flows(before, inlined, without_rescaling=rescales)
     found = known.flows(after, inlined, is_new=True, without_rescaling=rescales)
     for key in [*expected, *(key for key in found if key not in expected)]:
         if key[1] in _WAYS and (
@@ -82,6 +88,15 @@ class KnownFlows:
         if is_new or self._last is None or self._last[0] is not program or self._last[1] is not inlined:
             self._last = (program, inlined, _flows(program, Expressions(program, self._numbers, self._roots, inlined)))
         return self._last[2]
+
+    def accumulated(self, program: Program) -> Flows:
+        """The results of each replica over all of its microbatches, looking into regions; the program has the graphs of each."""
+        found: Flows = {}
+        for replica, kind, name, number in accumulated_results(
+            program, Expressions(program, self._numbers, self._roots, inlined=True)
+        ):
+            found.setdefault((replica, kind, name), []).append((number, None))
+        return found
 
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
@@ -149,9 +164,10 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:
         of_shard = [list(_outputs(graph, expressions.number_graph(graph))) for graph in program.shard_graphs]
-        for replica, shard in enumerate(program.shard_of_replica):
-            for kind, name, number in of_shard[shard] if shard is not None else ():
-                found.setdefault((replica, kind, name), []).append((number, None))
+        for replica in range(program.num_replicas):
+            for shard in dict.fromkeys(program.graphs_run_by(replica)):
+                for kind, name, number in of_shard[shard]:
+                    found.setdefault((replica, kind, name), []).append((number, None))
         return found
     for replica, (_, graph, replicas) in enumerate(scopes(program)):
         numbered = expressions.number_graph(graph)

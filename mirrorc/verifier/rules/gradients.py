@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.factored_gradients import stays_factored
+from mirrorc.analysis.slots_of_values import slot_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
     bucket_of,
@@ -217,9 +218,7 @@ def _writes(graph: fx.Graph) -> Iterator[fx.Node]:
 def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> Iterator[Violation]:
     placeholders = program.regions[region_of(call)].graph_module.graph.find_nodes(op="placeholder")
     slots = {
-        placeholder
-        for placeholder, given in zip(placeholders, call.args, strict=False)
-        if isinstance(given, fx.Node) and given.target is ops.slot
+        placeholder for placeholder, given in zip(placeholders, call.args, strict=False) if slot_of(given) is not None
     }
     for node in writes:
         if node.args[0] not in slots:
@@ -233,10 +232,10 @@ def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
     placeholders = body.find_nodes(op="placeholder")
     gradients: Any = call.kwargs["gradients"]
     for placeholder, given in zip(placeholders, call.args, strict=False):
-        if isinstance(given, fx.Node) and given.target is ops.slot:
-            place = gradients.get(given.kwargs["variable"])
+        if isinstance(given, fx.Node) and (slot := slot_of(given)) is not None:
+            place = gradients.get(slot.kwargs["variable"])
             if place is None or written[place] is not placeholder:
-                name = given.kwargs["variable"]
+                name = slot.kwargs["variable"]
                 yield Violation(f"the slot of {name} is given for another output of {call.name}", call)
             elif replica_of(given) != replica_of(call):
                 yield Violation(f"{given.name} is a slot of another replica than {call.name}", call)

@@ -24,7 +24,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
     for i, graph in enumerate(program.shard_graphs):
-        size = sizes[program.shard_of_replica.index(i)] if sizes and i in program.shard_of_replica else None
+        size = next((size for shard, size in _sizes_of_graphs(program) if shard == i), None) if sizes else None
         each.append((f"the graph of shard {i}", list(calls_to(graph, ops.gather)), size))
     for i, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
         found = list(calls_to(graph, ops.gather))
@@ -51,6 +51,14 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
             if first.get(name) != own.get(name):
                 at = next((n for n in nodes if str(n.kwargs.get("output")) == name), nodes[0] if nodes else None)
                 yield Violation(f"{where} gathers {name} otherwise than {each[0][0]}, or not at all", at)
+
+
+def _sizes_of_graphs(program: Program) -> Iterator[tuple[int | None, int]]:
+    """The graphs that shards, or their microbatches, run, each with the number of examples."""
+    if not program.shard_of_microbatch:
+        yield from zip(program.shard_of_replica, program.num_examples, strict=False)
+    for shards, sizes in zip(program.shard_of_microbatch, program.microbatches, strict=False):
+        yield from zip(shards, sizes, strict=False)
 
 
 def _has_rows(node: fx.Node, num_examples: int | None) -> bool:

@@ -237,6 +237,9 @@ def handmade_sources() -> Iterator[Source]:
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
+    parts = {"microbatches": 2}
+    torch.manual_seed(0)
+    yield Source("products, microbatches on 2", captured_model(Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})

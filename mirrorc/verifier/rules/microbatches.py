@@ -1,0 +1,113 @@
+"""Rules on microbatches: each example is in one of them, and each of them adds its gradients once to the same slots."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.slots_of_values import given_slots
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.routes import place_of
+from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+aten = torch.ops.aten
+
+
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
+def microbatches_make_up_the_shards(program: Program) -> Iterator[Violation]:
+    """The microbatches of a replica have all of its examples and each has some; before they are put one after the other, each
+    runs a graph, and afterwards no graph is that of a microbatch alone."""
+    if program.microbatches and len(program.microbatches) != program.num_replicas:
+        yield Violation(f"{program.num_replicas} replicas have microbatches of {program.microbatches}")
+        return
+    for replica, sizes in enumerate(program.microbatches):
+        own = program.num_examples[replica] if replica < len(program.num_examples) else None
+        if sum(sizes) != own or not all(size > 0 for size in sizes):
+            yield Violation(f"replica {replica} has {own} examples, but microbatches of {sizes}")
+    run = program.shard_of_microbatch
+    if not run:
+        return
+    if program.stage >= Stage.REPLICATED:
+        yield Violation("the graphs are still those of microbatches: run 'accumulate-microbatches' before 'replicate'")
+    if [len(own) for own in run] != [len(sizes) for sizes in program.microbatches]:
+        yield Violation(f"the microbatches of {program.microbatches} run the graphs {run}")
+    elif not all(0 <= shard < len(program.shard_graphs) for own in run for shard in own):
+        yield Violation(f"microbatches run the shard graphs {run} of {len(program.shard_graphs)}")
+    elif [own[0] if own else None for own in run] != list(program.shard_of_replica):
+        yield Violation(f"the first microbatches run the graphs {run}, but the replicas {program.shard_of_replica}")
+
+
+@rule(since=Stage.REPLICATED, order=Order.OWNERS)
+def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
+    """A replica takes each of its microbatches of an argument once, or none of them."""
+    for where, graph, replicas in scopes(program):
+        for replica in replicas:
+            place = place_of(program, graph) if replica is None else replica
+            sizes = program.microbatches[place] if program.microbatches and place is not None else ()
+            taken: dict[Any, list[Any]] = {}
+            for node in calls_to(graph, ops.microbatch):
+                if replica_of(node) != replica:
+                    continue
+                taken.setdefault(node.args[0], []).append(node.kwargs["index"])
+                if tuple(node.kwargs["sizes"]) != sizes:  # type: ignore[arg-type]
+                    yield Violation(
+                        f"{node.name} splits {node.kwargs['sizes']}, but the microbatches of {where(replica)} are {sizes}",
+                        node,
+                    )
+            for argument, indices in taken.items():
+                if sorted(indices) != list(range(len(sizes))):
+                    yield Violation(
+                        f"{where(replica)} takes the microbatches {indices} of {argument.name}, which has {len(sizes)}",
+                        argument,
+                    )
+
+
+@rule(since=Stage.OUTLINED)
+def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
+    """A region that is given a slot does not read what is there. One that is given the gradient of an earlier microbatch, which
+    lies in its slot, adds to it, and nothing else uses that gradient any more."""
+    reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
+    for graph in program.graphs():
+        for call in region_calls(graph):
+            for place, _ in given_slots(call):
+                given: Any = call.args[place]
+                reads = place in reading.get(region_of(call), ())
+                if given.target is ops.slot and reads:
+                    yield Violation(
+                        f"{call.name} adds to {given.name}, in which nothing of this step is yet: the first microbatch "
+                        "must write there",
+                        call,
+                    )
+                elif given.target is not ops.slot and not reads:
+                    yield Violation(
+                        f"{call.name} overwrites {given.name}, the gradient of an earlier microbatch, in place of adding to it",
+                        call,
+                    )
+                elif given.target is not ops.slot and (other := next((u for u in given.users if u is not call), None)):
+                    yield Violation(
+                        f"{other.name} uses {given.name}, to which {call.name} adds: it is no gradient of its own any more",
+                        other,
+                    )
+
+
+def _slots_read(body: fx.Graph) -> set[int]:
+    """The places of a region's arguments that it writes, and reads before."""
+    found = set()
+    for place, argument in enumerate(body.find_nodes(op="placeholder")):
+        writers = [user for user in argument.users if _writes(user, argument)]
+        readers = [user for user in argument.users if user not in writers or user.target is matmul.addmm_into]
+        if writers and any(user.op != "output" and user.target is not operator.getitem for user in readers):
+            found.add(place)
+    return found
+
+
+def _writes(user: fx.Node, argument: fx.Node) -> bool:
+    return user.target in (matmul.mm_into, matmul.addmm_into, aten.copy_.default) and user.args[0] is argument

@@ -1,0 +1,283 @@
+"""Runs a shard in microbatches, one after the other, and adds up their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.slots_of_values import gradient_of, slot_of
+from mirrorc.custom_ops import matmul
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copied, copy_node
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Argument, ArgumentKind, Program, Region, Stage
+from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.wording import counted, listed
+from mirrorc.torch_internals import lazy_graph_module
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AccumulateMicrobatches:
+    """Repeats the graph of a microbatch for each of a shard's, so that only the activations of one are in memory at a time.
+
+    The first microbatch writes its gradients into their slots. For each later one, regions that add to what is there are made of
+    those that write::
+
+        fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
+        loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
+        slot  = slot(bucket=0, variable=w)                l_0   = fwd_0[0]
+        bwd_0 = call_region(weight, fwd_0[1], slot,  ->   slot  = slot(bucket=0, variable=w)
+                            region=bwd_0)                 half  = aten.mul(weight, 0.5)
+        g     = bwd_0[0]                                  bwd_0 = call_region(half, fwd_0[1], slot, region=bwd_0)
+        output {loss: loss, gradients: {w: g}}            g_0   = bwd_0[0]
+                                                          x_1   = microbatch(x, index=1, sizes=(4, 4))
+                                                          ...
+                                                          bwd_0_adding = call_region(half, ..., g_0, region=bwd_0_adding)
+                                                          g_1   = bwd_0_adding[0]           # in the memory of g_0
+                                                          output {loss: 0.5 l_0 + 0.5 l_1, gradients: {w: g_1}}
+
+        region bwd_0(dy, x, w_slot):                      region bwd_0_adding(dy, x, w_slot):
+            mirrorc.mm_into(w_slot, dy, x)           ->       mirrorc.addmm_into(w_slot, dy, x)
+            return [w_slot]                                   return [w_slot]
+
+    A microbatch's loss counts by its part of the shard's examples, unless the loss is a sum. It reads the buffers as the
+    microbatch before it has left them, and has a random stream of its own. What it hands to the caller is joined: rows in the
+    order of examples, scalars by the numbers of examples. The gradients of the last microbatch are those of the shard, and come
+    in the order of its backward, so that what reduces them overlaps with it.
+
+    Needs: outlined graphs of microbatches; replicas without microbatches are left alone.
+    Guarantees: each result is the sum over the microbatches in their order, and each slot is written by the first one and added
+        to by each later one.
+    """
+
+    name: str = field(default="accumulate-microbatches", init=False)
+    input_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    trains_only: ClassVar = True
+
+    def run(self, program: Program) -> Program:
+        if not program.shard_of_microbatch:
+            told = "no shard is run in microbatches: none has as many examples as they need"
+            return program.with_remarks(told, is_kept=False)
+        if any(node.target in ops.FACTORED for graph in program.shard_graphs for node in graph.nodes):
+            raise PassError("pass 'accumulate-microbatches' was given factored gradients: leave 'factor-gradients' out")
+        kinds = list(
+            dict.fromkeys(
+                pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]
+            )
+        )
+        regions = _Regions(program)
+        graphs = tuple(_Repeated(program, regions, *kind).graph() for kind in kinds)
+        pairs = zip(program.shard_of_microbatch, program.microbatches, strict=True)
+        repeated = program.evolve(
+            shard_graphs=graphs,
+            shard_of_replica=tuple(kinds.index(pair) if pair[1] else None for pair in pairs),
+            shard_of_microbatch=(),
+            regions=regions.called_by(graphs),
+        )
+        return repeated.with_remarks(_remark(program, regions), is_kept=False)
+
+
+def _remark(program: Program, regions: _Regions) -> str:
+    numbers = sorted({len(sizes) for sizes in program.microbatches if sizes})
+    said = f"each shard is run in {listed([str(number) for number in numbers])} microbatches, one after the other"
+    return said + f"; {counted(len(regions.adding), 'region')} made that add to the gradients of the one before"
+
+
+class _Regions:
+    """The regions of a program, and those that add to gradients in place of writing them."""
+
+    def __init__(self, program: Program) -> None:
+        self.adding: dict[tuple[str, tuple[int, ...]], Region] = {}
+        self._regions = program.regions
+
+    def called_by(self, graphs: Sequence[fx.Graph]) -> dict[str, Region]:
+        """The regions that graphs call, in the order in which they were made."""
+        called = {str(node.kwargs["region"]) for graph in graphs for node in calls_to(graph, ops.call_region)}
+        regions = {**self._regions, **{region.name: region for region in self.adding.values()}}
+        return {name: region for name, region in regions.items() if name in called}
+
+    def that_adds(self, name: str, places: tuple[int, ...]) -> str:
+        """The region that adds to its arguments at these places what a region writes there."""
+        if (name, places) not in self.adding:
+            stem, _, shard = name.partition("_shard")
+            names = (
+                f"{stem}_adding{i or ''}{f'_shard{shard}' if shard else ''}"
+                for i in itertools.chain((0,), itertools.count(2))
+            )
+            taken = {*self._regions, *(region.name for region in self.adding.values())}
+            own = next(each for each in names if each not in taken)
+            self.adding[name, places] = _adding(self._regions[name], own, places)
+        return self.adding[name, places].name
+
+
+def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
+    graph = copied(region.graph_module.graph)
+    arguments = graph.find_nodes(op="placeholder")
+    slots = {arguments[place] for place in places}
+    for node in list(graph.nodes):
+        if node.target is matmul.mm_into and node.args[0] in slots:
+            node.target = matmul.addmm_into
+        elif node.target is aten.copy_.default and node.args[0] in slots:
+            with graph.inserting_before(node):
+                added = graph.call_function(aten.add.Tensor, node.args)
+            added.meta = dict(node.meta)
+            node.args = (node.args[0], added)
+    graph.lint()
+    return replace(region, name=name, graph_module=lazy_graph_module({}, graph, name))
+
+
+class _Repeated:
+    """Makes the graph of a shard of the graphs of its microbatches.
+
+    Args:
+        program: the program before the pass.
+        regions: its regions.
+        shards: the number of the graph of each microbatch.
+        sizes: how many examples each of them has.
+    """
+
+    def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        self._program, self._regions, self._sizes = program, regions, sizes
+        self._sources = [program.shard_graphs[shard] for shard in shards]
+        self._graph = fx.Graph()
+        self._shared: dict[Any, fx.Node] = {}  # what all microbatches take: arguments, variables, weights
+        self._outputs: list[dict[str, Any]] = []
+        self._gathered: dict[str, list[fx.Node]] = {}
+
+    def graph(self) -> fx.Graph:
+        arguments = {argument.name: argument for argument in self._program.arguments}
+        for node in self._sources[0].find_nodes(op="placeholder"):
+            self._shared[node.target] = self._argument(node, arguments[str(node.target)])
+        for index, source in enumerate(self._sources):
+            self._outputs.append(self._copy(index, source, arguments))
+        last = self._outputs[-1]
+        losses = [output["loss"] for output in self._outputs]
+        loss = self._joined(losses, "averaged" if self._program.loss_reduction == "mean" else "summed")
+        self._graph.output({**last, "loss": loss})
+        return self._graph
+
+    def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
+        """A shard's argument, laid out as those of its microbatches are."""
+        own = copy_node(self._graph, node, {})
+        value = node.meta.get("val")
+        if argument.has_examples and isinstance(value, torch.Tensor):
+            shape = (sum(self._sizes), *value.shape[1:])
+            with value.fake_mode:  # type: ignore[attr-defined]
+                own.meta["val"] = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+        return own
+
+    def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
+        """Adds the nodes of a microbatch; gives its results, its gradients and writes being those of all so far."""
+        values: dict[fx.Node, fx.Node] = {}
+        before = self._outputs[-1] if self._outputs else None
+        for node in source.nodes:
+            if node.op == "placeholder":
+                values[node] = self._own_argument(index, arguments[str(node.target)])
+            elif node.target is ops.read:
+                values[node] = self._read(node, before)
+            elif node.target is ops.slot:
+                values[node] = self._slot(node, before)
+            elif node.target is ops.call_region:
+                values[node] = self._call(index, node, values)
+            elif node.target is ops.gather:
+                self._gather(index, node, values)
+            elif node.op != "output":
+                values[node] = copy_node(self._graph, node, values, name=_name(node.name, index))
+        output: Any = fx.node.map_arg(source.output_node().args[0], values.__getitem__)
+        gradients = {name: self._accumulated(name, own, before) for name, own in output["gradients"].items()}
+        return {**output, "gradients": gradients}
+
+    def _own_argument(self, index: int, argument: Argument) -> fx.Node:
+        """What a microbatch takes for an argument of the shard; all of it, if there is one microbatch."""
+        whole = self._shared[argument.name]
+        is_used = "val" in whole.meta
+        if len(self._sizes) == 1 or not is_used:
+            return whole
+        if argument.has_examples:
+            return self._insert(ops.microbatch, (whole,), {"index": index, "sizes": self._sizes}, index)
+        if argument.kind is ArgumentKind.SEED:
+            return self._insert(ops.microbatch_seed, (whole,), {"index": index}, index)
+        if argument.kind is ArgumentKind.LOSS_WEIGHT and self._program.loss_reduction == "mean":
+            share = self._sizes[index] / sum(self._sizes)
+            if ("weight", share) not in self._shared:
+                self._shared["weight", share] = self._insert(aten.mul.Tensor, (whole, share), {}, index)
+            return self._shared["weight", share]
+        return whole
+
+    def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
+        """A slot, or the gradient of the microbatches before that lies there."""
+        earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
+        return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
+
+    def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
+        """A variable: that which the microbatch before has written, if it has."""
+        written = before["writes"].get(node.kwargs["variable"]) if before is not None else None
+        return written if written is not None else self._shared_copy(node)
+
+    def _shared_copy(self, node: fx.Node) -> fx.Node:
+        key = (node.target, node.kwargs["variable"])
+        if key not in self._shared:
+            self._shared[key] = copy_node(self._graph, node, {})
+        return self._shared[key]
+
+    def _call(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        own = copy_node(self._graph, node, values, name=_name(node.name, index))
+        adds = tuple(place for place, given in enumerate(own.args) if gradient_of(given) and slot_of(given) is not None)
+        if adds:
+            own.kwargs = {**own.kwargs, "region": self._regions.that_adds(str(node.kwargs["region"]), adds)}
+        return own
+
+    def _accumulated(self, name: str, own: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
+        """The sum of a variable's gradients so far: what the region gives, if it has added to those before."""
+        earlier = before["gradients"][name] if before is not None else None
+        if earlier is None or earlier in _given(own):
+            return own
+        return self._insert(aten.add.Tensor, (earlier, own), {}, len(self._outputs))
+
+    def _gather(self, index: int, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
+        parts = self._gathered.setdefault(str(node.kwargs["output"]), [])
+        parts.append(values[node.all_input_nodes[0]])
+        if len(parts) == len(self._sizes):
+            joined = self._joined(parts, str(node.kwargs["how"]))
+            values[node] = copy_node(self._graph, node, {node.all_input_nodes[0]: joined})
+
+    def _joined(self, parts: Sequence[fx.Node], how: str) -> fx.Node:
+        """What microbatches give, put together as replicas' parts are."""
+        index = len(self._sizes) - 1
+        if len(parts) == 1:
+            return parts[0]
+        if how == "concatenated":
+            return self._insert(aten.cat.default, (list(parts),), {}, index)
+        if how == "averaged":
+            shares = [size / sum(self._sizes) for size in self._sizes]
+            scaled = [(part, share) for part, share in zip(parts, shares, strict=True)]
+            parts = [self._insert(aten.mul.Tensor, pair, {}, index) for pair in scaled]
+        elif how != "summed":
+            raise PassError(f"pass 'accumulate-microbatches' cannot put together outputs that are gathered {how!r}")
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._insert(aten.add.Tensor, (total, part), {}, index)
+        return total
+
+    def _insert(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> fx.Node:
+        node = call(self._graph, target, args, kwargs)
+        set_type(self._program, node)
+        return node
+
+
+def _given(gradient: fx.Node) -> tuple[Any, ...]:
+    source = gradient.args[0] if gradient_of(gradient) is not None else None
+    return source.args if isinstance(source, fx.Node) else ()
+
+
+def _name(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_m{index}"
