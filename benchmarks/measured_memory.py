@@ -65,8 +65,8 @@ def measure(make_step: Callable[[], mirrorc.Step], *args: Any, **kwargs: Any) ->
     parameters = [v for variable in variables if variable.role is Role.PARAMETER for v in variable.values]
     buffers = [v for variable in variables if variable.role is Role.BUFFER for v in (*variable.values, variable.value)]
     flat = step._state.optimizers._state.optimizers.values()
-    user = step._state.optimizers.user_optimizer.state
-    states = [*(own.state for own in flat), *(user[parameter] for parameter in user)]
+    shown = [state for own in step._state.optimizers.groups.optimizers for state in own.state.values()]
+    states = [*(own.state for own in flat), *shown]
     state = [v for entries in states for v in entries.values() if isinstance(v, torch.Tensor)]
     gradients = [g for bucket in step._state.store.buckets for g in bucket.gradients]
     gradients += [own.parameter.grad for own in flat if own.parameter.grad is not None]

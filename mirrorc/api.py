@@ -17,7 +17,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
-from mirrorc.optimizers import check_optimizer
+from mirrorc.optimizer_groups import check_optimizers
 from mirrorc.options import (
     Auto,
     BackendName,
@@ -49,7 +49,7 @@ def compile(
     model: nn.Module,
     devices: int | Sequence[str | torch.device] | None = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     loss_reduction: LossReduction = "mean",
     backend: BackendName = "inductor",
@@ -84,7 +84,8 @@ def compile(
         model: a model written for one device. It stays the user's: its parameters are replica 0's.
         devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number; None for every visible GPU,
             else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1`` is a second logical device on GPU 0.
-        optimizer: over parameters of the model.
+        optimizer: over parameters of the model; or a list of several, over different ones: a step does what a step of each
+            does, in their order.
         loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor, returned by itself,
             as the first item of a tuple, or as ``loss`` of a dict or an object.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
@@ -122,7 +123,8 @@ def compile(
             ``update`` do on one device. A step that is left out counts in `Step.num_skipped`.
         clip_grad_norm: scale the gradients before each update so that their norm, over all of them and the whole batch, is at
             most this, as `torch.nn.utils.clip_grad_norm_` does; `ClipGradNorm` names another norm, and a sequence has a bound
-            for each group of the optimizer. The norm is in `Step.grad_norm`; math.inf only measures it.
+            for each group of the optimizer, or of all optimizers in their order. The norm is in `Step.grad_norm`; math.inf
+            only measures it.
         clip_grad_value: bring each element of a gradient to between minus this and this before each update, after the norm's
             scaling.
         check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
@@ -158,11 +160,11 @@ def compile(
     preferred = chosen_backend.preferences(parsed[0].torch_device)
     model_state = ModelState(model, loss_fn)
     model_state.check_memory()
-    trainer = check_optimizer(optimizer, model_state.parameters)
+    optimizers = check_optimizers(optimizer, model_state.parameters)
     used_scaler = checked_scaler(scaler, asked, model_state.parameters)
     casts_to = checked_autocast(autocast, parsed)
     parts = checked_microbatches(microbatches, passes, disable_passes)
-    bounds = clipping(clip_grad_norm, clip_grad_value, trainer, passes, disable_passes)
+    bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
     base = passes
     if base is None:
         base = default_pipeline(
@@ -184,7 +186,7 @@ def compile(
     check_pass_names("print_after", print_after, pipeline)
     chosen = StepOptions(
         model=model,
-        optimizer=trainer,
+        optimizers=optimizers,
         loss_fn=loss_fn,
         loss_reduction=loss_reduction,
         backend=chosen_backend,

@@ -13,6 +13,7 @@ import torch
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.printing.wording import counted
 
 
@@ -46,17 +47,17 @@ def _check(name: str, value: Any) -> None:
 
 
 ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
-"""One bound for all gradients together, or one for each group of the optimizer, of which some may be None."""
+"""One bound for all gradients together, or one for each group of the optimizers, in their order, of which some may be None."""
 
 
 def clipping(
-    clip_grad_norm: Any, clip_grad_value: Any, optimizer: torch.optim.Optimizer, passes: Any, disabled: Sequence[str]
+    clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups, passes: Any, disabled: Sequence[str]
 ) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
 
     Args:
         clip_grad_norm, clip_grad_value, passes, disabled: the options of `mirrorc.compile`.
-        optimizer: the user's.
+        groups: the user's optimizers.
 
     Raises:
         TypeError, ValueError: names the option and the remedy.
@@ -77,10 +78,11 @@ def clipping(
     given: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}
     if isinstance(clip_grad_norm, Sequence) and not isinstance(clip_grad_norm, str | bytes):
         bounds = [_bound(value) for value in clip_grad_norm]
-        if len(bounds) != len(optimizer.param_groups):
+        if len(bounds) != len(groups):
+            who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
             raise ValueError(
-                f"clip_grad_norm is {clip_grad_norm!r}, but the optimizer has {counted(len(optimizer.param_groups), 'group')}: "
-                "give one number for all gradients together, or a number or None for each group"
+                f"clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}: give one number for all "
+                "gradients together, or a number or None for each group"
             )
         given["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
         given["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)

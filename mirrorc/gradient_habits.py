@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.torch_internals import observe_clipping
 
 _HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
@@ -19,16 +20,16 @@ class GradientHabits:
 
     Args:
         parameters: those of the model.
-        optimizer: the user's. Gradients of parameters that it does not hold are left alone, as its ``zero_grad`` leaves them.
+        groups: the user's optimizers. Gradients of parameters that they do not hold are left alone, as ``zero_grad`` leaves them.
 
     Attributes:
         has_trained: whether the step has run; before, nothing is warned of.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
         self.has_trained = False
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        self._optimizer = optimizer
+        self._groups = groups
         self._with_gradients: list[torch.Tensor] = []
         self._told: set[str] = set()
         _watching.add(self)
@@ -39,7 +40,7 @@ class GradientHabits:
 
         ``are_used`` says whether an optimizer has made a step with them.
         """
-        groups = self._optimizer.param_groups
+        groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
             self._warn(

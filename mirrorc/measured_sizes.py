@@ -37,7 +37,7 @@ class MeasuredSizes:
             is_shared = is_shared and not why_memory_is_not_shared(program.devices)
             setting = setting_of(
                 program,
-                options.optimizer,
+                options.optimizers,
                 num_threads=self._num_threads,
                 link=asked or best_link(options.devices)[0],
                 shares_parameters=is_shared,

@@ -1,14 +1,12 @@
-"""Inspects the user's optimizer: whether it is element-wise, and by which rule it updates each parameter."""
+"""Inspects an optimizer of the user's: whether it is element-wise, what its state must have, which kernels it takes."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from mirrorc.ir.variables import UpdateRule, Variable
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 
 _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of their state
@@ -41,9 +39,8 @@ def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) 
     return (*_REQUIRED[kind], *switched)
 
 
-def state_switches(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool]]:
-    """For each group, which of the hyperparameters are on that require more state."""
-    groups = optimizer.param_groups
+def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
+    """For each group of an optimizer, which of the hyperparameters are on that require more state."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
@@ -111,128 +108,6 @@ def is_fused(group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> 
     if fused is None and not group.get("foreach"):
         return dtype in (_FUSED_ON_GPUS if device_type == "cuda" else _FUSED_ON_CPUS)
     return bool(fused)
-
-
-def check_capturable(optimizer: torch.optim.Optimizer, variables: Mapping[str, Variable]) -> None:
-    """Refuses an optimizer whose updates cannot be captured in a CUDA graph.
-
-    Args:
-        optimizer: the user's.
-        variables: of the program that it updates, by name.
-
-    Raises:
-        ValueError: says which parameter's update, why, and the remedy.
-    """
-    name_of = type(optimizer).__name__
-    remedy = "use Adam, AdamW, SGD or Adagrad with fused=True, or compile with cuda_graphs=False"
-    for name, variable in variables.items():
-        rule = variable.update
-        if rule is None:
-            continue
-        if not rule.elementwise:
-            raise ValueError(
-                f"cuda_graphs=True cannot capture {name_of}, which runs by itself (another class than torch's element-wise "
-                f"ones, or with hooks, capturable or differentiable): {remedy}"
-            )
-        group = optimizer.param_groups[rule.group]
-        if not is_fused(group, variable.dtype, "cuda"):
-            raise ValueError(
-                f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
-                f"which is not fused: {remedy}"
-            )
-        tensors = [key for key in optimizer.defaults if key != "lr" and _holds_tensor(group[key])]
-        if tensors:
-            raise ValueError(
-                f"cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}, which is "
-                f"read on the host in every step: give a number, or compile with cuda_graphs=False"
-            )
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(part, torch.Tensor) for part in (value if isinstance(value, tuple | list) else (value,)))
-
-
-def check_optimizer(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer, if it can train these parameters.
-
-    Raises:
-        TypeError: no optimizer, or one whose step needs a closure.
-        ValueError: it is missing, or updates parameters that are not among these.
-    """
-    if optimizer is None:
-        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given = type(optimizer).__name__
-        raise TypeError(f"optimizer is a {given}: give a torch.optim.Optimizer over model.parameters()")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__} needs a closure that evaluates the model several times in a step; mirrorc's step "
-            "evaluates it once: use an optimizer whose step() works without a closure, such as AdamW"
-        )
-    known = {id(parameter) for parameter in parameters.values()}
-    for index, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer's parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
-                    "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
-                )
-    return optimizer
-
-
-def update_rules(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], updated: Sequence[str]
-) -> dict[str, UpdateRule]:
-    """The rule of each parameter.
-
-    Args:
-        optimizer: the user's.
-        parameters: the model's, by name.
-        updated: names of those that get a gradient; others get no rule.
-    """
-    elementwise = is_elementwise(optimizer)
-    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    classes: dict[Any, int] = {}
-    rules = {}
-    for name in updated:
-        parameter = parameters[name]
-        group = group_of[id(parameter)]
-        state_class = 0
-        if elementwise:
-            state_class = classes.setdefault(state_signature(optimizer.state.get(parameter, {})), len(classes))
-        rules[name] = UpdateRule(_label(optimizer, group), group, state_class, elementwise)
-    return rules
-
-
-def _label(optimizer: torch.optim.Optimizer, group: int) -> str:
-    return f"{type(optimizer).__name__} group {group}"
-
-
-def hyperparameters_by_label(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What each group of an optimizer holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
-
-    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers, and
-    what is neither a number nor text by its class.
-    """
-    return {
-        _label(optimizer, i): ", ".join(
-            f"{key}={_text_of(value)}"
-            for key, value in group.items()
-            if key not in ("params", "param_names") and value is not None and value is not False
-        )
-        for i, group in enumerate(optimizer.param_groups)
-    }
-
-
-def _text_of(value: Any) -> str:
-    """A hyperparameter as text that is the same in every run."""
-    if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else f"a tensor {list(value.shape)}"
-    if type(value) in (tuple, list):
-        inner = ", ".join(map(_text_of, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    return repr(value) if type(value) in (bool, int, float, str) else type(value).__name__
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:

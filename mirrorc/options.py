@@ -16,6 +16,7 @@ from torch import nn
 from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
@@ -35,7 +36,7 @@ class StepOptions:
     """What `mirrorc.compile` was asked for, checked; the fields are its arguments."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: OptimizerGroups
     loss_fn: Callable[[Any, Any], Any] | None
     loss_reduction: LossReduction
     backend: Backend

@@ -31,7 +31,6 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
-from mirrorc.optimizers import check_optimizer, is_elementwise
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import for_evaluation
@@ -161,11 +160,10 @@ class Specializer:
 
     def _key(self, call: Call, shards: Shards, trains: bool) -> Key:
         """What a graph depends on besides what its guards watch, in the order that `mirrorc.specializations.Key` says."""
-        optimizer, devices = self._options.optimizer, self._options.devices
-        groups = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
+        devices = self._options.devices
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
-        of_optimizer = (groups, is_elementwise(optimizer)) if trains else ()
-        return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizer, torch_modes()
+        of_optimizers = self._options.optimizers.structure() if trains else ()
+        return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizers, torch_modes()
 
     def _warn_of_differences(self, differences: Sequence[str]) -> None:
         """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
@@ -226,7 +224,7 @@ class Specializer:
         types = shard_types(shards.tensors[0], self._home)
         logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
         if trains:
-            check_optimizer(options.optimizer, self._model.parameters)
+            options.optimizers.check(self._model.parameters)
         self._regions.prepare(self._home)
         progress.enter("capture")
         training_call = (TrainingCall if trains else EvaluationCall)(
@@ -239,7 +237,7 @@ class Specializer:
             shards,
             options.devices,
             self._model,
-            options.optimizer,
+            options.optimizers,
             options.backend.decompositions(),
             loss_reduction=options.loss_reduction,
             front_end=options.front_end,
@@ -247,7 +245,7 @@ class Specializer:
         self._check_memory(captured)
         times.append(time.perf_counter())
         if options.cuda_graphs and trains:
-            check_captured_program(captured.program, options.optimizer)
+            check_captured_program(captured.program, options.optimizers)
         self._warn_of_differences(captured.differences)
         self._warn_of_notes(captured.notes)
         program = captured.program.with_remarks(*options.remarks)

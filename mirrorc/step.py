@@ -41,11 +41,11 @@ class Step(StepReports):
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
         store = VariableStore(model.tensors, options.devices)
-        optimizers = BucketOptimizers(options.optimizer, store, is_captured=options.cuda_graphs)
+        optimizers = BucketOptimizers(options.optimizers, store, is_captured=options.cuda_graphs)
         super().__init__(options, model, make_state(store, optimizers, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
-        self._habits = GradientHabits(model.parameters.values(), optimizers.user_optimizer)
+        self._habits = GradientHabits(model.parameters.values(), options.optimizers)
         optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (

@@ -69,14 +69,14 @@ class StepReports(ABC):
     def grad_norm(self) -> Any:
         """The norm of the last step's gradients before clipping, a scalar on the first device, over the whole batch.
 
-        A tuple of one for each group of the optimizer, or None, if ``clip_grad_norm`` has a bound for each. Not a number if the
+        A tuple of one for each group of the optimizers, or None, if ``clip_grad_norm`` has a bound for each. Not a number if the
         step was skipped.
 
         Raises:
             ExecutionError: it was not measured; says why.
         """
         last = self._last_trained
-        num_groups = len(self._options.optimizer.param_groups)
+        num_groups = len(self._options.optimizers)
         found = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
         if found is None:
             raise ExecutionError(

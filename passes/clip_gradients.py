@@ -27,7 +27,7 @@ class Bound:
     Attributes:
         max_norm: the largest norm; math.inf to measure alone.
         norm_type: which norm: 2 for the Euclidean one, math.inf for the largest element.
-        group: the optimizer's group whose gradients are measured and scaled; None for all groups together.
+        group: the number of the group whose gradients are measured and scaled; None for all groups together.
     """
 
     max_norm: float
@@ -66,7 +66,7 @@ class ClipGradients:
     Source: the factor is that of `torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
 
     Attributes:
-        max_norm: the largest norm of all gradients together; or a tuple of one for each group of the optimizer. None leaves
+        max_norm: the largest norm of all gradients together; or a tuple of one for each group, by its number. None leaves
             gradients alone; math.inf only measures their norm.
         norm_type: which norm, a positive number or math.inf; or a tuple of one for each group.
         max_value: the largest absolute value of an element, applied after scaling; None for no bound.
@@ -173,7 +173,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket]) -> No
     for replica, sums in own.items():
         here = {"replica": replica}
         taken = [one for one in sums if one.taker is not None]
-        measured = (taken or sums[:1]) if are_shared else sums  # shares of a small bucket may be empty
+        measured = (taken or _empty_shares(program, sums)) if are_shared else sums
         norm = insert(program, anchor, ops.norm, tuple(one.value for one in measured), words | here)
         if are_shared:
             commit = commits[replica]
@@ -188,6 +188,11 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket]) -> No
             factor = insert(program, first, ops.clip_factor, (norm,), {"max_norm": float(bound.max_norm)} | here)
             for one in taken:
                 _rescale(program, one.taker, one.value, ops.scale, (factor,), here)
+
+
+def _empty_shares(program: Program, sums: Sequence[_Sum]) -> Sequence[_Sum]:
+    """An empty share of a small bucket, for a replica that updates nothing; whole sums are measured where they are taken."""
+    return [one for one in sums if program.buckets[one.bucket].reduces_by_shares][:1]
 
 
 def _rescale(

@@ -22,7 +22,8 @@ class InsertUpdate:
 
     An element-wise optimizer runs on whole buckets, on every replica. Any other optimizer runs by itself, once, on replica 0's
     parameters, and each bucket's new parameters are broadcast. It runs only once because an arbitrary optimizer cannot be
-    copied safely and might draw random numbers::
+    copied safely and might draw random numbers. Several of them run one after the other, in one operation, in which hooks of each
+    find the gradients of all::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 

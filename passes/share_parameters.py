@@ -36,7 +36,7 @@ class ShareParameters:
     A device must not write a parameter that another device still reads: waits and updates come after the commit, at which every
     device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket that was
     launched last comes first. Each element is summed and updated as with a copy for each device, with the same bits. An
-    optimizer that runs by itself updates the one copy, and nothing is broadcast.
+    optimizer that runs by itself updates the one copy after all waits, and nothing is broadcast.
 
     Needs: a commit after all regions, and updates after it.
     Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
@@ -72,6 +72,10 @@ class ShareParameters:
             _erase(node)
             if not parameters.users:
                 graph.erase_node(parameters)
+        for node in list(
+            calls_to(graph, ops.step_optimizer)
+        ):  # it writes, too, and has waited for its own buckets alone
+            graph.output_node().prepend(node)
         for node in list(calls_to(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)
         return shared.evolve(stage=Stage.SCHEDULED).with_remarks(*_remarks(shared))

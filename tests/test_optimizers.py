@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from mirrorc.optimizer_groups import OptimizerGroups, check_optimizers, update_rules
 from mirrorc.optimizers import (
     ELEMENTWISE,
-    check_optimizer,
     check_state,
     is_elementwise,
     is_fused,
     required_state,
     state_signature,
-    update_rules,
 )
 
 
@@ -27,7 +26,7 @@ def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
 def test_known_classes_are_elementwise(kind: type[torch.optim.Optimizer]) -> None:
     model, parameters = model_and_parameters()
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    check_optimizer(optimizer, parameters)
+    check_optimizers(optimizer, parameters)
     assert is_elementwise(optimizer)
 
 
@@ -107,21 +106,21 @@ def hooked(parameters: list[nn.Parameter], register: str) -> torch.optim.Optimiz
 def test_others_run_by_themselves(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     model, parameters = model_and_parameters()
     optimizer = make(list(model.parameters()))
-    check_optimizer(optimizer, parameters)
+    check_optimizers(optimizer, parameters)
     assert not is_elementwise(optimizer)
-    rules = update_rules(optimizer, parameters, list(parameters))
+    rules = update_rules(OptimizerGroups([optimizer]), parameters, list(parameters))
     assert not any(rule.elementwise for rule in rules.values())
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"optimizer is a str: give a torch.optim.Optimizer over model.parameters"):
-        check_optimizer("sgd", {})
+        check_optimizers("sgd", {})
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model, parameters = model_and_parameters()
     with pytest.raises(TypeError, match=r"LBFGS needs a closure .*such as AdamW"):
-        check_optimizer(torch.optim.LBFGS(model.parameters()), parameters)
+        check_optimizers(torch.optim.LBFGS(model.parameters()), parameters)
 
 
 def test_parameters_of_another_model_are_refused() -> None:
@@ -129,13 +128,13 @@ def test_parameters_of_another_model_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7, 2))]})
     with pytest.raises(ValueError, match=r"parameter 0 of group 1, \[7, 2\], is none of the model's.*deepcopy"):
-        check_optimizer(optimizer, parameters)
+        check_optimizers(optimizer, parameters)
 
 
 def test_parameters_of_two_groups_follow_two_rules() -> None:
     model, parameters = model_and_parameters()
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
-    rules = update_rules(torch.optim.AdamW(groups), parameters, ["1.bias", "0.weight", "0.bias"])
+    rules = update_rules(OptimizerGroups([torch.optim.AdamW(groups)]), parameters, ["1.bias", "0.weight", "0.bias"])
     assert {name: rule.group for name, rule in rules.items()} == {"1.bias": 1, "0.weight": 0, "0.bias": 0}
     assert rules["0.weight"] == rules["0.bias"] and rules["1.bias"].label == "AdamW group 1"
 
@@ -146,10 +145,12 @@ def test_state_that_cannot_be_flat_separates_rules() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     names = list(parameters)
-    assert {rule.state_class for rule in update_rules(optimizer, parameters, names).values()} == {0}
+    assert {rule.state_class for rule in update_rules(OptimizerGroups([optimizer]), parameters, names).values()} == {0}
     optimizer.state[parameters["0.bias"]]["step"] += 1
     del optimizer.state[parameters["1.bias"]]
-    classes = {name: rule.state_class for name, rule in update_rules(optimizer, parameters, names).items()}
+    classes = {
+        name: rule.state_class for name, rule in update_rules(OptimizerGroups([optimizer]), parameters, names).items()
+    }
     assert classes == {"0.weight": 0, "0.bias": 1, "1.weight": 0, "1.bias": 2}
 
 

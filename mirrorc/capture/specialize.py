@@ -33,7 +33,7 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
-from mirrorc.optimizers import hyperparameters_by_label, update_rules
+from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def capture_program(
     shards: Shards,
     devices: tuple[Device, ...],
     state: ModelState,
-    optimizer: torch.optim.Optimizer,
+    optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     front_end: FrontEnd | None = None,
@@ -77,7 +77,7 @@ def capture_program(
         shards: the shards of these tensors, one for each device.
         devices: the devices, in order of replicas.
         state: the model's variables.
-        optimizer: the user's optimizer.
+        optimizers: the user's.
         decompositions: the decompositions of ATen operators that the backend prefers.
         front_end: traces the model; None for the one that is registered first.
 
@@ -92,7 +92,7 @@ def capture_program(
     distinct = list(dict.fromkeys(types for own in types_of for types in own))
     runs = tuple(tuple(distinct.index(types) for types in own) for own in types_of)
     examples = [_examples(types, home) for types in distinct]
-    captured = _capture_each(front_end, training_call, call, examples, state, optimizer, decompositions)
+    captured = _capture_each(front_end, training_call, call, examples, state, optimizers, decompositions)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].leaves_with_time_first, type(training_call.model).__name__)
@@ -103,7 +103,7 @@ def capture_program(
     keeps = training_call.keeps_outputs
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if keeps else None
     return CapturedProgram(
-        _program(captured, runs, call, shards, devices, state, optimizer, loss_reduction),
+        _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.guards for graph in captured]),
         differences_in(captured[0].weighted_means, parts),
@@ -119,13 +119,13 @@ def _program(
     shards: Shards,
     devices: tuple[Device, ...],
     state: ModelState,
-    optimizer: torch.optim.Optimizer,
+    optimizers: OptimizerGroups,
     loss_reduction: str,
 ) -> Program:
     program = Program(
         stage=Stage.CAPTURED,
         devices=devices,
-        variables=_variables(captured, state, optimizer),
+        variables=_variables(captured, state, optimizers),
         arguments=tuple(_with_examples(argument, call) for argument in captured[0].arguments),
         shard_graphs=tuple(c.graph for c in captured),
         shard_of_replica=tuple(own[0] if own else None for own in runs),
@@ -133,7 +133,7 @@ def _program(
         num_examples=shards.num_examples,
         microbatches=shards.microbatches,
         loss_reduction=loss_reduction,
-        optimizer_groups=hyperparameters_by_label(optimizer) if captured[0].trains else {},
+        optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
     )
     told = remarks_on_numbers(captured[0])
     num_parts = len(shards.by_microbatch(call).num_examples)
@@ -152,11 +152,11 @@ def _capture_each(
     call: Call,
     examples_of: Sequence[Sequence[torch.Tensor]],
     state: ModelState,
-    optimizer: torch.optim.Optimizer,
+    optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> list[CapturedGraph]:
     """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
-    groups = optimizer.param_groups if training_call.trains else []
+    groups = optimizers.hyperparameters if training_call.trains else ()
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
@@ -260,11 +260,11 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _variables(
-    captured: Sequence[CapturedGraph], state: ModelState, optimizer: torch.optim.Optimizer
+    captured: Sequence[CapturedGraph], state: ModelState, optimizers: OptimizerGroups
 ) -> dict[str, Variable]:
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
-    rules = update_rules(optimizer, state.parameters, list(gradients))
+    rules = update_rules(optimizers, state.parameters, list(gradients))
     constants = {name: value for c in captured for name, value in c.constants.items()}
     variables = {}
     for name in [*read, *(name for name in writes if name not in read)]:

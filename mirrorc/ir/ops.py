@@ -309,7 +309,7 @@ def update(gradient: Any, *, bucket: int, replica: int) -> None:
     called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Lets the user's optimizer update the parameters of these buckets by itself; gives a tuple of the new parameters, 1-D."""
+    """Lets the user's optimizers of these buckets update them by themselves, in order; gives the new parameters, 1-D each."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")

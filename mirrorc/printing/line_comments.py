@@ -32,7 +32,6 @@ from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
 
 _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
-_OWN_STEP = "the optimizer's own step, once for all replicas"
 
 
 class LineComments:
@@ -217,6 +216,20 @@ def _updated(program: Program, node: fx.Node) -> str:
     return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_share else "")
 
 
+def _own_step(program: Program, node: fx.Node) -> str:
+    """Whose own step it is, by name if there are several optimizers."""
+    running: Any = node.kwargs["buckets"]
+    names = dict.fromkeys(_optimizer_of(program.buckets[index]) for index in running)
+    if len({*names, *map(_optimizer_of, program.buckets)}) == 1:
+        return "the optimizer's own step, once for all replicas"
+    whose = [f"{name}'s" for name in names]
+    return f"{' and '.join(whose)} own step, once for all replicas"
+
+
+def _optimizer_of(bucket: Bucket) -> str:
+    return bucket.rule.label.partition(" group ")[0]
+
+
 def _gathered(node: fx.Node) -> str:
     """The type of a device's part of an output, as in a call it may be one of several activations."""
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
@@ -228,7 +241,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather: lambda program, node: _gathered(node),
         ops.pack: _packed,
         ops.update: _updated,
-        ops.step_optimizer: lambda program, node: _OWN_STEP,
+        ops.step_optimizer: _own_step,
     }
 )
 

@@ -13,7 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line, users_stack_level
-from mirrorc.optimizers import check_capturable
+from mirrorc.optimizer_groups import OptimizerGroups, check_capturable
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
@@ -23,7 +23,7 @@ Function = Callable[[list[Any]], torch.Tensor]
 """A replica's generated function: takes a list of tensors, which it empties, and returns the loss."""
 
 
-def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -> None:
+def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
     """Refuses a captured program whose steps are known not to be replayable.
 
     Raises:
@@ -49,7 +49,7 @@ def check_captured_program(program: Program, optimizer: torch.optim.Optimizer) -
             "cuda_graphs=True keeps the memory of a step for the next one, so it cannot hand outputs to the caller: compile "
             "without return_outputs, or with cuda_graphs=False"
         )
-    check_capturable(optimizer, program.variables)
+    check_capturable(groups, program.variables)
 
 
 class Graph(Protocol):
@@ -149,7 +149,7 @@ class StepGraph:
         """
         fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
         if not self.is_for(**fixed):
-            check_capturable(optimizers.user_optimizer, program.variables)
+            check_capturable(optimizers.groups, program.variables)
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:

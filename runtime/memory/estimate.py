@@ -43,9 +43,12 @@ def report_memory(
         tally.add_bucket(bucket)
         if bucket.index in updates:
             tally.add_state(bucket, updates[bucket.index])
-    alone = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
-    if alone:
-        tally.add_own_state(alone, optimizers.own_state_bytes(alone))
+    alone: dict[int, list[Bucket]] = {}  # by optimizer
+    for bucket in program.buckets:
+        if not bucket.rule.elementwise:
+            alone.setdefault(id(optimizers.groups[bucket.rule.group][0]), []).append(bucket)
+    for own in alone.values():
+        tally.add_own_state(own, optimizers.own_state_bytes(own))
     found = _dry_runs(program, regions)
     temporaries = {index: update.temporary_bytes for index, update in updates.items()}
     walks = [activations_of(program, replica, found, temporaries) for replica in range(program.num_replicas)]

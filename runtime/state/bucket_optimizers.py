@@ -1,4 +1,4 @@
-"""Runs the user's optimizer: on whole buckets if it is element-wise, otherwise by itself."""
+"""Runs the user's optimizers: each on whole buckets if it is element-wise, otherwise by itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
@@ -33,25 +34,26 @@ class Laid:
 class BucketOptimizers:
     """The state and the updates of all buckets on all replicas.
 
-    The user's optimizer stays the interface: its hyperparameters are read before every step, and its ``state`` holds views
+    The user's optimizers stay the interface: their hyperparameters are read before every step, and their ``state`` holds views
     of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        optimizer: the user's.
+        groups: the user's optimizers.
         store: the variables.
         is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
             as torch's fused kernels require.
 
     Attributes:
-        user_steps: the steps that the user makes with the optimizer.
+        groups: the user's optimizers.
+        user_steps: the steps that the user makes with them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, store: VariableStore, *, is_captured: bool = False) -> None:
-        self.user_optimizer = optimizer
-        self.user_steps = UserSteps(optimizer)
+    def __init__(self, groups: OptimizerGroups, store: VariableStore, *, is_captured: bool = False) -> None:
+        self.groups = groups
+        self.user_steps = UserSteps(groups.optimizers)
         self._store = store
-        self._state = FlatState((), self._flat_optimizer, self._user_state)
-        self._shown = ShownState(optimizer)
+        self._state = FlatState((), self._flat_optimizer, self._user_states)
+        self._shown = ShownState()
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
@@ -64,14 +66,14 @@ class BucketOptimizers:
     @property
     def leave_gradients(self) -> bool:
         """Whether updates leave gradients unchanged; torch's foreach implementations may use their memory."""
-        return not any(group.get("foreach") for group in self.user_optimizer.param_groups)
+        return not any(group.get("foreach") for group in self.groups.hyperparameters)
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
         """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
         self._write_rates()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
         self._check_state(elementwise)
-        state = FlatState(elementwise, self._flat_optimizer, self._user_state)
+        state = FlatState(elementwise, self._flat_optimizer, self._user_states)
         return Laid(state, state.shown())
 
     def adopt(self, laid: Laid) -> None:
@@ -86,20 +88,18 @@ class BucketOptimizers:
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
         for flat in buckets:
+            optimizer, index = self.groups[flat.bucket.rule.group]
             for slot in flat.bucket.slots:
-                parameter = self._parameter(slot.variable)
-                check_state(self.user_optimizer, flat.bucket.rule.group, slot.variable, parameter)
-        self._switches = state_switches(self.user_optimizer)
+                check_state(optimizer, index, slot.variable, self._parameter(slot.variable))
+        self._switches = state_switches(self.groups.hyperparameters)
 
     def _flat_optimizer(self, bucket: Bucket, parameters: torch.Tensor) -> FlatOptimizer:
-        group = bucket.rule.group
-        return FlatOptimizer(self.user_optimizer, group, parameters, self._rates.get(group))
-
-    def _user_state(self, name: str) -> UserState:
-        return self.user_optimizer.state.get(self._parameter(name), {})
+        optimizer, index = self.groups[bucket.rule.group]
+        return FlatOptimizer(optimizer, index, parameters, self._rates.get(bucket.rule.group))
 
     def _user_states(self, bucket: Bucket) -> list[UserState]:
-        return [self._user_state(slot.variable) for slot in bucket.slots]
+        optimizer, _ = self.groups[bucket.rule.group]
+        return [optimizer.state.get(self._parameter(slot.variable), {}) for slot in bucket.slots]
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
         parameter = self._store.tensors[name]
@@ -125,10 +125,10 @@ class BucketOptimizers:
             ValueError: they require state that is not there.
         """
         self._write_rates()
-        held = list(chain.from_iterable(map(dict.values, self.user_optimizer.param_groups)))
+        held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
         if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
             return
-        if self._state.buckets and self._switches != state_switches(self.user_optimizer):
+        if self._state.buckets and self._switches != state_switches(self.groups.hyperparameters):
             self._check_state(self._state.buckets)
             self._note_whether_fresh()
         for own in self._state.optimizers.values():
@@ -139,20 +139,24 @@ class BucketOptimizers:
         """Writes the learning rates into the tensors that captured updates read."""
         if not self._is_captured:
             return
-        for index, group in enumerate(self.user_optimizer.param_groups):
-            if index not in self._rates:
+        for number in range(len(self.groups)):
+            if number not in self._rates:
                 device = self._store.devices[0].torch_device
-                self._rates[index] = torch.empty((), dtype=torch.float32, device=device)
-            rate = group["lr"]
+                self._rates[number] = torch.empty((), dtype=torch.float32, device=device)
+            optimizer, index = self.groups[number]
+            rate = optimizer.param_groups[index]["lr"]
             if isinstance(rate, torch.Tensor):
-                self._rates[index].copy_(rate.reshape(()))
+                self._rates[number].copy_(rate.reshape(()))
             else:
-                self._rates[index].fill_(rate)
+                self._rates[number].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
         """The hyperparameters of each group that a captured update has as constants: all except the learning rate."""
-        known = [name for name in self.user_optimizer.defaults if name != "lr"]
-        return tuple(tuple(group[name] for name in known) for group in self.user_optimizer.param_groups)
+        return tuple(
+            tuple(group[name] for name in optimizer.defaults if name != "lr")
+            for optimizer in self.groups.optimizers
+            for group in optimizer.param_groups
+        )
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -199,15 +203,21 @@ class BucketOptimizers:
             self._shown.forget()
             return
         whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+        trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
         self._shown.put(
-            ((self._parameter(name), entries) for name, entries in shown.states.items() if entries is not None),
+            list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
+            (
+                (trains[name], self._parameter(name), entries)
+                for name, entries in shown.states.items()
+                if entries is not None
+            ),
             (*whole, *self._numbers.flats),
         )
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
         """The memory that the update of an element-wise bucket needs; the bucket need not be laid out yet."""
         device, state = self._parameter(bucket.slots[0].variable).device, self._user_states(bucket)[0]
-        return update_memory(self.user_optimizer, bucket.rule.group, bucket.dtype, device, state)
+        return update_memory(*self.groups[bucket.rule.group], bucket.dtype, device, state)
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
         """Bytes of state for these buckets in an optimizer that runs by itself; None before its first step makes the state."""
@@ -218,8 +228,11 @@ class BucketOptimizers:
         return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
-        """Runs the user's optimizer on replica 0's parameters, as a training loop would."""
-        self.user_optimizer.zero_grad(set_to_none=True)
+        """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would."""
+        owners = {id(self.groups[self._store.buckets[index].bucket.rule.group][0]) for index in buckets}
+        running = [optimizer for optimizer in self.groups.optimizers if id(optimizer) in owners]
+        for optimizer in running:
+            optimizer.zero_grad(set_to_none=True)
         members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for index, gradient in zip(buckets, gradients, strict=True):
             flat = self._store.buckets[index]
@@ -230,7 +243,8 @@ class BucketOptimizers:
                 members.append((parameter, home))
         try:
             with torch.enable_grad(), self.user_steps.are_ours():  # as in a training loop: its hooks may use autograd
-                self.user_optimizer.step()
+                for optimizer in running:
+                    optimizer.step()
             self._has_run_by_itself = True
         finally:
             for parameter, home in members:

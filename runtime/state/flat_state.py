@@ -37,14 +37,14 @@ class FlatState:
     Args:
         buckets: the memory of the buckets that are updated element by element.
         make: makes a flat optimizer for a bucket's parameters on a replica, or a share of them.
-        state_of: gives the state that the user's optimizer has for a parameter, by the name of its variable.
+        states_of: gives the states that the user's optimizer has for the parameters of a bucket, in order of its slots.
     """
 
     def __init__(
         self,
         buckets: Sequence[FlatBucket],
         make: Callable[[Bucket, torch.Tensor], FlatOptimizer],
-        state_of: Callable[[str], UserState],
+        states_of: Callable[[Bucket], Sequence[UserState]],
     ) -> None:
         self.buckets = buckets
         self.optimizers: dict[tuple[int, int], FlatOptimizer] = {}
@@ -54,7 +54,7 @@ class FlatState:
                 start, stop = flat.bucket.share(replica, len(flat.parameters))
                 if start < stop:
                     self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
-            self._take_over(flat, [state_of(slot.variable) for slot in flat.bucket.slots])
+            self._take_over(flat, states_of(flat.bucket))
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
         """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""

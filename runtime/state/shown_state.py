@@ -1,4 +1,4 @@
-"""Puts state into the user's optimizer, and tells whether it is still there, untouched."""
+"""Puts state into the user's optimizers, and tells whether it is still there, untouched."""
 
 from __future__ import annotations
 
@@ -53,18 +53,15 @@ class ShownNumbers:
 
 
 class ShownState:
-    """What the user's optimizer shows, as it was when mirrorc last put something there.
+    """What the user's optimizers show, as it was when mirrorc last put something there.
 
     The comparison is made before every step, so it loops in C over identities: of the parameters that have state, of the dicts
     of their entries, and of the entries' names and values. Writes in place are told by the
     version counters of tensors.
-
-    Args:
-        optimizer: the user's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self) -> None:
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._is_empty = True
         self._states: list[Any] = []  # what each parameter has
         self._dicts: list[dict[str, Any]] = []  # the dicts among these
@@ -73,23 +70,31 @@ class ShownState:
         self._counted: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    def put(self, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]], counted: Iterable[torch.Tensor]) -> None:
+    def put(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        states: Iterable[tuple[torch.optim.Optimizer, torch.Tensor, Mapping[str, Any]]],
+        counted: Iterable[torch.Tensor],
+    ) -> None:
         """Puts entries beside what a parameter has; the dict that the user may hold stays the same. May be repeated.
 
         Args:
-            states: entries for each parameter.
+            optimizers: the user's that show something.
+            states: which of them gets which entries for which parameter.
             counted: the tensors whose version counters tell of writes into these entries.
         """
-        state = self._optimizer.state
-        for parameter, entries in states:
-            state.setdefault(parameter, {}).update(entries)
-        self._is_empty = False
-        self._states = list(state.values())
+        for optimizer, parameter, entries in states:
+            optimizer.state.setdefault(parameter, {}).update(entries)
+        self._is_empty, self._optimizers = False, optimizers
+        self._states = self._states_now()
         self._dicts = [entries for entries in self._states if isinstance(entries, dict)]
         self._names = list(chain.from_iterable(self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._counted = list(counted)
         self.count_versions()
+
+    def _states_now(self) -> list[Any]:
+        return list(chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers))
 
     def forget(self) -> None:
         """Shows nothing: what the user does to the state is the user's own matter."""
@@ -104,7 +109,7 @@ class ShownState:
         if self._is_empty:
             return False
         return not (
-            are_the_same(list(self._optimizer.state.values()), self._states)
+            are_the_same(self._states_now(), self._states)
             and are_the_same(list(chain.from_iterable(map(dict.values, self._dicts))), self._values)
             and list(chain.from_iterable(self._dicts)) == self._names
             and [tensor._version for tensor in self._counted] == self._versions

@@ -1,4 +1,4 @@
-"""The state of a step: its variables and its optimizer, and whether these are consistent."""
+"""The state of a step: its variables and its optimizers, and whether these are consistent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepState:
 
     Args:
         store: the variables of all replicas.
-        optimizers: the optimizer's state and updates.
+        optimizers: the optimizers' state and updates.
 
     Attributes:
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
@@ -124,7 +124,8 @@ class StepState:
         self.optimizers.finish_step()
         self.store.count_update()
         self.store.aggregate()
-        mark_optimizer_stepped(self.optimizers.user_optimizer)
+        for optimizer in self.optimizers.groups.optimizers:
+            mark_optimizer_stepped(optimizer)
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=False)
         self._is_whole = True

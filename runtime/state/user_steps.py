@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,25 +13,25 @@ from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 
 class UserSteps:
-    """Watches the steps of an optimizer, and of others that have its parameters, by hooks that do not keep the watcher alive.
+    """Watches the steps of optimizers, and of others that have their parameters, by hooks that do not keep the watcher alive.
 
     The version counters of tensors do not tell: torch's fused implementations write parameters and state without counting.
     An optimizer whose class does not call ``Optimizer.__init__`` runs no hooks; those that it calls in its ``step`` do.
 
     Args:
-        optimizer: the user's.
+        optimizers: the user's, whose updates the compiled step makes.
 
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
         of_others: the ids of other parameters that some optimizer has made a step with; whoever has seen to them clears this.
-        when_idle: called after a step of the user's optimizer for which no parameter had a gradient.
+        when_idle: called after a step of one of these optimizers for which no parameter had a gradient.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.have_written = False
         self.when_idle: Callable[[], None] = lambda: None
-        self._optimizer = optimizer
-        self._had_gradients = False
+        self._optimizers = tuple(optimizers)
+        self._had_gradients: set[int] = set()  # the ids of optimizers whose parameters had some when their step began
         self._are_ours = False
         self.of_others: set[int] = set()
         itself = weakref.ref(self)
@@ -45,14 +45,14 @@ class UserSteps:
             return UncountedHook(hook)
 
         self._handles = [register_optimizer_step_post_hook(call(UserSteps._end_of_another))]
-        if calls_step_hooks(optimizer):
+        for optimizer in filter(calls_step_hooks, self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(call(UserSteps._begin)))
             self._handles.append(optimizer.register_step_post_hook(call(UserSteps._end)))
         self._closing = weakref.finalize(self, _remove, self._handles)
 
     @contextmanager
     def are_ours(self) -> Iterator[None]:
-        """A block in which mirrorc itself calls the optimizer's step."""
+        """A block in which mirrorc itself calls the optimizers' steps."""
         self._are_ours = True
         try:
             yield
@@ -60,23 +60,26 @@ class UserSteps:
             self._are_ours = False
 
     def stepped(self) -> set[int]:
-        """The ids of the parameters that some optimizer has made a step with, those of the watched one included."""
-        return self.of_others | (_ids_of_parameters(self._optimizer) if self.have_written else set())
+        """The ids of the parameters that some optimizer has made a step with, those of the watched ones included."""
+        return self.of_others | (self._own_parameters() if self.have_written else set())
+
+    def _own_parameters(self) -> set[int]:
+        return set().union(*map(_ids_of_parameters, self._optimizers))
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        self._had_gradients = _has_gradients(optimizer)
+        (self._had_gradients.add if _has_gradients(optimizer) else self._had_gradients.discard)(id(optimizer))
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._had_gradients or _has_gradients(optimizer):  # a closure may have made them
+        if id(optimizer) in self._had_gradients or _has_gradients(optimizer):  # a closure may have made them
             self.have_written = True
         else:
             self.when_idle()
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
         """Called in every thread after every step of any optimizer but those that update whole buckets, which call no hooks."""
-        if optimizer is self._optimizer:
+        if any(optimizer is own for own in self._optimizers):
             return
-        own, stepped = _ids_of_parameters(self._optimizer), _ids_of_parameters(optimizer)
+        own, stepped = self._own_parameters(), _ids_of_parameters(optimizer)
         if not own.isdisjoint(stepped):
             self.have_written = True
         self.of_others |= stepped - own

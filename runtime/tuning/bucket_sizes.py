@@ -14,6 +14,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.runtime.devices.machine import device_model, num_cores
 from mirrorc.runtime.tuning.cache import Entry, MeasurementCache
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, free_memory, measured_seconds
@@ -107,7 +108,7 @@ def _deciding(optimizer: torch.optim.Optimizer, group: int) -> dict[str, bool | 
 
 def setting_of(
     program: Program,
-    optimizer: torch.optim.Optimizer,
+    groups: OptimizerGroups,
     *,
     num_threads: int,
     link: str,
@@ -120,7 +121,7 @@ def setting_of(
 
     Args:
         program: a CAPTURED program, which has the devices and the gradients.
-        optimizer: the user's optimizer.
+        groups: the user's optimizers.
         num_threads: the number of threads that torch's operators use on each CPU device.
         link: the link that will join the devices.
         shares_parameters: whether devices will share one copy of the parameters that are updated element by element.
@@ -131,8 +132,9 @@ def setting_of(
         if variable.update is not None:
             group = variable.update.group if variable.update.elementwise else None
             bytes_of[(variable.dtype, group)] += math.prod(variable.shape) * variable.dtype.itemsize
-    dtype, group = max(bytes_of, key=bytes_of.__getitem__)
-    shares = shares_parameters and group is not None
+    dtype, number = max(bytes_of, key=bytes_of.__getitem__)
+    shares = shares_parameters and number is not None
+    optimizer, group = groups[number] if number is not None else (groups.optimizers[0], None)
     configuration = Configuration(program.devices, num_threads, link, shares, dtype, optimizer, group, timeout_seconds)
     return Setting(configuration, max(1, bytes_of.total()))
 

@@ -21,6 +21,7 @@ from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 
@@ -63,7 +64,7 @@ def captured_text(name: str) -> str:
         split_call(call, 2),
         devices,
         ModelState(model, F.cross_entropy),
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)]),
         {},
         front_end=front_end_named(name),
     )

@@ -582,9 +582,19 @@ def test_closure() -> None:
 
 
 def test_several_optimizers() -> None:
-    model = net()
-    with unchanged(model), pytest.raises(TypeError, match=quoted("several-optimizers")):
-        compiled(model, [SGD(model[0].parameters()), ADAMW(model[2].parameters())])
+    model, plain = net(), net()
+    own, other = ([torch.optim.Muon([m[0].weight]), ADAMW([m[0].bias, *m[2].parameters()])] for m in (model, plain))
+    with compiled(model, own) as step:
+        for seed in range(2):
+            x, y = batch(4, seed)
+            step(x, target=y)
+            F.cross_entropy(plain(x), y).backward()
+            for o in other:
+                o.step()
+                o.zero_grad()
+    assert_same_model(model, plain, 1e-10)
+    for one, another in zip(own, other, strict=True):
+        assert_same_state(one, another, 1e-10)
 
 
 def test_gan() -> None:

@@ -16,6 +16,7 @@ from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.backends import backend_named
@@ -46,7 +47,7 @@ def captured(model: nn.Module, x: torch.Tensor) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
     shards = split_call(call, 1)
-    return capture_program(training_call, call, shards, devices, state, optimizer, {}).program
+    return capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
 
 
 def laid(model: nn.Module, x: torch.Tensor) -> fx.Graph:

@@ -33,6 +33,7 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 
@@ -217,7 +218,8 @@ def _capture(golden: GoldenModel, num_devices: int) -> Program:
     shards, devices = split_call(call, num_devices), _devices(num_devices)
     training_call, state = TrainingCall(model, golden.loss_fn, call.structure), ModelState(model, golden.loss_fn)
     with warnings.catch_warnings(action="ignore"):  # of the tracer, about side effects in transformers
-        return capture_program(training_call, call, shards, devices, state, golden.optimizer(model), {}).program
+        optimizers = OptimizerGroups([golden.optimizer(model)])
+        return capture_program(training_call, call, shards, devices, state, optimizers, {}).program
 
 
 def _devices(number: int) -> Any:

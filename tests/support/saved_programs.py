@@ -24,6 +24,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.source_lines import last_users_line
+from mirrorc.optimizer_groups import OptimizerGroups
 
 
 class Noisy(nn.Module):
@@ -58,7 +59,9 @@ def captured(name: str) -> Program:
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     training_call = TrainingCall(model, tiny.loss_fn, call.structure)
     state, shards = ModelState(model, tiny.loss_fn), split_call(call, num_devices)
-    return _shared(name, capture_program(training_call, call, shards, devices, state, optimizer, {}).program)
+    return _shared(
+        name, capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
+    )
 
 
 def on_devices(program: Program, num_devices: int) -> Program:

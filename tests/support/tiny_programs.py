@@ -20,6 +20,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -196,4 +197,6 @@ def captured_model(
     shards = split_call(call, num_devices, microbatches=microbatches)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     training_call = TrainingCall(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
-    return capture_program(training_call, call, shards, devices, ModelState(model, loss_fn), optimizer, {}).program
+    return capture_program(
+        training_call, call, shards, devices, ModelState(model, loss_fn), OptimizerGroups([optimizer]), {}
+    ).program

@@ -24,6 +24,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import UpdateRule
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.placement import select_passes
 from mirrorc.pipeline.protocol import Pass
@@ -111,7 +112,9 @@ def _captured(tiny: TinyModel) -> Program:
     training_call = TrainingCall(model, tiny.loss_fn, call.structure)
     devices = parse_devices(["cpu:0", "cpu:1"])
     state = ModelState(model, tiny.loss_fn)
-    return capture_program(training_call, call, split_call(call, 2), devices, state, optimizer, {}).program
+    return capture_program(
+        training_call, call, split_call(call, 2), devices, state, OptimizerGroups([optimizer]), {}
+    ).program
 
 
 class Products(nn.Module):

@@ -1,0 +1,290 @@
+"""A step with a list of optimizers does what a step of each does, in their order."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_state
+from selections import slow
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import ClipGradNorm, NonFiniteError, PassError
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.02)
+ADAMW = partial(torch.optim.AdamW, lr=0.02)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
+SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+UNSHARED = {"disable_passes": ["share-parameters"]}
+
+Makes = Sequence[Callable[..., torch.optim.Optimizer]]
+
+
+class Pair:
+    """A net that a step trains with several optimizers, and its equal in a plain loop: weights with the first one, biases with
+    the second one."""
+
+    def __init__(self, makes: Makes, num_devices: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        self.plain = copy.deepcopy(self.net)
+        self.optimizers, self.plains = (
+            [make(own) for make, own in zip(makes, self.parts(net), strict=True)] for net in (self.net, self.plain)
+        )
+        options = {"backend": "eager", "loss_fn": F.mse_loss, **options}
+        self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizers, **options)
+
+    @staticmethod
+    def parts(net: nn.Module) -> list[list[nn.Parameter]]:
+        named = dict(net.named_parameters())
+        return [[p for name, p in named.items() if kind in name] for kind in ("weight", "bias")]
+
+    def each(self, change: Callable[[Any, Any], Any]) -> None:
+        """Does the same to both sides: is given the net and the optimizers."""
+        for net, optimizers in ((self.net, self.optimizers), (self.plain, self.plains)):
+            change(net, optimizers)
+
+    def backward(self, net: nn.Module, num_examples: int = 5) -> torch.Tensor:
+        torch.manual_seed(num_examples)
+        x, target = torch.randn(num_examples, 5).double(), torch.randn(num_examples, 3).double()
+        loss = F.mse_loss(net(x), target)
+        loss.backward()
+        return loss.detach()
+
+    def train(self, num_examples: int = 6, clip: Callable[[], Any] = lambda: None) -> None:
+        torch.manual_seed(num_examples)
+        x, target = torch.randn(num_examples, 5).double(), torch.randn(num_examples, 3).double()
+        loss = self.step(x, target=target)
+        plain_loss = self.backward(self.plain, num_examples)
+        clip()
+        for optimizer in self.plains:
+            optimizer.step()
+        self.plain.zero_grad()
+        torch.testing.assert_close(loss, plain_loss)
+        self.compare()
+
+    def compare(self) -> None:
+        for (name, own), other in zip(self.net.named_parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other, msg=lambda text, name=name: f"{name}: {text}")
+        for own, other in zip(self.optimizers, self.plains, strict=True):
+            assert_same_state(own, other, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("makes", "num_devices", "options"),
+    [
+        ((SGD, ADAM), 1, {}), ((SGD, ADAM), 2, {}), ((SGD, ADAM), 3, SMALL), ((ADAMW, ADAMW), 4, {}),
+        ((torch.optim.Muon, ADAMW), 2, {}), ((torch.optim.Muon, ADAMW), 3, UNSHARED), ((ADAMW, ADADELTA), 4, SMALL),
+        ((torch.optim.Muon, ADADELTA), 2, {}), ((ADAM, ADADELTA), 2, {"link": "copy"} | UNSHARED),
+        *slow(
+            ((ADAMW, ADADELTA), 1, {}), ((torch.optim.Muon, ADAMW), 4, SMALL), ((SGD, ADAM), 2, UNSHARED | SMALL),
+            ((torch.optim.Muon, ADAMW), 2, {"backend": "inductor"}), ((ADADELTA, SGD), 3, {"exact_order": True}),
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_is_one_of_each(makes: Makes, num_devices: int, options: dict[str, Any]) -> None:
+    with (pair := Pair(makes, num_devices, **options)).step:
+        schedulers = [
+            [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in own] for own in (pair.optimizers, pair.plains)
+        ]
+        for num_examples in (7, 2, 7):
+            pair.train(num_examples)
+            for own in schedulers:
+                own[1].step()
+
+
+def load(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """As when training is resumed: state and learning rate of one of them."""
+    file = io.BytesIO()
+    torch.save(optimizers[0].state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()))
+    state["param_groups"][0]["lr"] *= 2
+    optimizers[0].load_state_dict(state)
+
+
+def freeze(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    net[2].bias.requires_grad_(not net[2].bias.requires_grad)
+
+
+def own_step(pair: Pair, which: int, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    net.requires_grad_(True)
+    pair.backward(net)
+    optimizers[which].step()
+    net.zero_grad()
+
+
+def clear(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    optimizers[1].state.clear()
+
+
+@pytest.mark.parametrize(
+    "makes", [(SGD, ADAM), (torch.optim.Muon, ADAMW), *slow(((ADAMW, ADADELTA),))], ids=["flat", "muon", "mixed"]
+)
+def test_what_the_user_does_to_one_of_them_is_seen(makes: Makes) -> None:
+    with (pair := Pair(makes, 2)).step:
+        for change in (load, freeze, partial(own_step, pair, 0), partial(own_step, pair, 1), clear, load, freeze):
+            pair.train()
+            pair.each(change)
+        pair.train(3)
+
+
+def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
+    """Here the first optimizer gets another group, while the second one's keeps its number, under which its norm is told."""
+
+    def leave_out(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        optimizers[0].param_groups[0]["params"].pop()
+
+    def add(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        optimizers[0].add_param_group({"params": [net[2].weight], "lr": 0.3})
+
+    with (pair := Pair((SGD, ADAM), 3)).step as step:
+        pair.each(leave_out)
+        for _ in range(2):
+            pair.train()
+            assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1"}
+        pair.each(add)
+        for _ in range(2):
+            pair.train()
+        assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1", "SGD group 2"}
+        assert "# optimizer SGD group 2: lr=0.3" in str(step.program)
+        step.memory()
+    with (pair := Pair((SGD, ADAM), 2, clip_grad_norm=(1.0, None))).step as step:
+        pair.each(leave_out)
+        step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
+        pair.each(add)
+        with pytest.raises(PassError, match=r"max_norm has 2 numbers, but the optimizer has a group 2"):
+            step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
+
+
+@pytest.mark.parametrize(
+    ("makes", "num_devices", "options"),
+    [
+        ((SGD, ADAM), 2, {}), ((torch.optim.Muon, ADAMW), 3, {}), ((ADAMW, ADADELTA), 4, {"scaler": True}),
+        ((ADADELTA, SGD), 2, UNSHARED), ((torch.optim.Muon, ADADELTA), 3, {"scaler": True}),
+    ],
+)  # fmt: skip
+def test_clipping_is_that_of_all_gradients_or_of_each_group(
+    makes: Makes, num_devices: int, options: dict[str, Any]
+) -> None:
+    """Also where shares of a small bucket are empty: such a replica counts no gradient that another one has whole."""
+    options = dict(options)
+    if options.pop("scaler", False):
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    with (pair := Pair(makes, num_devices, clip_grad_norm=0.05, **options)).step as step:
+        norms: list[Any] = []
+        for num_examples in (7, 3):
+            pair.train(num_examples, lambda: norms.append(nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)))
+            torch.testing.assert_close(step.grad_norm, norms[-1])
+    options.pop("scaler", None)
+    bounds = (0.02, ClipGradNorm(0.01, 1))
+    with (pair := Pair(makes, num_devices, clip_grad_norm=bounds, **options)).step as step:
+
+        def clip() -> None:
+            first, second = Pair.parts(pair.plain)
+            norms[:] = nn.utils.clip_grad_norm_(first, 0.02), nn.utils.clip_grad_norm_(second, 0.01, 1)
+
+        pair.train(7, clip)
+        torch.testing.assert_close(step.grad_norm, tuple(norms))
+
+
+@pytest.mark.parametrize("makes", [(SGD, ADAM), (torch.optim.Muon, ADAMW)], ids=["flat", "muon"])
+def test_a_step_that_is_not_finite_leaves_all_of_them_alone(makes: Makes) -> None:
+    bad, target = torch.full((4, 5), torch.inf).double(), torch.ones(4, 3).double()
+    with (pair := Pair(makes, 2, check_finite=True)).step as step:
+        pair.train()
+        with pytest.raises(NonFiniteError):
+            step(bad, target=target)
+        pair.compare()
+        pair.train()
+    with (pair := Pair(makes, 2, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))).step as step:
+        pair.train()
+        step(bad, target=target)
+        assert step.num_skipped == 1
+        pair.compare()
+        pair.train()
+
+
+def test_hooks_of_one_see_what_they_see_in_a_loop() -> None:
+    """The gradients of all optimizers before the first steps, and the first one's new parameters before the second one steps."""
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def hook(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        def halve(*_: Any) -> None:
+            for parameter in net.parameters():
+                parameter.grad.mul_(0.5)
+
+        def note(*_: Any) -> None:
+            seen.setdefault(id(net), []).extend(p.detach().clone() for p in net.parameters())
+
+        optimizers[0].register_step_pre_hook(halve)
+        optimizers[1].register_step_pre_hook(note)
+
+    with (pair := Pair((SGD, ADAM), 2)).step as step:
+        pair.train()
+        pair.each(hook)
+        pair.train()
+        assert not any(bucket.rule.elementwise for bucket in step.program.buckets)
+        pair.train()
+    for own, other in zip(seen[id(pair.net)], seen[id(pair.plain)], strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_each_keeps_its_state_in_its_own_object() -> None:
+    with (pair := Pair((torch.optim.Muon, ADAMW), 2)).step as step:
+        pair.train()
+        weights, biases = Pair.parts(pair.net)
+        assert [set(own.state) for own in pair.optimizers] == [set(weights), set(biases)]
+        assert set(pair.optimizers[0].state[weights[0]]) == {"momentum_buffer"}
+        text = str(step.program)
+        assert "Muon's own step, once for all replicas" in text and "AdamW group 1, this device's share of 2" in text
+        assert "# optimizer Muon group 0: lr=0.001" in text and "# optimizer AdamW group 1: lr=0.02" in text
+        assert "Muon runs by itself" in str(step.memory())
+
+
+def test_lists_that_are_no_several_optimizers_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, both = SGD(net[0].parameters()), ADAM(net.parameters())
+    for given, kind, message in (
+        ([], ValueError, r"optimizer is an empty list: give a torch.optim.Optimizer"),
+        ((), ValueError, r"optimizer is an empty tuple"),
+        (
+            [first, "adam"],
+            TypeError,
+            r"optimizer\[1\] is a str: give a torch.optim.Optimizer over model.parameters\(\)$",
+        ),
+        (
+            [first, first],
+            ValueError,
+            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once: give it once",
+        ),
+        (
+            [first, both],
+            ValueError,
+            r"parameter '0.weight' is in optimizer\[0\] \(SGD\) and in optimizer\[1\] \(Adam\)",
+        ),
+        (
+            [first, SGD(nn.Linear(1, 1).parameters())],
+            ValueError,
+            r"optimizer\[1\]'s parameter 0 of group 0, \[1, 1\], is none",
+        ),
+        ({"a": first}, TypeError, r"optimizer is a dict: give a torch.optim.Optimizer .*, or a list of several"),
+    ):
+        with pytest.raises(kind, match=message):
+            mirrorc.compile(net, 2, optimizer=given, loss_fn=F.mse_loss)
+    with mirrorc.compile(net, 2, optimizer=[both], loss_fn=F.mse_loss, backend="eager") as step:
+        step(torch.ones(2, 2), target=torch.ones(2, 2))
+        assert "# optimizer Adam group 0" in str(step.program)
+    second = ADAM([net[1].weight])
+    with mirrorc.compile(net, 2, optimizer=[first, second], loss_fn=F.mse_loss, backend="eager") as step:
+        step(torch.ones(2, 2), target=torch.ones(2, 2))
+        second.add_param_group({"params": [net[0].bias]})
+        with pytest.raises(ValueError, match=r"parameter '0.bias' is in optimizer\[0\]"):
+            step(torch.ones(2, 2), target=torch.ones(2, 2))
