@@ -120,7 +120,7 @@ def check_optimizers(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -
             "over different ones"
         )
     for i, optimizer in enumerate(given if are_several else ()):
-        _check_kind(f"optimizer[{i}]", optimizer)
+        _check_kind(f"optimizer is a {type(given).__name__} whose item {i}", optimizer)
         first = next(j for j, other in enumerate(given) if other is optimizer)
         if first != i:
             raise ValueError(

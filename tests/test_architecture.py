@@ -50,7 +50,7 @@ ORDER = (
     "mirrorc/pipeline",
     "mirrorc/serialization",
     "mirrorc/gradient_habits",  # of a user's training loop, of which a step warns
-    "mirrorc/optimizer_groups",
+    "mirrorc/optimizer_groups",  # the user's, under one count
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
     "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
     "mirrorc/ir",

@@ -258,7 +258,7 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
         (
             [first, "adam"],
             TypeError,
-            r"optimizer\[1\] is a str: give a torch.optim.Optimizer over model.parameters\(\)$",
+            r"optimizer is a list whose item 1 is a str: give a torch.optim.Optimizer over model.par",
         ),
         (
             [first, first],
