@@ -15,19 +15,20 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """The calls of a step, of which one at a time may run.
+    """The calls of a step, of which one at a time may run; nor may calls of another step over the same variables.
 
     Args:
         guard: handles Ctrl-C during a call.
+        callers: the thread whose call runs now, and the `ExclusiveCalls` to which the call belongs; shared by those steps.
 
     Attributes:
         is_closed: whether the step is closed.
     """
 
-    def __init__(self, guard: InterruptGuard) -> None:
+    def __init__(self, guard: InterruptGuard, callers: dict[str, tuple[int, object]]) -> None:
         self._guard = guard
         self._pid = os.getpid()
-        self._callers: dict[str, list[int]] = {}  # the thread whose call runs now
+        self._callers = callers
         self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
         self.is_closed = False
 
@@ -49,12 +50,13 @@ class ExclusiveCalls:
                 "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
                 "the child, or start the process with the 'spawn' method"
             )
-        caller, guard = threading.get_ident(), self._guard
-        own = [caller]
+        guard, own = self._guard, (threading.get_ident(), self)
         try:
-            if self._callers.setdefault("now", own) is not own:
+            running = self._callers.setdefault("now", own)
+            if running is not own:
+                which = "the step" if running[1] is self else "another step over the same parameters"
                 raise ExecutionError(
-                    "the step is running in another thread: one step changes all parameters, so steps run one after the other; "
+                    f"{which} is running in another thread: one step changes all parameters, so steps run one after the other; "
                     "call it from one thread, or guard it with a lock"
                 )
             self.check_open()
@@ -83,8 +85,12 @@ class ExclusiveCalls:
         """
         self.is_closed = True
         running = self._callers.get("now")
-        if running is not None and running[0] != threading.get_ident():
+        if running is not None and running[1] is self and running[0] != threading.get_ident():
             interrupt()
             self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
-        if "now" not in self._callers:
+        if not self._is_running():
             end_threads()
+
+    def _is_running(self) -> bool:
+        running = self._callers.get("now")
+        return running is not None and running[1] is self

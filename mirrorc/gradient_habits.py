@@ -57,8 +57,8 @@ class GradientHabits:
         self._with_gradients = []
         self.has_trained = True
 
-    def warn_of_idle_step(self) -> None:
-        """Called after a step of the optimizer that the user made and that found no gradients."""
+    def warn_of_idle_step(self) -> bool:
+        """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
         self._warn(
             "step",
             "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
@@ -66,6 +66,7 @@ class GradientHabits:
             "scaler=. To clip gradients, compile with clip_grad_norm= or clip_grad_value=; for anything else that should "
             f"happen to them before the update, {_HOOK}",
         )
+        return self.has_trained
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
         """Called when a clipping function is given parameters without gradients."""

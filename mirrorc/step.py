@@ -21,10 +21,9 @@ from mirrorc.printing.wording import counted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.held_state import held_state
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
-from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
 from mirrorc.step_reports import StepReports
@@ -40,19 +39,18 @@ class Step(StepReports):
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
-        store = VariableStore(model.tensors, options.devices)
-        optimizers = BucketOptimizers(options.optimizers, store, is_captured=options.cuda_graphs)
-        super().__init__(options, model, make_state(store, optimizers, options.check_replicas_every))
+        held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
+        super().__init__(options, model, make_state(held, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers)
-        optimizers.user_steps.when_idle = self._habits.warn_of_idle_step
+        self._state.optimizers.user_steps.when_idle.append(self._habits.warn_of_idle_step)
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
         )
         self._guard = InterruptGuard()
-        self._calls = ExclusiveCalls(self._guard)
+        self._calls = ExclusiveCalls(self._guard, self._state.callers)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._pool: DevicePool | None = None
         self._signature = Signature(
@@ -195,7 +193,8 @@ class Step(StepReports):
 
     def _end_threads(self) -> None:
         self._habits.close()
-        self._state.optimizers.user_steps.close()
+        self._state.optimizers.user_steps.forget(self._habits.warn_of_idle_step)
+        self._state.close()
         if self._pool is not None:
             self._pool.close()
         self._specializer.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,8 +66,7 @@ class Executor:
     ) -> None:
         self.program, self.recorder = program, recorder
         self._step_graph = step_graph
-        self.regions = regions
-        self.state = state
+        self.regions, self.state = regions, state
         self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
         self.outputs = StepOutputs(program)
@@ -228,7 +228,7 @@ class Executor:
         if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
-        writer = (id(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
+        writer = (weakref.ref(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
         if not self.state.keeps_gradients_of(writer):
             forget_what_is_written(self._binder.pieces)
         self.state.give_gradients_to(writer)

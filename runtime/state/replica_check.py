@@ -12,10 +12,9 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.held_state import HeldState
 from mirrorc.runtime.state.layout import slot_views
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables import VariableStore
 
 _ROW = 1024  # words that are added up together
 
@@ -54,13 +53,12 @@ class ComparedState(StepState):
     """The state of a step that compares the replicas' copies before every so many steps.
 
     Args:
-        store: the variables of all replicas.
-        optimizers: the optimizer's state and updates.
+        held: variables and optimizers.
         every: the number of steps.
     """
 
-    def __init__(self, store: VariableStore, optimizers: BucketOptimizers, every: int) -> None:
-        super().__init__(store, optimizers)
+    def __init__(self, held: HeldState, every: int) -> None:
+        super().__init__(held)
         self._every = every
         self._num_begun = 0
         self._unwritten: list[Variable] = []  # by the present program
@@ -129,9 +127,9 @@ class ComparedState(StepState):
         )
 
 
-def make_state(store: VariableStore, optimizers: BucketOptimizers, every: int) -> StepState:
+def make_state(held: HeldState, every: int) -> StepState:
     """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
-    return ComparedState(store, optimizers, every) if every else StepState(store, optimizers)
+    return ComparedState(held, every) if every else StepState(held)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

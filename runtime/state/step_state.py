@@ -8,11 +8,11 @@ import torch
 
 from mirrorc.ir.program import Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
+from mirrorc.runtime.state.bucket_optimizers import Laid
 from mirrorc.runtime.state.completion import completed
+from mirrorc.runtime.state.held_state import HeldState
 from mirrorc.runtime.state.layout import Layout, Moved
 from mirrorc.runtime.state.loss_scale import LossScale
-from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -23,26 +23,41 @@ class StepState:
     committed; then `take_over` makes the state whole again.
 
     Args:
-        store: the variables of all replicas.
-        optimizers: the optimizers' state and updates.
+        held: variables and optimizers, which other steps may hold, too.
 
     Attributes:
-        layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
+        store: the variables of all replicas.
+        optimizers: the optimizers' state and updates.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
         told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
-    def __init__(self, store: VariableStore, optimizers: BucketOptimizers) -> None:
-        self.store = store
-        self.optimizers = optimizers
-        self.layout = 0
+    def __init__(self, held: HeldState) -> None:
+        self.store = held.store
+        self.optimizers = held.optimizers
         self.num_skipped = 0
         self.told: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
-        self._is_whole = True
+        self._held = held
+        self._is_closed = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
-        self._gradients_writer: Hashable = None  # the writer of the gradients in the buckets; None after a failure
+
+    @property
+    def layout(self) -> int:
+        """The number of the present layout of memory; when it changes, views of the memory must be made anew."""
+        return self._held.layout
+
+    @property
+    def callers(self) -> dict[str, tuple[int, object]]:
+        """Who calls a step over these variables now."""
+        return self._held.callers
+
+    def close(self) -> None:
+        """Called when the step is closed, perhaps several times; other steps go on with what they hold."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._held.let_go()
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step.
@@ -50,7 +65,7 @@ class StepState:
         ``is_stale`` is what `BucketOptimizers.is_stale` says, if the caller knows: it takes some microseconds to tell.
         """
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
-        was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
+        was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         was_whole = was_whole and not self.optimizers.user_steps.have_written
         if not was_whole:
             self.store.mirror_all()
@@ -65,11 +80,11 @@ class StepState:
             self.store.adopt(layout)
         user_steps = self.optimizers.user_steps
         if self.store.mirror_changes(user_steps.of_others):
-            self.layout += 1
+            self._held.layout += 1
         self.optimizers.sync_hyperparameters()
         user_steps.have_written = False
         user_steps.of_others.clear()
-        self._is_whole = True
+        self._held.is_whole = True
 
     def take_over_variables(self, program: Program) -> None:
         """Takes over what the user wrote to variables, for a program that evaluates: it reads them where they lie.
@@ -77,7 +92,7 @@ class StepState:
         The optimizer's state, and what the user did to it, is left to the next training step. Buckets stay as they are, unless
         the user has given a parameter other memory: then all parameters lie where the user has them, until that step.
         """
-        was_whole, self._is_whole = self._is_whole, False  # an error or an interrupt on the way leaves it so
+        was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self.store.mirror_all()
         layout = self.store.lay_out(program)
@@ -90,16 +105,16 @@ class StepState:
             self.store.adopt(layout)
         user_steps = self.optimizers.user_steps
         if self.store.mirror_changes(user_steps.stepped()):
-            self.layout += 1
+            self._held.layout += 1
         user_steps.of_others.clear()
-        self._is_whole = was_whole
+        self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
         """Puts a layout in place that was made aside; allocates nothing, and may be repeated from any point."""
         self.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
-        self.layout += 1
+        self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew.
@@ -128,7 +143,7 @@ class StepState:
             mark_optimizer_stepped(optimizer)
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=False)
-        self._is_whole = True
+        self._held.is_whole = True
 
     def skip(self, number: int) -> None:
         """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated."""
@@ -145,11 +160,11 @@ class StepState:
         Returns:
             Whether the model and the optimizer are as they were before the step.
         """
-        self._gradients_writer = None
+        self._held.gradients_writer = None
         kept, self._kept = self._kept, None
         if not has_committed:
             return True
-        self._is_whole = False
+        self._held.is_whole = False
         for own, copy in kept or ():
             own.copy_(copy)
         return kept is not None
@@ -159,8 +174,8 @@ class StepState:
 
         They do not after a step of another writer, after a failure, or with optimizers that use the memory of gradients.
         """
-        return self._gradients_writer == writer and self.optimizers.leave_gradients
+        return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
         """Sets the writer of the gradient buckets, once it has forgotten what it had left in buckets that others wrote since."""
-        self._gradients_writer = writer
+        self._held.gradients_writer = writer

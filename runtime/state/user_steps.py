@@ -24,12 +24,13 @@ class UserSteps:
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
         of_others: the ids of other parameters that some optimizer has made a step with; whoever has seen to them clears this.
-        when_idle: called after a step of one of these optimizers for which no parameter had a gradient.
+        when_idle: called in turn, until one returns True, after a step of one of these optimizers for which no parameter had a
+            gradient.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.have_written = False
-        self.when_idle: Callable[[], None] = lambda: None
+        self.when_idle: list[Callable[[], bool]] = []
         self._optimizers = tuple(optimizers)
         self._had_gradients: set[int] = set()  # the ids of optimizers whose parameters had some when their step began
         self._are_ours = False
@@ -73,7 +74,7 @@ class UserSteps:
         if id(optimizer) in self._had_gradients or _has_gradients(optimizer):  # a closure may have made them
             self.have_written = True
         else:
-            self.when_idle()
+            any(told() for told in list(self.when_idle))
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
         """Called in every thread after every step of any optimizer but those that update whole buckets, which call no hooks."""
@@ -83,6 +84,10 @@ class UserSteps:
         if not own.isdisjoint(stepped):
             self.have_written = True
         self.of_others |= stepped - own
+
+    def forget(self, told: Callable[[], bool]) -> None:
+        """Takes back what is called ``when_idle``, if it is there."""
+        self.when_idle = [other for other in self.when_idle if other != told]
 
     def close(self) -> None:
         """Removes the hooks."""
