@@ -82,7 +82,8 @@ class Pair:
     ("makes", "num_devices", "options"),
     [
         ((SGD, ADAM), 1, {}), ((SGD, ADAM), 2, {}), ((SGD, ADAM), 3, SMALL), ((ADAMW, ADAMW), 4, {}),
-        ((torch.optim.Muon, ADAMW), 2, {}), ((torch.optim.Muon, ADAMW), 3, UNSHARED), ((ADAMW, ADADELTA), 4, SMALL),
+        ((torch.optim.Muon, ADAMW), 2, {"microbatches": 2}), ((torch.optim.Muon, ADAMW), 3, UNSHARED),
+        ((ADAMW, ADADELTA), 4, SMALL),
         ((torch.optim.Muon, ADADELTA), 2, {}), ((ADAM, ADADELTA), 2, {"link": "copy"} | UNSHARED),
         *slow(
             ((ADAMW, ADADELTA), 1, {}), ((torch.optim.Muon, ADAMW), 4, SMALL), ((SGD, ADAM), 2, UNSHARED | SMALL),
