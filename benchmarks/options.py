@@ -4,7 +4,8 @@
 
 All run on two logical CPUs with a thread each, by fused AdamW. There are two plain steps, which show by what equal steps
 differ. The steps take turns, and each round begins with another one, so that noise of the machine affects all alike. Prints a
-Markdown table: the median of the plain steps, and each option's median divided by it.
+Markdown table: the median of the plain steps, and each option's median divided by it. Below it is the memory that the largest
+device's activations take with each, as `Step.memory` tells it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clip-idle": {"clip_grad_norm": 1e6},  # measured, never scaled
     "clip": {"clip_grad_norm": 1e-3},  # scaled in every step
     "clip-value": {"clip_grad_value": 1e-3},
+    "microbatches": {"microbatches": 4},
     "scaler": {},  # with a GradScaler of its own
 }
 
@@ -45,8 +47,10 @@ def compiled(workload: Workload, backend: str, option: str) -> mirrorc.Step:
     return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=workload.loss_fn, backend=backend, **given)
 
 
-def measure(workload: Workload, backend: str, options: list[str], seconds_each: float) -> dict[str, float]:
-    """The median seconds of a step, plain ones and with each option."""
+def measure(
+    workload: Workload, backend: str, options: list[str], seconds_each: float
+) -> tuple[dict[str, float], dict[str, int]]:
+    """The median seconds of a step, plain ones and with each option, and the bytes of the largest device's activations."""
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
     names = [*PLAIN, *options]
     with contextlib.ExitStack() as stack:
@@ -54,6 +58,7 @@ def measure(workload: Workload, backend: str, options: list[str], seconds_each: 
         for step in steps.values():
             for _ in range(40 if workload.name == "tiny" else 4):  # the way to run is chosen, and caches are filled
                 step(x, target=y)
+        held = {name: max(one.own.activations for one in step.memory().devices) for name, step in steps.items()}
         seconds: dict[str, list[float]] = {name: [] for name in names}
         end, turn = time.perf_counter() + seconds_each * len(names), 0
         while time.perf_counter() < end:
@@ -63,7 +68,7 @@ def measure(workload: Workload, backend: str, options: list[str], seconds_each: 
                 steps[name](x, target=y)
                 seconds[name].append(time.perf_counter() - begun)
             turn += 1
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: statistics.median(times) for name, times in seconds.items()}, held
 
 
 def main() -> None:
@@ -78,10 +83,12 @@ def main() -> None:
     print(f"| workload | plain, ms | plain again | {' | '.join(options.options)} |")
     print("|---|---|---|" + "---|" * len(options.options))
     for name in options.workloads:
-        found = measure(WORKLOADS[name], options.backend, options.options, options.seconds)
+        found, held = measure(WORKLOADS[name], options.backend, options.options, options.seconds)
         plain = statistics.mean(found[name] for name in PLAIN)
         ratios = [f"{found[option] / plain:.3f}" for option in (PLAIN[1], *options.options)]
-        print(f"| {name} | {plain * 1e3:.3f} | {' | '.join(ratios)} |", flush=True)
+        print(f"| {name} | {plain * 1e3:.3f} | {' | '.join(ratios)} |")
+        sizes = [f"{held[option] / 2**20:.1f} MiB" for option in (*PLAIN, *options.options)]
+        print(f"| {name}, activations | {' | '.join(sizes)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ each dotted name, which is that of a layer. No information is lost::
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
+Microbatches that run the same regions are folded by their own number, from two on: ``… microbatch 2 … 6: as microbatch 1 (the 9
+lines above)``.
+
 A stretch is made of whole blocks, such as a bucket of a table with the lines about it, so that no line is left below a mark that
 stands for the beginning of its block.
 """
@@ -21,16 +24,21 @@ _NUMBERS = re.compile(
     r"(?<![\w.])(?P<before>b|bucket=|bucket )(?P<bucket>\d+)(?![\d.])"
     r"|(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)(?=(?:\.\d+)*\.[A-Za-z_])"
     r"|(?<![\w.])(?P<parts>(?:[A-Za-z_]\w*\.)+)(?P<last>\d+)(?=(?:\.\d+)*(?![\w.]))"
+    r"|(?P<of_part>(?:\bindex=|_microbatch_|_microbatch_seed_))(?P<part>\d+)"
     r"|(?<![\w.])(?P<identifier>[A-Za-z]\w*?_)(?P<inner>\d+)(?=_[A-Za-z])"
 )
 _MODULES = (
     "# backward of "  # the beginning of a comment that lists modules, whose names may consist of numbers: ``31.0``
 )
 _NUMBER_OF_MODULE = re.compile(r"(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)")
-_KINDS = (("before", "bucket"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
+_KINDS = (("before", "bucket"), ("of_part", "part"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
 _MARK = re.compile(
     r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+)(?:, every \d+(?:st|nd|rd|th))?: as (?:b|bucket )(?P<base>\d+) "
     r"\(the (?:(?P<lines>\d+) lines|line) above\)(?:, for (?P<from>\S+) … (?P<to>\S+))?"
+)
+_PARTS = "    … microbatch "
+_MARK_OF_PARTS = re.compile(
+    rf"{_PARTS}(?P<first>\d+)(?: … (?P<last>\d+))?: as microbatch (?P<base>\d+) \(the (?P<lines>\d+) lines above\)"
 )
 _LONGEST = 24  # the most lines of a stretch
 _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
@@ -44,6 +52,7 @@ class _Shape:
         text: the line with single spaces, and with a sign in place of each number.
         buckets: the numbers of buckets in it, in order.
         layers: the numbers of layers in it, in order.
+        parts: the numbers of microbatches in it, in order.
         label: the first layer's name up to its number; empty if there is none.
     """
 
@@ -51,6 +60,7 @@ class _Shape:
     buckets: tuple[int, ...]
     layers: tuple[int, ...]
     label: str = ""
+    parts: tuple[int, ...] = ()
 
 
 def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
@@ -70,7 +80,7 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
     while i < len(lines):
         length, repeats = _longest_stretch(shapes, begins, i)
         kept += lines[i : i + length]
-        if repeats >= _LEAST_REPEATS:
+        if repeats > 1:
             kept.append(_mark(shapes, i, length, repeats, sign))
             i += length * repeats
         else:
@@ -82,7 +92,12 @@ def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
     """The lines before `folded`, each with the number of the folded line that it comes from; the first line is 1."""
     found: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
-        mark = _MARK.fullmatch(line)
+        mark, of_parts = _MARK.fullmatch(line), _MARK_OF_PARTS.fullmatch(line)
+        if of_parts is not None:
+            stretch = [text for _, text in found[-int(of_parts["lines"]) :]]
+            steps = range(1, int(of_parts["last"] or of_parts["first"]) - int(of_parts["base"]) + 1)
+            found += [(number, _moved(text, 0, 0, step)) for step in steps for text in stretch]
+            continue
         if mark is None:
             found.append((number, line))
             continue
@@ -98,26 +113,28 @@ def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 def is_mark(line: str) -> bool:
     """Whether a line is a mark, which stands for repeated lines."""
-    return _MARK.fullmatch(line) is not None
+    return _MARK.fullmatch(line) is not None or _MARK_OF_PARTS.fullmatch(line) is not None
 
 
 def _shape(line: str) -> _Shape:
     buckets: list[int] = []
     layers: list[int] = []
+    parts: list[int] = []
     labels: list[str] = []
 
     def take(name: str, before: str, number: int) -> str:
-        (buckets if name == "bucket" else layers).append(number)
-        if name != "bucket":
+        {"bucket": buckets, "part": parts}.get(name, layers).append(number)
+        if name not in ("bucket", "part"):
             labels.append(before)
         return f"{before}#"
 
     text = _replaced(" ".join(line.split()), take)
-    return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "")
+    return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "", tuple(parts))
 
 
-def _moved(line: str, buckets: int, layers: int) -> str:
-    return _replaced(line, lambda name, before, number: f"{before}{number + (buckets if name == 'bucket' else layers)}")
+def _moved(line: str, buckets: int, layers: int, parts: int = 0) -> str:
+    steps = {"bucket": buckets, "part": parts}
+    return _replaced(line, lambda name, before, number: f"{before}{number + steps.get(name, layers)}")
 
 
 def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
@@ -133,7 +150,7 @@ def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
 def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
     """The length of the stretch at ``start`` that saves the most lines, and the number of its repeats; (1, 0) if none does."""
     best, most = (1, 1), 0
-    for length in range(1, min(_LONGEST, (len(shapes) - start) // _LEAST_REPEATS) + 1):
+    for length in range(1, min(_LONGEST, (len(shapes) - start) // 2) + 1):
         if shapes[start].text != shapes[start + length].text:
             continue
         has_blocks = any(begins[start : start + length])
@@ -142,7 +159,8 @@ def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: in
         repeats = _repeats(shapes, start, length)
         if has_blocks and not begins[start + length * repeats]:
             repeats -= 1  # the last block goes on after the stretch
-        if repeats >= _LEAST_REPEATS and length * (repeats - 1) > most:
+        least = 2 if _is_of_parts(shapes[start : start + length]) and length > 1 else _LEAST_REPEATS
+        if repeats >= least and length * (repeats - 1) > most:
             best, most = (length, repeats), length * (repeats - 1)
     return best
 
@@ -151,7 +169,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
     """The number of times that a stretch repeats with evenly increasing numbers."""
     steps = _steps(shapes, start, start + length, length)
     repeats = 1
-    if steps is None or not steps[0]:
+    if steps is None or not (steps[0] or steps[2]):
         return repeats
     while start + (repeats + 1) * length <= len(shapes):
         before = start + (repeats - 1) * length
@@ -161,22 +179,37 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
     return repeats
 
 
-def _steps(shapes: Sequence[_Shape], one: int, other: int, length: int) -> tuple[int, int | None] | None:
-    """The increase of buckets and of layers from one stretch to the next; None if the stretches differ otherwise."""
+def _steps(shapes: Sequence[_Shape], one: int, other: int, length: int) -> tuple[int, int | None, int] | None:
+    """The increase of buckets, layers and microbatches from one stretch to the next; None if the stretches differ otherwise.
+
+    One of buckets and microbatches increases, and layers do not with microbatches.
+    """
     buckets: set[int] = set()
     layers: set[int] = set()
+    parts: set[int] = set()
     for a, b in zip(shapes[one : one + length], shapes[other : other + length], strict=True):
         if a.text != b.text:
             return None
         buckets.update(y - x for x, y in zip(a.buckets, b.buckets, strict=True))
         layers.update(y - x for x, y in zip(a.layers, b.layers, strict=True))
+        parts.update(y - x for x, y in zip(a.parts, b.parts, strict=True))
+    if parts:
+        return (0, 0, 1) if parts == {1} and buckets <= {0} and layers <= {0} else None
     if len(buckets) != 1 or len(layers) > 1:
         return None
-    return buckets.pop(), layers.pop() if layers else None
+    return buckets.pop(), layers.pop() if layers else None, 0
+
+
+def _is_of_parts(stretch: Sequence[_Shape]) -> bool:
+    return any(shape.parts for shape in stretch)
 
 
 def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign: str) -> str:
     stretch = shapes[start : start + length]
+    if _is_of_parts(stretch):
+        index = next(shape.parts[-1] for shape in stretch if shape.parts)  # that of the operation
+        to = f" … {index + repeats - 1}" if repeats > 2 else ""
+        return f"{_PARTS}{index + 1}{to}: as microbatch {index} (the {length} lines above)"
     base = next(shape.buckets[0] for shape in stretch if shape.buckets)
     steps = _steps(shapes, start, start + length, length)
     assert steps is not None, "a stretch that repeats"

@@ -67,7 +67,7 @@ def function_lines(
 def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
     if not fold or program.stage <= Stage.OUTLINED:
         return body
-    first = {*map(region_title, program.regions), "wait"}
+    first = {*map(region_title, program.regions), "wait", "microbatch", "microbatch_seed"}
     return folded(body, _SIGN, lambda line: line.startswith(_NO_CALLS) or _operation_of_line(line) in first)
 
 

@@ -37,6 +37,8 @@ Unless ``fold=False`` or ``slots=True`` is given, repeated parts are printed onc
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
   stands for 27 stretches, in which the numbers of buckets, and the first number of each dotted name, move on evenly;
   ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
+- Microbatches that run the same: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``, in which the numbers of
+  microbatches move on by one.
 - Lines that several devices have next to each other in ``all_devices``: the column says ``each``, or lists the devices.
 - A function that is another up to shapes: ``as cpu_0, but for these lines``. Its lines replace those of the same operation, in
   order, where ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.

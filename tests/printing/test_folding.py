@@ -169,3 +169,14 @@ def test_spans() -> None:
         (["0", "2", "3", "4"], "0, 2 … 4"),
     ):
         assert spans(items) == text and read_spans(text) == tuple(items)
+
+
+@pytest.mark.parametrize(("microbatches", "marks"), [(3, 0), (4, 1), (7, 1)])
+def test_microbatches_that_run_the_same_are_told_once_and_come_back(microbatches: int, marks: int) -> None:
+    captured = captured_model(nn.Linear(4, 3), 1, rows=2 * microbatches, microbatches=microbatches)
+    program = every_stage(captured, microbatches=microbatches)["lower-devices"]
+    lines, short = (program.to_text(fold=fold).splitlines() for fold in (False, True))
+    found = [line for line in short if line.startswith("    … microbatch")]
+    last = f" … {microbatches - 2}" if microbatches > 4 else ""
+    assert found == [f"    … microbatch 2{last}: as microbatch 1 (the 4 lines above)"] * marks
+    assert [" ".join(text.split()) for _, text in unfolded(short)] == [" ".join(line.split()) for line in lines]
