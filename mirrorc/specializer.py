@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -15,20 +14,19 @@ from torch import nn
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.changing_numbers import ChangingNumbers
-from mirrorc.capture.dropped_effects import Note
-from mirrorc.capture.errors import LoneExampleError
+from mirrorc.capture.errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.output_capturing import install_capturing_hooks
 from mirrorc.capture.shard_types import shard_types
 from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.training_call import TrainingCall
-from mirrorc.capture.weighted_means import REMEDY
+from mirrorc.capture_warnings import CaptureWarnings
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
@@ -79,8 +77,7 @@ class Specializer:
         self._evaluations = Specializations("evaluation")
         self._evaluated = EvaluationState(state)
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
-        self._has_warned_of_differences = False
-        self._noted: set[Note] = set()
+        self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = MeasuredSizes(options, num_threads)
 
@@ -126,6 +123,10 @@ class Specializer:
                 raise
             self._lone.add(key)
             return self._found_or_compiled(call, shards, is_stale, trains)
+        except HooksMissingError:
+            if not install_capturing_hooks(self._options.model):
+                raise
+            return self._found_or_compiled(call, shards, is_stale, trains)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -164,24 +165,6 @@ class Specializer:
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
         of_optimizers = self._options.optimizers.structure() if trains else ()
         return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizers, torch_modes()
-
-    def _warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
-        if differences and not self._has_warned_of_differences:
-            self._has_warned_of_differences = True
-            warnings.warn(
-                f"a step on {len(self._options.devices)} devices is not exactly that of one device on the whole batch: "
-                f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
-                "mirrorc.check_loss tells how much it makes",
-                stacklevel=users_stack_level(),
-            )
-
-    def _warn_of_notes(self, notes: Sequence[Note]) -> None:
-        """Gives each warning once, at the user's line that it is about."""
-        for note in notes:
-            if note not in self._noted:
-                self._noted.add(note)
-                warnings.warn_explicit(note.message, UserWarning, note.filename, note.lineno)
 
     def _compile(self, call: Call, shards: Shards, what_is_new: str, trains: bool) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
@@ -246,8 +229,8 @@ class Specializer:
         times.append(time.perf_counter())
         if options.cuda_graphs and trains:
             check_captured_program(captured.program, options.optimizers)
-        self._warn_of_differences(captured.differences)
-        self._warn_of_notes(captured.notes)
+        self._warnings.warn_of_differences(captured.differences)
+        self._warnings.warn_of_notes(captured.notes)
         program = captured.program.with_remarks(*options.remarks)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if trains else (program, for_evaluation(options.pipeline))

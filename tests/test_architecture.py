@@ -24,6 +24,7 @@ ORDER = (
     "mirrorc/step_reports",
     "mirrorc/specializer",
     "mirrorc/specializations",
+    "mirrorc/capture_warnings",
     "mirrorc/measured_sizes",
     "mirrorc/instruments",
     "mirrorc/progress",

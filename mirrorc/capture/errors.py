@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.capture.known_failures import known_failure
+from mirrorc.capture.known_failures import INSTALLS_HOOKS, known_failure
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_line, module_of
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
@@ -17,6 +17,10 @@ from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, use
 
 class LoneExampleError(CaptureError):
     """An operator of torch takes no shard of one example, because it normalizes by statistics over the examples."""
+
+
+class HooksMissingError(CaptureError):
+    """Forward would install hooks of Hugging Face that collect hidden states and attentions, which cannot be traced."""
 
 
 def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -51,7 +55,8 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
         remedy = "set requires_grad before the step, not inside forward"
     else:
         remedy = f"make {subject} traceable, or move it out of forward"
-    return CaptureError(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
+    kind = HooksMissingError if known is INSTALLS_HOOKS else CaptureError
+    return kind(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
 
 
 def _place(error: Exception) -> tuple[str, str]:

@@ -34,6 +34,14 @@ class KnownFailure:
 
 
 _NO_FRAME = traceback.FrameSummary("", 0, "", line="")
+
+INSTALLS_HOOKS = KnownFailure(
+    "Hugging Face installs hooks for hidden states and attentions in the first call of a model, under a lock",
+    "call the model once, with the same arguments, before its first step",
+    ("",),
+    line="_hook_installation_lock",
+)
+
 _DATA_DEPENDENT = ("data-dependent", "data dependent")
 
 _KNOWN = (
@@ -66,11 +74,19 @@ _KNOWN = (
         "compute with tensors instead of Python numbers, use torch.where, or read the number before the step",
         ("_local_scalar_dense",),
     ),
+    INSTALLS_HOOKS,
     KnownFailure(
-        "Hugging Face installs hooks for hidden states and attentions in the first call of a model, under a lock",
-        "call the model once, with the same arguments, before its first step",
-        ("",),
-        line="_hook_installation_lock",
+        "it leaves layers out at random, and a captured graph would run the same layers in every step",
+        "run all layers, with layerdrop = 0.0 in the model's configuration, or compute both ways and choose in the graph, as in "
+        "torch.where(torch.rand(()) < p, x, layer(x))",
+        _DATA_DEPENDENT,
+        line="skip_the_layer",
+    ),
+    KnownFailure(
+        "it sets requires_grad of a tensor in forward, and the graph of a step has gradients of parameters alone",
+        "leave the line out: gradients of parameters are the same without it. Speech models of Hugging Face leave it out after "
+        "model.freeze_feature_encoder(), which is usual for fine-tuning",
+        ("setattr() on tensor.requires_grad",),
     ),
     KnownFailure(
         "it enters a lock, and a captured step does not do that again",

@@ -1,0 +1,41 @@
+"""Installs the hooks with which models of Hugging Face collect hidden states and attentions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def install_capturing_hooks(model: nn.Module) -> bool:
+    """Installs what models of Hugging Face install in their first call that is asked for hidden states or attentions.
+
+    They do so under a lock, which no tracer follows. The hooks do nothing in calls that ask for none.
+
+    Returns:
+        whether there are hooks that were not there before.
+    """
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(capturing, "maybe_install_capturing_hooks", None)
+    if install is None:
+        return False
+    before = _num_hooks(model)
+    for module in model.modules():  # the outer one first, as in a call: it installs those of the models within it, too
+        if _captures(module, capturing.__file__):
+            install(module)
+    return _num_hooks(model) > before
+
+
+def _captures(module: nn.Module, filename: str) -> bool:
+    """Whether a module's forward is decorated by a function of a file."""
+    forward: Any = type(module).forward
+    while forward is not None:
+        if getattr(getattr(forward, "__code__", None), "co_filename", None) == filename:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
