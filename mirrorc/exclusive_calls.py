@@ -71,6 +71,11 @@ class ExclusiveCalls:
                     self._has_ended.set()
                 guard.end()
 
+    @property
+    def is_any_running(self) -> bool:
+        """Whether a call runs, of this step or of another one over the same variables."""
+        return "now" in self._callers
+
     def check_open(self) -> None:
         """Raises `ExecutionError` if the step is closed."""
         if self.is_closed:

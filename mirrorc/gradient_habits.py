@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.torch_internals import observe_clipping
+from mirrorc.torch_internals import observe_clipping, observe_zero_grad
 
 _HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
+
+
+class Kept(Protocol):
+    """Gradients that a step has kept for its next update."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are any."""
+        ...
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Drops those of the parameters that have these ids."""
+        ...
 
 
 class GradientHabits:
@@ -24,16 +38,19 @@ class GradientHabits:
 
     Attributes:
         has_trained: whether the step has run; before, nothing is warned of.
+        kept: what `Step.accumulate` has kept since the last update; None if the step keeps nothing.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
         self.has_trained = False
+        self.kept: Kept | None = None
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._groups = groups
         self._with_gradients: list[torch.Tensor] = []
         self._told: set[str] = set()
         _watching.add(self)
         observe_clipping(_warn_of_clipping)
+        observe_zero_grad(_tell_of_zeroed)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.
@@ -59,6 +76,13 @@ class GradientHabits:
 
     def warn_of_idle_step(self) -> bool:
         """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
+        if self.kept is not None and self.kept.has_any:
+            self._warn(
+                "kept",
+                "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
+                "step updates with them. Remove the call, and end the accumulation with step(...) on its last batch",
+            )
+            return self.has_trained
         self._warn(
             "step",
             "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
@@ -89,6 +113,12 @@ class GradientHabits:
 
 
 _watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
+
+
+def _tell_of_zeroed(parameters: Sequence[torch.Tensor]) -> None:
+    for habits in list(_watching):
+        if habits.kept is not None and habits.kept.has_any:
+            habits.kept.drop({id(parameter) for parameter in parameters})
 
 
 def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:

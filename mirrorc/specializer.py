@@ -1,4 +1,4 @@
-"""Compiles a step, or its evaluation, for each kind of call (capture, passes, regions), and caches the compiled programs."""
+"""Compiles a step for each kind and purpose of call (capture, passes, regions), and caches the compiled programs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import for_evaluation
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
+from mirrorc.purposes import Purpose, states_of
 from mirrorc.runtime.codegen.regions import RegionCompiler
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.evaluation_state import EvaluationState
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
@@ -65,7 +64,6 @@ class Specializer:
     ) -> None:
         self._options = options
         self._model = model
-        self._state = state
         self._num_threads = num_threads
         self._interrupts = interrupts
         names = ", ".join(device.name for device in options.devices)
@@ -73,60 +71,60 @@ class Specializer:
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
-        self._specializations = Specializations()
-        self._evaluations = Specializations("evaluation")
-        self._evaluated = EvaluationState(state)
+        self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
+        self._states = states_of(state)
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = MeasuredSizes(options, num_threads)
 
     def specialization_for(
-        self, call: Call, shards: Shards, *, is_stale: bool = False, trains: bool = True
+        self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
     ) -> tuple[Specialization, Shards]:
         """What was compiled for calls of this kind, and the shards to run it on; compiles it if the call is the first one.
 
         If torch refuses a shard of one example, the batch is split anew, among fewer replicas.
 
-        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold; ``trains``: whether it is
-        for a training step, and not for an evaluation, which depends on nothing of the optimizer.
+        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold. An evaluation depends on
+        nothing of the optimizer.
         """
         if self._options.autocast is None:
-            return self._found_or_compiled(call, shards, is_stale, trains)
+            return self._found_or_compiled(call, shards, is_stale, purpose)
         with torch.autocast(self._home.type, self._options.autocast):
-            return self._found_or_compiled(call, shards, is_stale, trains)
+            return self._found_or_compiled(call, shards, is_stale, purpose)
 
     def _found_or_compiled(
-        self, call: Call, shards: Shards, is_stale: bool, trains: bool
+        self, call: Call, shards: Shards, is_stale: bool, purpose: Purpose
     ) -> tuple[Specialization, Shards]:
-        kept = self._specializations if trains else self._evaluations
-        parts = self._options.microbatches if trains else 1
+        kept = self._kept[purpose]
+        parts = self._options.microbatches if purpose.trains else 1
         by_twos = functools.partial(split_call, call, len(shards.num_examples), fewest=2, microbatches=parts)
-        key = self._key(call, shards, trains)
+        key = self._key(call, shards, purpose)
         if shards.have_one_example and key in self._lone:
             shards = by_twos()
-            key = self._key(call, shards, trains)
+            key = self._key(call, shards, purpose)
         try:
             self._interrupts.hold()
             found = kept.get(key, call.plain)
         finally:
             self._interrupts.let_go()
-        state = self._state if trains else self._evaluated
-        if found is not None and not state.needs_other_buckets(found.executor.program, is_stale=is_stale):
+        if found is not None and not self._states[purpose].needs_other_buckets(
+            found.executor.program, is_stale=is_stale
+        ):
             return found, shards
         is_watched = found is None and self._options.front_end.guards_plain_values
-        key = self._note_changes(kept, key, call, shards, trains) if is_watched else key
+        key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
         try:
-            new = self._compile(call, shards, kept.what_is_new(key), trains)
+            new = self._compile(call, shards, kept.what_is_new(key), purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
             self._lone.add(key)
-            return self._found_or_compiled(call, shards, is_stale, trains)
+            return self._found_or_compiled(call, shards, is_stale, purpose)
         except HooksMissingError:
             if not install_capturing_hooks(self._options.model):
                 raise
-            return self._found_or_compiled(call, shards, is_stale, trains)
+            return self._found_or_compiled(call, shards, is_stale, purpose)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -139,43 +137,44 @@ class Specializer:
             )
         for dropped in kept.add(key, call, new, found, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()
-        programs = [executor.program for executor in (*self._specializations, *self._evaluations)]
+        programs = [executor.program for kept in self._kept.values() for executor in kept]
         self._regions.keep_only(region for program in programs for region in program.regions.values())
         return new, shards
 
-    def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, trains: bool) -> Key:
+    def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
         """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
-        return self._key(call, shards, trains) if freed else key
+        return self._key(call, shards, purpose) if freed else key
 
     @property
     def num_programs(self) -> int:
         """How many compiled programs there are."""
-        return len(self._specializations) + len(self._evaluations)
+        return sum(map(len, self._kept.values()))
 
     def release(self) -> None:
         """Frees the memory that specializations keep on a GPU for later steps."""
-        for executor in (*self._specializations, *self._evaluations):
-            executor.release()
+        for kept in self._kept.values():
+            for executor in kept:
+                executor.release()
 
-    def _key(self, call: Call, shards: Shards, trains: bool) -> Key:
+    def _key(self, call: Call, shards: Shards, purpose: Purpose) -> Key:
         """What a graph depends on besides what its guards watch, in the order that `mirrorc.specializations.Key` says."""
         devices = self._options.devices
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
-        of_optimizers = self._options.optimizers.structure() if trains else ()
+        of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
         return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizers, torch_modes()
 
-    def _compile(self, call: Call, shards: Shards, what_is_new: str, trains: bool) -> Specialization:
+    def _compile(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()
-        what = self._what if trains else f"an evaluation of {self._what}"
+        what = purpose.of(self._what)
         progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
         try:
             progress.begin()
-            return self._compile_at_home(call, shards, what, progress, trains)
+            return self._compile_at_home(call, shards, what, progress, purpose)
         except BaseException as error:
             progress.is_over = True
             for tensor, data in moved:
@@ -201,16 +200,16 @@ class Specializer:
         return moved
 
     def _compile_at_home(
-        self, call: Call, shards: Shards, what: str, progress: Progress, trains: bool
+        self, call: Call, shards: Shards, what: str, progress: Progress, purpose: Purpose
     ) -> Specialization:
         options, times = self._options, [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
         logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
-        if trains:
+        if purpose.trains:
             options.optimizers.check(self._model.parameters)
         self._regions.prepare(self._home)
         progress.enter("capture")
-        training_call = (TrainingCall if trains else EvaluationCall)(
+        training_call = (TrainingCall if purpose.trains else EvaluationCall)(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
         training_call.numbers = self._numbers
@@ -227,13 +226,14 @@ class Specializer:
         )
         self._check_memory(captured)
         times.append(time.perf_counter())
-        if options.cuda_graphs and trains:
+        if options.cuda_graphs and purpose.trains:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
-        program = captured.program.with_remarks(*options.remarks)
+        program = captured.program.evolve(accumulation=purpose.accumulation).with_remarks(*options.remarks)
         progress.enter("bucket sizes")
-        program, pipeline = self._sizes.put_into(program) if trains else (program, for_evaluation(options.pipeline))
+        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
+        pipeline = purpose.passes_of(pipeline)
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, [*instruments, progress])
@@ -251,13 +251,13 @@ class Specializer:
         regions = [{name: next(functions) for name in names} for _, names in called]
         times.append(time.perf_counter())
         _log_times(what, program, times)
-        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and trains else None
-        is_recording = options.record and trains and step_graph is None
+        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
+        is_recording = options.record and purpose.updates and step_graph is None
         recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
         executor = Executor(
             program,
             regions,
-            self._state if trains else self._evaluated,
+            self._states[purpose],
             captured.constants,
             options.timeout_seconds,
             recorder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -16,8 +17,11 @@ from mirrorc.errors import ExecutionError
 from mirrorc.exclusive_calls import ExclusiveCalls
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
+from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.kept_gradients import KeptGradients
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
+from mirrorc.purposes import Purpose
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
@@ -51,6 +55,7 @@ class Step(StepReports):
         )
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
+        self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._pool: DevicePool | None = None
         self._signature = Signature(
@@ -76,11 +81,34 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
-        if torch.is_inference_mode_enabled():
+        return self._exclusively(lambda: self._train(args, kwargs, self._purpose_of_step()))
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward and backward on one batch, and keeps its gradients for the next training call.
+
+        That updates with the gradient of the mean loss over the examples of all these calls and of its own, whatever their
+        numbers; with ``loss_reduction="sum"``, of the sum. Buffers are written as in training. What is kept stays as it is if a
+        call fails, and over evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops it.
+
+        Args:
+            *args, **kwargs: as for a training call.
+
+        Returns:
+            What a training call returns: the loss of this batch, or with ``return_outputs``, a pair of the loss and the outputs.
+
+        Raises:
+            As a training call; nothing has changed then.
+        """
+        if self._options.cuda_graphs:
             raise ExecutionError(
-                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+                "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
+                "compile with cuda_graphs=False"
             )
-        return self._exclusively(lambda: self._train(args, kwargs))
+        return self._exclusively(lambda: self._train(args, kwargs, Purpose.ACCUMULATION))
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
+        self._exclusively(self._state.accumulated.clear)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
@@ -111,6 +139,7 @@ class Step(StepReports):
             if kept
             else "not compiled yet"
         )
+        state += f", {self._state.accumulated}" if self._state.accumulated.num_calls else ""
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
@@ -125,9 +154,10 @@ class Step(StepReports):
         def compiled() -> Program:
             call, shards = self._signature.split(args, kwargs)
             is_stale = self._state.optimizers.is_stale()
-            self._last = self._last_trained = self._specializer.specialization_for(call, shards, is_stale=is_stale)[
-                0
-            ].executor
+            found, _ = self._specializer.specialization_for(
+                call, shards, is_stale=is_stale, purpose=self._purpose_of_step()
+            )
+            self._last = self._last_trained = found.executor
             return self._last.program
 
         return self._exclusively(compiled)
@@ -135,15 +165,22 @@ class Step(StepReports):
     def _exclusively(self, function: Callable[[], _T]) -> _T:
         return self._calls.run(function, self._end_threads)
 
-    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _purpose_of_step(self) -> Purpose:
+        return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
+
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+            )
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale)
+        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
         executor = found.executor
         self._calls.check_open()  # compiling takes long
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
-        self._last_trained = executor
+        self._last_trained = executor if purpose.updates else self._last_trained
         loss = self._run(found, shards)
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
@@ -151,7 +188,7 @@ class Step(StepReports):
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, shards = self._signature.split(args, kwargs, trains=False)
-        found, shards = self._specializer.specialization_for(call, shards, trains=False)
+        found, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
         self._calls.check_open()
         found.executor.state.take_over(found.executor.program)
         self._run(found, shards)
@@ -181,14 +218,24 @@ class Step(StepReports):
         weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
-        return executor.run(self._pool, shards.tensors, weights, seed, self._guard, numbers)
+        return executor.run(self._pool, shards.tensors, weights, total, seed, self._guard, numbers)
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
 
         A call that runs in another thread is stopped, unless it is committed, and is waited for, at most 5 seconds: it ends the
-        threads when it ends.
+        threads when it ends. Gradients that `accumulate` has kept are lost then, with a warning.
         """
+        kept = self._state.accumulated
+        if kept.num_calls and not self._calls.is_closed:
+            warnings.warn(
+                f"the step is closed with {kept}, and no update was made with them: end an accumulation with a call of the step, "
+                "or drop what is kept with step.zero_grad()",
+                stacklevel=users_stack_level(),
+            )
+        self._close()
+
+    def _close(self) -> None:
         self._calls.close(lambda: self._last.interrupt() if self._last is not None else None, self._end_threads)
 
     def _end_threads(self) -> None:
@@ -205,4 +252,7 @@ class Step(StepReports):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._close()

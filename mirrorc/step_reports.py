@@ -66,6 +66,11 @@ class StepReports(ABC):
         return self._state.num_skipped
 
     @property
+    def num_accumulated(self) -> int:
+        """The number of examples whose gradients `Step.accumulate` has kept for the next update."""
+        return self._state.accumulated.num_examples
+
+    @property
     def grad_norm(self) -> Any:
         """The norm of the last step's gradients before clipping, a scalar on the first device, over the whole batch.
 

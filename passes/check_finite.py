@@ -12,12 +12,9 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, replica_of
-from mirrorc.ir.operation import Effect, Selection
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_rules import OTHERWISE
 from mirrorc.printing.wording import counted
-
-_WRITERS = Selection(lambda found: Effect.UPDATES in found.effects or Effect.WRITES in found.effects)
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,9 @@ class CheckFinite:
 
     A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. The commit is where all replicas
     meet anyway, so there each learns what the others have found, and all decide alike.
+
+    A program that accumulates gradients looks at what each replica has packed, so that a call whose gradients are not finite adds
+    nothing. One that only skips updates is left out there: the step that updates looks at the sum.
 
     Needs: updates in their final form, so it comes after share-parameters.
     Guarantees: what an update takes was looked at before the commit, and so was each replica's loss; nothing is in flight at
@@ -55,6 +55,11 @@ class CheckFinite:
     def __post_init__(self) -> None:
         if self.otherwise not in OTHERWISE:
             raise ValueError(f"otherwise is {self.otherwise!r}: say 'raise' or 'skip'")
+
+    @property
+    def updates_only(self) -> bool:
+        """Whether it is about updates alone, which a program that accumulates has none of."""
+        return self.otherwise == "skip"
 
     def run(self, program: Program) -> Program:
         if any(map(is_checked, calls_to(program.mirrored_graph, ops.commit))):
@@ -101,7 +106,7 @@ def _move_before(commit: fx.Node) -> int:
     for node in nodes[nodes.index(commit) :]:
         if node.op == "output" or node in late:
             continue
-        if node.target in _WRITERS or node.target in ops.RESCALING or not late.isdisjoint(node.all_input_nodes):
+        if node.target in ops.WRITERS or node.target in ops.RESCALING or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         else:
             commit.prepend(node)

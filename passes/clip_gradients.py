@@ -79,6 +79,7 @@ class ClipGradients:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
+    updates_only: ClassVar = True
     establishes: ClassVar = (Property.CLIPPED,)
     precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
 

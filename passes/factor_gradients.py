@@ -23,7 +23,7 @@ from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, lazy_graph_module
@@ -87,23 +87,19 @@ class FactorGradients:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         if program.num_replicas == 1:
             return program.with_remarks("no gradient stays factors: one device has no share to make", is_kept=False)
-        if program.shard_of_microbatch:
-            told = "no gradient stays factors: microbatches add theirs up, where factors would be kept of each"
-            return program.with_remarks(told)
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         if why_not := self._why_no_shares(program, bool(slots)):
             return program.with_remarks(f"no gradient stays factors: {why_not}")
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         whole: dict[str, str] = {}  # why a gradient does not stay factors
-        names = {}
+        names, bodies, found = {}, {}, {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 if why := self._why_not(node, slots.get(name)):
                     whole[name] = why
                 else:
                     names[node] = name
-        bodies, found = {}, {}
         calls = calls_by_region(graphs)
         for name, nodes in calls.items():
             bodies[name] = copied(program.regions[name].graph_module.graph)
@@ -133,6 +129,10 @@ class FactorGradients:
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
         """Why no device would make a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
+        if program.shard_of_microbatch:
+            return "microbatches add theirs up, where factors would be kept of each"
+        if program.accumulation is not Accumulation.NONE:
+            return "those of several calls are added up whole"
         if why_not := why_memory_is_not_shared(program.devices):
             return why_not
         if self.parameters_are_shared is False:

@@ -8,6 +8,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_into
+from mirrorc.ir.nodes import origin_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
 
@@ -25,6 +26,9 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
+    A program that accumulates gradients reduces nothing: each replica keeps its own, and the step that updates with them reduces
+    the sum. What passes have made of a bucket on the way to its reduction is left out: they do that with the sum, in that step.
+
     Needs: packed buckets.
     Guarantees: each bucket is reduced once; each pending value is waited for once by each replica. With one replica
         there is nothing to reduce.
@@ -38,7 +42,9 @@ class InsertAllReduce:
         graph = fx.Graph()
         output = copy_into(graph, program.mirrored_graph)
         reduced = output["packed"]
-        if program.num_replicas > 1:
+        if program.accumulates:
+            reduced = tuple(tuple(map(_without_ways, own)) for own in reduced)
+        elif program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}
             reduced = tuple(
                 _reduce(graph, bucket.index, output["packed"][bucket.index], order) for bucket in program.buckets
@@ -47,7 +53,19 @@ class InsertAllReduce:
         return program.evolve(stage=Stage.REDUCED, graph=graph).with_remarks(_remark(program), is_kept=False)
 
 
+def _without_ways(value: fx.Node) -> fx.Node:
+    """The packed bucket behind a value, without what was computed from it."""
+    packed = origin_of(value)
+    while value is not packed and not value.users:
+        source = value.all_input_nodes[0]
+        value.graph.erase_node(value)
+        value = source
+    return packed
+
+
 def _remark(program: Program) -> str:
+    if program.accumulates:
+        return "no all-reduce: gradients are accumulated, and reduced once, by the step that updates with them"
     if program.num_replicas == 1:
         return "no all-reduce: one replica has nothing to reduce"
     return (

@@ -36,6 +36,11 @@ class InsertUpdate:
         output {losses: (l, l_1)}                         #   w_1 = wait(broadcast, bucket=0, replica=1)
                                                           #   store(w_1, bucket=0, replica=1)
 
+    A program that accumulates gradients adds each replica's packed bucket to its sums instead::
+
+        output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
+                                                          accumulate(pack_1, bucket=0, replica=1)
+
     A replica commits when all replicas have done what can fail, so that a failure leaves all variables as they were.
 
     Needs: reduced buckets.
@@ -52,11 +57,14 @@ class InsertUpdate:
         for replica in range(program.num_replicas):
             call(graph, ops.commit, (), {"replica": replica})
         for bucket in program.buckets:
-            if bucket.rule.elementwise:
+            if program.accumulates:
+                for replica, packed in enumerate(output["reduced"][bucket.index]):
+                    call(graph, ops.accumulate, (packed,), {"bucket": bucket.index, "replica": replica})
+            elif bucket.rule.elementwise:
                 for replica, gradient in enumerate(output["reduced"][bucket.index]):
                     call(graph, ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
         others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
-        if others:
+        if others and not program.accumulates:
             _step_and_broadcast(program, graph, others, output["reduced"])
         for variable, replicas in output["writes"].items():
             for replica, value in enumerate(replicas):
@@ -68,6 +76,8 @@ class InsertUpdate:
 
 def _remarks(program: Program) -> list[str]:
     """Says how the optimizer runs on each kind of bucket."""
+    if program.accumulates:
+        return ["nothing is updated: each replica adds its gradients to those of the calls since the last update"]
     remarks = []
     for elementwise in (True, False):
         buckets = [bucket for bucket in program.buckets if bucket.rule.elementwise is elementwise]

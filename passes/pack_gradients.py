@@ -10,8 +10,8 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.graph_edits import call, copy_into
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.graph_edits import call, copy_into, insert
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.printing.wording import counted
 
 
@@ -29,8 +29,15 @@ class PackGradients:
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
 
+    A step that ends an accumulation adds what earlier calls have accumulated, replica by replica, so that all that follows works
+    with the gradients of all calls::
+
+        pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
+                                                                  sum  = add_accumulated(pack, bucket=0, replica=0)
+
     Needs: a bucket plan and the mirrored graph.
-    Guarantees: every gradient is packed exactly once, in its slot's place; nothing else uses it.
+    Guarantees: every gradient is packed exactly once, in its slot's place; nothing else uses it. Accumulated gradients are added
+        once, before anything else takes the bucket.
     """
 
     name: str = field(default="pack-gradients", init=False)
@@ -49,13 +56,28 @@ class PackGradients:
             for replica in replicas:
                 if replica not in own:
                     own[replica] = last = _pack_zeros(graph, bucket, replica, last)
+            if program.accumulation is Accumulation.ENDS:
+                own = {replica: _add_accumulated(program, pack) for replica, pack in own.items()}
             packed.append(tuple(own[replica] for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
         packs = f"{counted(len(program.buckets), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
         remark = f"{packs}, one per bucket, right after the bucket's last gradient"
         if len(program.present) < program.num_replicas:
             remark += "; those of replicas without examples fill it with zeros"
+        if program.accumulation is Accumulation.ENDS:
+            program = program.with_remarks(_ADDED)
         return program.evolve(stage=Stage.PACKED, graph=graph).with_remarks(remark, is_kept=False)
+
+
+_ADDED = (
+    "each device adds the gradients that it has accumulated since the last update to its own, by their parts of the examples of "
+    "all calls; all that follows works with the sum"
+)
+
+
+def _add_accumulated(program: Program, pack: fx.Node) -> fx.Node:
+    """Adds the accumulated gradients of a replica right behind its pack."""
+    return insert(program, pack.next, ops.add_accumulated, (pack,), dict(pack.kwargs))
 
 
 def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: dict[fx.Node, int]) -> fx.Node:

@@ -80,7 +80,7 @@ def _regions_before(graph: fx.Graph) -> dict[str, int]:
 def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
     """Says how many launches and waits have moved past a region."""
     if not before:
-        return "nothing to move: one device communicates with nobody"
+        return "nothing to move: nothing is communicated"
     after = _regions_before(graph)
     launches = {node.name for node in calls_to(graph, *ops.COLLECTIVES)}
     earlier = sum(after[name] < before[name] for name in launches)

@@ -65,7 +65,7 @@ class ShareParameters:
         reductions = {node.kwargs["bucket"]: node for node in calls_to(graph, ops.all_reduce)}
         shared = program.evolve(graph=graph, buckets=buckets)
         for bucket in reversed(buckets):
-            if bucket.rule.elementwise:
+            if bucket.rule.elementwise and not program.accumulates:
                 _scatter(shared, bucket, reductions[bucket.index])
         for node in list(calls_to(graph, ops.broadcast)):
             (parameters,) = node.all_input_nodes
@@ -86,6 +86,8 @@ def _remarks(program: Program) -> list[str]:
     shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
     kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
+    if program.accumulates:
+        return [f"{kept}; nothing is updated here"]
     remarks = [kept + (": each device reduces and updates its share of each bucket" if shared else "")]
     if shared:
         writing = "parameters are written after the commit, when no device reads them any more"

@@ -44,6 +44,7 @@ class UnscaleGradients:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
+    updates_only: ClassVar = True
     establishes: ClassVar = (Property.UNSCALED,)
     precedes: ClassVar = (Property.UNSCALED, Property.CHECKED, Property.LINKED)
 

@@ -80,9 +80,10 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class BucketParts:
     """Finds which part of a bucket each value of a program holds; follows values from replica to replica.
 
-    `pack` gives a replica's own gradients. A wait for a reduction gives the sum over all replicas. `step_optimizer` gives new
-    parameters. From these values on, slices, concatenations, and sums over different replicas are understood exactly. The
-    result of any other operator of torch is taken to hold the same elements as its first argument, changed by one step.
+    `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
+    reduction gives the sum over all replicas. `step_optimizer` gives new parameters. From these values on, slices,
+    concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
+    to hold the same elements as its first argument, changed by one step.
     """
 
     def __init__(self, program: Program) -> None:
@@ -159,7 +160,7 @@ class BucketParts:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)
         part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._found.get, self._exact))
-        if part is None or node.target in _SAME_ELEMENTS:
+        if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)

@@ -33,8 +33,11 @@ def rescalings_of(value: fx.Node) -> list[fx.Node]:
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The updates that take reduced gradients; a `store` takes parameters, which are made after the commit."""
-    return calls_to(graph, ops.update, ops.step_optimizer)
+    """What takes gradients in the end: the updates, or in a program that accumulates, the sums of each replica.
+
+    A `store` takes parameters, which are made after the commit.
+    """
+    return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
 
 def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
@@ -149,7 +152,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 def lies_in_own_memory(value: Any) -> bool:
     """Whether a reduced gradient of a lowered program lies in memory that no other replica and no other value reads."""
-    if value.target in ops.RESCALING or value.target is ops.pack:
+    if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated):
         return True  # it was made so, or there is one replica
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
     if launch is None or launch.target not in ops.REDUCTIONS:

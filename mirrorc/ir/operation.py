@@ -43,7 +43,7 @@ class Kind(enum.Enum):
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
     WAIT = "wait"  # ends it
-    UPDATE = "update"  # writes parameters
+    UPDATE = "update"  # writes parameters, or the sums of gradients that are kept for their update
     WRITE = "write"  # writes other variables
 
 
@@ -62,6 +62,7 @@ class Effect(enum.Enum):
     WAITS = "waits for a pending value"
     COMMITS = "decides with all other replicas that the step takes place"
     UPDATES = "writes the parameters of its buckets"
+    ACCUMULATES = "adds gradients to those that are kept for a later update"
     WRITES = "writes a variable"
 
 
@@ -282,8 +283,7 @@ class Handlers(Generic[Handler]):
         Raises:
             LookupError: none is registered.
         """
-        handler = self._find(target)
-        if handler is None:
+        if (handler := self._find(target)) is None:
             name = getattr(target, "__name__", target)
             raise LookupError(f"nothing is registered to {self.part} the operation {name}: decorate a function for it")
         return handler
@@ -296,5 +296,5 @@ class Handlers(Generic[Handler]):
         return self._find(target) is not None
 
     def _find(self, target: Any) -> Handler | None:
-        found = self._by_symbol.get(target)
-        return found or next((handler for selection, handler in self._by_selection if target in selection), None)
+        own = self._by_symbol.get(target)
+        return own or next((handler for selection, handler in self._by_selection if target in selection), None)

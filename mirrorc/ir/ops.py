@@ -28,6 +28,7 @@ from mirrorc.ir.type_rules import (
     of_microbatch,
     of_norm,
     of_operand,
+    of_packed,
     of_product,
     of_region,
     of_slot,
@@ -154,6 +155,14 @@ def pack(*gradients: Any, bucket: int, replica: int) -> Any:
     """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket.
 
     A replica without examples has no gradients: its ``pack()`` fills the bucket with zeros, which is what it adds to the sum.
+    """
+
+
+@operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
+def add_accumulated(packed: Any, *, bucket: int, replica: int) -> Any:
+    """Adds the gradients that earlier calls have accumulated on this replica to those that it has packed, in their memory.
+
+    Both get the weights with which the sum is that of one batch with the examples of all calls.
     """
 
 
@@ -317,6 +326,11 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
     """Writes a bucket's parameters."""
 
 
+@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
+def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
+    """Adds the gradients that a replica has packed to its sums of earlier calls, which a later step updates with."""
+
+
 @operation(
     Kind.WRITE,
     since=Stage.UPDATED,
@@ -340,6 +354,9 @@ LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 
 UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 """Operations that write the parameters of buckets."""
+
+WRITERS = Selection(lambda found: bool(found.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES}))
+"""Operations that write what stays from call to call: parameters, other variables, accumulated gradients."""
 
 OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
 """Operations that come right behind the forward that gives their value, outside of regions."""

@@ -54,6 +54,14 @@ class Property(enum.Enum):
     LINKED = "linked"  # every collective has a link
 
 
+class Accumulation(enum.StrEnum):
+    """What a training program does with the gradients of several calls; files and printed programs have its text."""
+
+    NONE = "none"  # it updates with its own gradients alone
+    ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
+    ENDS = "after accumulation"  # it updates with its own gradients and those that are kept
+
+
 @dataclass(frozen=True)
 class Region:
     """A piece of forward or backward that all replicas share: held, compiled and printed once.
@@ -133,6 +141,7 @@ class Program:
             none, because the batch is too small, runs nothing of forward and backward. See `present`.
         microbatches: for each replica, how many examples each of its microbatches has, which run one after the other; empty if
             all replicas run their shards at once.
+        accumulation: whether it adds its gradients to those of other calls, or updates with them.
         loss_reduction: what the loss is over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
@@ -153,6 +162,7 @@ class Program:
     remarks: tuple[Remark, ...] = ()
     num_examples: tuple[int, ...] = ()
     microbatches: tuple[tuple[int, ...], ...] = ()
+    accumulation: Accumulation = Accumulation.NONE
     loss_reduction: str = "mean"
     optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     properties: tuple[Property, ...] = ()
@@ -183,6 +193,11 @@ class Program:
     def trains(self) -> bool:
         """Whether it is a training step, and no evaluation."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it adds its gradients to those that are kept, and reduces and updates nothing."""
+        return self.accumulation is Accumulation.ADDS
 
     @property
     def mirrored_graph(self) -> fx.Graph:

@@ -202,6 +202,15 @@ def of_update(program: Program, node: fx.Node) -> None:
         raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
 
 
+def of_packed(program: Program, node: fx.Node) -> ValueType:
+    """The type of the bucket, which must be that of the operand."""
+    bucket = _bucket(program, node)
+    found, wanted = noted_type(node.args[0] if node.args else None), _flat(node, bucket.num_elements, bucket.dtype)
+    if not is_same_type(found, wanted):
+        raise TypeError(f"it is given {say_type(found)}, but takes the whole bucket, {say_type(wanted)}")
+    return wanted
+
+
 def of_finiteness(program: Program, node: fx.Node) -> ValueType:
     """One truth value. The operand must be a tensor of floating-point or complex numbers."""
     (given,) = (noted_type(source) for source in node.args)

@@ -33,6 +33,11 @@ def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).trains_only]
 
 
+def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes without those that are about updates alone."""
+    return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).updates_only]
+
+
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
     """Refuses names that no pass of a pipeline has.
 

@@ -51,6 +51,7 @@ class Traits:
             graphs unchanged.
         trains_only: whether it is about gradients, buckets or updates alone, so that the pipeline of an evaluation, which has
             none of these, is without it.
+        updates_only: whether it is about updates alone, so that the pipeline of a program that accumulates is without it.
     """
 
     latest_input_stage: Stage
@@ -60,6 +61,7 @@ class Traits:
     changes_dataflow: bool = False
     changes_bits: str = ""
     trains_only: bool = False
+    updates_only: bool = False
 
 
 def traits_of(compiler_pass: Pass) -> Traits:

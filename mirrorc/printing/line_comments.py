@@ -124,6 +124,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     if commit is None:
         return {}
     piece, what = ("backward", "parameters") if program.trains else ("forward", "buffers")
+    what = "accumulated gradients" if program.accumulates else what
     who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
     lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step any more"]}
     if is_checked(commit):

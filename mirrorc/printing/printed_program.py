@@ -159,6 +159,7 @@ class PrintedProgram:
         stage: the name of its stage.
         num_devices: the number of devices in the heading.
         is_evaluation: whether it is an evaluation, which has no buckets.
+        accumulation: what the heading says of the gradients of several calls: "accumulating", "after accumulation" or nothing.
         after: the pass that the heading names; empty if it names none.
         milliseconds: the time in the heading, if there is one.
         report: a dump's report on the pass, below the heading.
@@ -172,6 +173,7 @@ class PrintedProgram:
     stage: str
     num_devices: int
     is_evaluation: bool = False
+    accumulation: str = ""
     after: str = ""
     milliseconds: float | None = None
     report: tuple[str, ...] = ()

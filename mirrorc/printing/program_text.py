@@ -3,7 +3,8 @@
 The printed form::
 
     text      = heading [ change ] bucket* optimizer* remark* function+ region*
-    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" | "evaluation" ) [ "· MS ms" ]
+    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" [ "·" CALLS ] | "evaluation" )
+                [ "· MS ms" ]
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ "· shared" ] [ "· ready after d(VARIABLE) in REGION" ]
                 member+ [ share ]
@@ -23,9 +24,11 @@ The printed form::
     source    = FILE ":" LINE "  " CODE | MODULE "(" CLASS ")"
     VALUE     = NAME ":" TYPE | NAME | N KIND
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
+    CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` has forward alone, and its functions return nothing: loss and outputs are gathered. ``change`` stands in the
+An ``evaluation`` has forward alone, and its functions return nothing: loss and outputs are gathered. An ``accumulating`` program
+adds its gradients to those that are kept, and one ``after accumulation`` updates with these, too. ``change`` stands in the
 files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
 up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to SCHEDULED, and in LOWERED a function for
 each device; devices that run the same are printed together. The lines above it say which devices run it, on which examples, with
@@ -69,7 +72,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
-from mirrorc.ir.program import Program, Region
+from mirrorc.ir.program import Accumulation, Program, Region
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
@@ -169,6 +172,7 @@ def program_heading(program: Program, after: str = "", milliseconds: float | Non
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
     parts.append(_count(len(program.devices), "device"))
     parts.append(_count(len(program.buckets), "bucket") if program.trains else "evaluation")
+    parts += [program.accumulation.value] if program.accumulation is not Accumulation.NONE else []
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []
     return "# " + " · ".join(parts)
 

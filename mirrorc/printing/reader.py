@@ -23,7 +23,8 @@ from mirrorc.printing.text_cursor import TextCursor
 
 _HEADING = re.compile(
     r"# mirrorc(?: · after (?P<after>.+?))? · stage (?P<stage>[A-Z]+) · (?P<devices>\d+) devices?"
-    r" · (?:(?P<buckets>\d+) buckets?|evaluation)(?: · (?P<milliseconds>\d+(?:\.\d+)?) ms)?"
+    r" · (?:(?P<buckets>\d+) buckets?|evaluation)(?: · (?P<accumulation>accumulating|after accumulation))?"
+    r"(?: · (?P<milliseconds>\d+(?:\.\d+)?) ms)?"
 )
 _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>[\w.]+)\((?P<arguments>.*)\):(?:  # (?P<comment>.*))?")
 _WHO = re.compile(r"# (?P<devices>\S.*) \(replicas? (?P<replicas>[\d, …]+)\) runs? this(?: on (?P<examples>.*))?")
@@ -60,6 +61,7 @@ def read_program_text(text: str) -> PrintedProgram:
         stage=heading["stage"],
         num_devices=int(heading["devices"]),
         is_evaluation=heading["buckets"] is None,
+        accumulation=heading["accumulation"] or "",
         after=heading["after"] or "",
         milliseconds=float(heading["milliseconds"]) if heading["milliseconds"] else None,
         report=tuple(report),

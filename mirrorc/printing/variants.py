@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
-from mirrorc.ir.program import ArgumentKind, Program, Property
+from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Property
 from mirrorc.printing.spans import range_text, spans
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import counted
@@ -74,9 +74,18 @@ def _example_lines(program: Program, replicas: Sequence[int]) -> list[str]:
     return wrapped("examples by their place in the batch, from 0: ", parts)
 
 
+_OF_CALLS = {
+    Accumulation.NONE: "",
+    Accumulation.ADDS: " · examples of this call / of the first since the last update",
+    Accumulation.ENDS: " · examples of this call / of all since the last update",
+}
+
+
 def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
     name = next((a.name for a in program.arguments if a.kind is ArgumentKind.LOSS_WEIGHT), "loss_weight")
     scaled = " · loss_scale" if Property.UNSCALED in program.properties else ""
+    if program.loss_reduction == "mean":
+        scaled += _OF_CALLS[program.accumulation]
     if program.loss_reduction == "sum":
         why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
         return f"#   {name} = 1{scaled}{why if is_first else ''}"

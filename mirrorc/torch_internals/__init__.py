@@ -71,6 +71,7 @@ from mirrorc.torch_internals.tracing import (
     traced_frames,
     user_frames,
 )
+from mirrorc.torch_internals.zeroed_gradients import observe_zero_grad
 
 __all__ = [
     "DynamoGuards",
@@ -123,6 +124,7 @@ __all__ = [
     "mark_optimizer_stepped",
     "num_users",
     "observe_clipping",
+    "observe_zero_grad",
     "outside_tensors",
     "peak_allocation",
     "prepare_cpp_compiler",

@@ -25,7 +25,7 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
-from mirrorc.runtime.state.evaluation_state import ProgramState
+from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
 from mirrorc.torch_internals import copy_each

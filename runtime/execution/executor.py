@@ -19,7 +19,7 @@ from mirrorc.runtime.communication import communicators_of
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution import clipping  # noqa: F401 - registers how its operations run
+from mirrorc.runtime.execution import accumulation, clipping  # noqa: F401 - register how their operations run
 from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
@@ -31,8 +31,8 @@ from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
 from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.completion import completed
-from mirrorc.runtime.state.evaluation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.torch_internals import is_plain_thread
 
@@ -64,8 +64,7 @@ class Executor:
         recorder: Recorder | None = None,
         step_graph: StepGraph | None = None,
     ) -> None:
-        self.program, self.recorder = program, recorder
-        self._step_graph = step_graph
+        self.program, self.recorder, self._step_graph = program, recorder, step_graph
         self.regions, self.state = regions, state
         self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds)
@@ -91,9 +90,9 @@ class Executor:
             return
         self._binder.pieces.clear()
         self._functions, self._pausing_functions = self._generate(), []
+        self._layout = self.state.layout
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
-        self._layout = self.state.layout
 
     def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
@@ -110,6 +109,7 @@ class Executor:
         pool: DevicePool,
         shards: Sequence[Sequence[torch.Tensor]],
         weights: Sequence[float],
+        num_examples: int,
         seed: int | None,
         guard: InterruptGuard,
         numbers: Sequence[Sequence[int | float]] = (),
@@ -119,8 +119,8 @@ class Executor:
         Args:
             pool: the devices' threads.
             shards: for each replica, its tensors in order of the call's leaves.
-            weights: for each replica, the weight of its loss in the batch's loss.
-            seed: the seed of the step's random streams, if the program draws random numbers.
+            weights, num_examples: for each replica, the weight of its loss in the batch's loss; and how many the batch has.
+            seed: of the step's random streams, if the program draws random numbers.
             guard: handles Ctrl-C.
             numbers: for each replica, the Python numbers that its program takes.
 
@@ -138,7 +138,8 @@ class Executor:
             self.recorder.begin()
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
-        each = zip(shards, self._losses.weight_tensors(weights), numbers or [()] * len(shards), strict=True)
+        weighted = self._losses.weight_tensors(weights, num_examples)
+        each = zip(shards, weighted, numbers or [()] * len(shards), strict=True)
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()

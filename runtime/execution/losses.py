@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.runtime.devices.events import kept_for_caller, wait_event
-from mirrorc.runtime.state.evaluation_state import ProgramState
+from mirrorc.runtime.state.accumulation_state import ProgramState
 
 _MOST_KEPT = 16
 
@@ -20,24 +20,29 @@ class Losses:
 
     Args:
         program: a LOWERED program.
-        state: knows the scale of the loss.
+        state: knows what the loss is multiplied by.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def weight_tensors(self, given: Sequence[float]) -> Sequence[torch.Tensor | None]:
-        """The weights of the replicas' losses times the scale of this step's loss, a scalar on each replica's device.
+    def weight_tensors(self, given: Sequence[float], num_examples: int) -> Sequence[torch.Tensor | None]:
+        """What backward begins with on each replica, a scalar on its device: the weight of its loss in the batch's loss, times
+        what this step's loss is multiplied by.
 
         None for each if the program takes none.
+
+        Args:
+            given: the weights.
+            num_examples: of the batch.
         """
         if not self._program.trains:
             return [None] * len(given)
-        scale = self._state.scale_of_loss()
+        scale = self._state.weight_of_loss(self._program, num_examples)
         weights = tuple(weight * scale for weight in given) if scale != 1.0 else tuple(given)
         if weights not in self._weights:
-            if len(self._weights) >= _MOST_KEPT:  # the scale of the loss may change in every step
+            if len(self._weights) >= _MOST_KEPT:  # this number may change in every step
                 self._weights.clear()
             graphs = [module.graph for module in self._program.device_graphs.values()]
             graph = graphs[self._program.present[0]]

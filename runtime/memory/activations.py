@@ -169,6 +169,7 @@ class _Walk:
         ops.recv,
         ops.step_optimizer,
         ops.store,
+        ops.accumulate,
         ops.write,
         ops.check,
         ops.gather,
@@ -188,6 +189,10 @@ class _Walk:
     @accounts(ops.pack)
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(left_to_shares(node)), 0  # all else lies in the bucket
+
+    @accounts(ops.add_accumulated)
+    def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._of(node.args), 0  # in the bucket
 
     @accounts(ops.REDUCTIONS, ops.send)
     def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

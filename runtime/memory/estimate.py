@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import call_name
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.runtime.codegen.regions import RegionFunction
@@ -122,7 +122,8 @@ class _Tally:
         for replica, name in enumerate(self.names):
             # Their shares are made in the first replica's bucket; in the others', their pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
-            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize)
+            accumulated = bucket.num_bytes if self.program.accumulation is not Accumulation.NONE else 0
+            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
         """Adds the optimizer's state for a bucket."""

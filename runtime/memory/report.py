@@ -53,7 +53,8 @@ class HeldMemory:
     Attributes:
         devices: the names of the devices that use this memory. Memory that several devices share exists once.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the parts of buckets that are written, and sums that are kept until the next step replaces them.
+        gradients: the parts of buckets that are written, and sums that are kept until the next step replaces them; of a call
+            that accumulates, and the step after it, the accumulated gradients, too.
         optimizer_state: the present state, or the state after the first step; None if it cannot be known before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the values of a step, at their peak; they are freed within the step.

@@ -39,8 +39,8 @@ class EvaluationState:
     def num_skipped(self) -> int:
         return self._state.num_skipped
 
-    def scale_of_loss(self) -> float:
-        """The loss of an evaluation is not scaled."""
+    def weight_of_loss(self, program: Program, num_examples: int) -> float:
+        """There is no backward."""
         return 1.0
 
     def take_over(self, program: Program) -> None:
@@ -71,7 +71,3 @@ class EvaluationState:
 
     def give_gradients_to(self, writer: Hashable) -> None:
         """They stay those of the last training step."""
-
-
-ProgramState = StepState | EvaluationState
-"""What a program runs on."""

@@ -6,8 +6,9 @@ from collections.abc import Hashable
 
 import torch
 
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
 from mirrorc.runtime.state.bucket_optimizers import Laid
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.held_state import HeldState
@@ -30,6 +31,7 @@ class StepState:
         optimizers: the optimizers' state and updates.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
+        accumulated: the gradients of calls since the last update.
         told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
@@ -41,6 +43,7 @@ class StepState:
         self.loss_scale: LossScale | None = None
         self._held = held
         self._is_closed = False
+        self.accumulated = AccumulatedGradients(self.store.devices)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
 
     @property
@@ -63,7 +66,15 @@ class StepState:
         """Lays memory out for a program, and takes over what the user changed since the last step.
 
         ``is_stale`` is what `BucketOptimizers.is_stale` says, if the caller knows: it takes some microseconds to tell.
+
+        Raises:
+            ValueError, ExecutionError: see `AccumulatedGradients.check` and `VariableStore.lay_out`.
         """
+        self.accumulated.check(program)
+        if program.accumulation is not Accumulation.NONE:
+            self.accumulated.fit(program.buckets)
+        else:
+            self.accumulated.release()
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         was_whole = was_whole and not self.optimizers.user_steps.have_written
@@ -124,8 +135,12 @@ class StepState:
         is_to_move = is_stale or self.store.plan != program.buckets
         return is_to_move and not self.optimizers.fits(program.buckets)
 
+    def weight_of_loss(self, program: Program, num_examples: int) -> float:
+        """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""
+        return self.accumulated.begin_step(program, num_examples, self.scale_of_loss())
+
     def scale_of_loss(self) -> float:
-        """Called before a step: what its loss is multiplied by before backward, besides its weights."""
+        """Called before a step: the scale of its loss, with which small gradients are not rounded to zero."""
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
@@ -143,11 +158,16 @@ class StepState:
             mark_optimizer_stepped(optimizer)
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=False)
+        self.accumulated.clear()
         self._held.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated."""
+        """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated.
+
+        Accumulated gradients are used up, as if the loop went on with ``zero_grad()``: one that is not finite would stay so.
+        """
         self._kept = None
+        self.accumulated.clear()
         self.num_skipped = number
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=True)
@@ -167,6 +187,8 @@ class StepState:
         self._held.is_whole = False
         for own, copy in kept or ():
             own.copy_(copy)
+        if kept is None:
+            self.accumulated.clear()  # they may have been used in part
         return kept is not None
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:

@@ -492,14 +492,27 @@ def test_microbatches() -> None:
 
 
 def test_accumulation() -> None:
-    (x, y), (u, v) = batch(6, 0), batch(6, 1)
+    (x, y), (u, v) = batch(6, 0), batch(4, 1)
     with Pair() as pair:
         for own_x, own_y in ((x, y), (u, v)):
-            (F.cross_entropy(pair.plain(own_x), own_y) / 2).backward()
+            (F.cross_entropy(pair.plain(own_x), own_y) * len(own_x) / 10).backward()
         pair.plain_optimizer.step()
-        pair.step(torch.cat([x, u]), target=torch.cat([y, v]))
+        pair.step.accumulate(x, target=y)
+        pair.step(u, target=v)
         pair.check()
-        assert not hasattr(pair.step, "accumulate")
+
+
+def test_drop_accumulated() -> None:
+    (x, y), (u, v) = batch(6, 0), batch(4, 1)
+    with Pair() as pair:
+        F.cross_entropy(pair.plain(x), y).backward()
+        pair.step.accumulate(x, target=y)
+        for _, optimizer in pair.sides:
+            optimizer.zero_grad()
+        F.cross_entropy(pair.plain(u), v).backward()
+        pair.plain_optimizer.step()
+        pair.step(u, target=v)
+        pair.check()
 
 
 # The optimizer, its groups and schedulers

@@ -24,7 +24,7 @@ from mirrorc.ir.operation import (
     operations,
     withdraw,
 )
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_inference import is_inferable
 from mirrorc.ir.type_rules import of_operand
 from mirrorc.printing.colors import colored
@@ -58,6 +58,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
+    for kind in (Accumulation.ADDS, Accumulation.ENDS):
+        found += every_stage(HANDMADE["buffer"]().evolve(accumulation=kind)).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
 

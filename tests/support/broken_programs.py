@@ -28,7 +28,7 @@ from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
-from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
+from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.passes import CheckFinite, ClipGradients, PlaceGradients, ShareParameters, UnscaleGradients
 from mirrorc.pipeline.pass_manager import run_passes
@@ -606,6 +606,42 @@ def scaled(change: Callable[[fx.Graph], None]) -> Mutation:
     return "schedule-overlap", mutate
 
 
+def accumulating(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph of a program that accumulates gradients."""
+
+    def mutate(_: Program) -> Program:
+        program = run_up_to("insert-update", two_buckets().evolve(accumulation=Accumulation.ADDS), **CAPS)
+        verify(program)
+        change(program.mirrored_graph)
+        return program
+
+    return "insert-update", mutate
+
+
+def after_accumulation(change: Callable[[fx.Graph], None]) -> Mutation:
+    """A change of the graph of a program that takes accumulated gradients."""
+
+    def mutate(_: Program) -> Program:
+        program = run_up_to("insert-all-reduce", two_buckets().evolve(accumulation=Accumulation.ENDS), **CAPS)
+        verify(program)
+        change(program.mirrored_graph)
+        return program
+
+    return "insert-all-reduce", mutate
+
+
+def accumulate_another_replica(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.accumulate)[:2]
+    assert bucket_of(one) == bucket_of(other)
+    set_args(one, other.args)
+
+
+def reduce_what_was_packed(graph: fx.Graph) -> None:
+    """The reduction takes a bucket without what was accumulated."""
+    total = first(graph, ops.add_accumulated)
+    total.replace_all_uses_with(total.args[0])  # type: ignore[arg-type]
+
+
 def clipped(change: Callable[[fx.Graph], None]) -> Mutation:
     """A change of the graph of a program that clips gradients."""
 
@@ -651,6 +687,15 @@ BAD: dict[str, list[Mutation]] = {
         checked(look_at_a_sum_twice),
         checked(use_the_truth_elsewhere),
         checked(be_told_of_nothing),
+    ],
+    "gradients_are_accumulated_once": [
+        accumulating(lambda graph: erase(graph, first(graph, ops.accumulate))),
+        accumulating(lambda graph: repeat(graph, first(graph, ops.accumulate))),
+        accumulating(accumulate_another_replica),
+    ],
+    "accumulated_gradients_are_added_once": [
+        after_accumulation(reduce_what_was_packed),
+        after_accumulation(lambda graph: repeat(graph, first(graph, ops.add_accumulated))),
     ],
     "norms_count_every_element_once": [clipped(measure_one_share_less)],
     "gradients_are_clipped_alike": [

@@ -38,7 +38,7 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
 
 
 def _changes_something(node: fx.Node) -> bool:
-    return any(node.target in group for group in (ops.LAUNCHES, ops.UPDATES, (ops.send, ops.write, ops.commit)))
+    return any(node.target in group for group in (ops.LAUNCHES, ops.WRITERS, (ops.send, ops.commit)))
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)

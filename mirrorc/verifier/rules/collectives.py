@@ -121,7 +121,7 @@ def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
 def _written(node: fx.Node) -> Iterator[_Memory]:
     """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index) for index in written_buckets(node))
-    if node.target is ops.pack or node.target in ops.REDUCTIONS:
+    if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
     if is_compute(node) and writes_argument(node.target):
         for origin in origins(node.all_input_nodes[0]):
@@ -160,17 +160,19 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends."""
-    if program.graph is None or program.num_replicas == 1:
+    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends; none is in a
+    program that accumulates gradients."""
+    if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
     reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     sent = {
         bucket_of(node) for node in calls_to(program.graph, ops.send)
     }  # rules on updates check that the sends make the sum
     for bucket in program.buckets:
-        if reduced[bucket.index] != 1 and (reduced[bucket.index] or bucket.index not in sent):
+        times, is_sent = reduced[bucket.index], bucket.index in sent
+        if times if program.accumulates else times != 1 and (times or not is_sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
-            yield Violation(f"bucket {bucket.index} is reduced {reduced[bucket.index]} times", place)
+            yield Violation(f"bucket {bucket.index} is reduced {times} times", place)
     for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts, to which only the root gives a value
         found = [replica_of(n) for n in node.all_input_nodes]
         if found != list(range(program.num_replicas)):

@@ -186,7 +186,7 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
                 continue  # of a replica without examples
             found.setdefault((own if own is not None else r, "loss", ""), []).append((numbered[loss], None))
         if isinstance(output, dict):
-            is_moved = program.num_replicas > 1
+            is_moved = program.num_replicas > 1 or program.accumulates  # by the step that ends the accumulation
             for key, kind in (("packed", _WAYS[not is_moved]), ("reduced", _WAYS[1])):
                 for bucket, values in enumerate(output.get(key, ())):
                     for r, value in enumerate(values):

@@ -9,7 +9,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
 
@@ -17,7 +17,7 @@ from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
     """A program that takes a weight of the loss trains. One that takes none evaluates: it has no bucket, no variable with an
-    update rule and no region of backward, and returns no loss and no gradient."""
+    update rule and no region of backward, returns no loss and no gradient, and accumulates none."""
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
         if program.trains is not isinstance(output["loss"], fx.Node):
@@ -38,6 +38,8 @@ def _kind(program: Program) -> str:
 def _signs_of_training(program: Program) -> Iterator[Violation]:
     if program.buckets:
         yield Violation(f"{_kind(program)}, but has a plan of {len(program.buckets)} buckets")
+    if program.accumulation is not Accumulation.NONE:
+        yield Violation(f"{_kind(program)}, but is {program.accumulation.value}")
     for variable in program.variables.values():
         if variable.update is not None:
             yield Violation(f"{_kind(program)}, but the optimizer updates {variable.name}")

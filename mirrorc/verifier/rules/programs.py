@@ -63,8 +63,8 @@ def tag(node: fx.Node) -> tuple[str, int]:
 
 
 def writes_variables(node: fx.Node) -> bool:
-    """Whether a node writes parameters or other variables."""
-    return node.target in ops.UPDATES or node.target is ops.write
+    """Whether a node writes parameters or other variables, or the gradients that are accumulated for their updates."""
+    return node.target in ops.WRITERS
 
 
 def written_buckets(node: fx.Node) -> list[int]:

@@ -130,7 +130,8 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the devices, the arguments and the variables, and how many examples each replica and each microbatch has."""
-    for name in ("devices", "arguments", "variables", "num_examples", "microbatches"):
+    """A pass keeps the devices, the arguments and the variables, how many examples each replica and each microbatch has, and
+    whether gradients are accumulated."""
+    for name in ("devices", "arguments", "variables", "num_examples", "microbatches", "accumulation"):
         if getattr(before, name) != getattr(after, name):
             yield Violation(f"the pass has changed the program's {name}")

@@ -30,7 +30,8 @@ from mirrorc.verifier.rules.programs import (
 
 @rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
-    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket."""
+    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket; a program that
+    accumulates gradients updates none."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
@@ -78,6 +79,8 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
+    if program.accumulates:
+        return 0
     here = place_of(program, graph) if replica is None else replica
     return int(bucket.is_updated_by(here, program.num_replicas))
 

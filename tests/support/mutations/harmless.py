@@ -233,7 +233,8 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
             made.meta["val"] = torch.neg(node.meta["val"])
 
     for timeline in timelines(program):
-        saved = [n for n in timeline if is_value(n) and n.target is not ops.read and n.target is not ops.argument]
+        others = (ops.read, ops.argument, ops.add_accumulated)
+        saved = [n for n in timeline if is_value(n) and n.target not in others]
         for node in saved:
             is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
             if node.op != "placeholder" and node.meta["val"].is_floating_point() and not is_gradient:

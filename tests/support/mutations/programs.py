@@ -22,11 +22,11 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.placement import for_accumulation, select_passes
 from mirrorc.pipeline.protocol import Pass
 
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
@@ -80,6 +80,7 @@ class Source:
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
         pipeline = default_pipeline(min_factored_elements=0, **self.caps)
+        pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
         unshared = select_passes(pipeline, ["share-parameters"])
         if not self.is_shared:
             yield "", unshared
@@ -243,6 +244,13 @@ def handmade_sources() -> Iterator[Source]:
     parts = {"microbatches": 2}
     torch.manual_seed(0)
     yield Source("products, microbatches on 2", captured_model(Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
+    for kind in (Accumulation.ADDS, Accumulation.ENDS):
+        bounds = clipped | {"check_finite": True}
+        yield Source(f"pairs, {kind} on 2", handmade(2, pairs, buffer=True).evolve(accumulation=kind), caps | bounds)
+        yield Source(
+            f"own optimizer and AdamW, {kind} on 3", handmade(3, mixed).evolve(accumulation=kind), SMALL_BUCKETS
+        )
+        yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})

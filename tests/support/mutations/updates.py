@@ -287,7 +287,8 @@ def exchange_two_writes(program: Program) -> Iterator[Edit]:
 def change_a_placement(program: Program) -> Iterator[Edit]:
     """A bucket's parameters are said to be shared when they are not, or the other way round."""
     other = {Placement.SHARED: Placement.MIRRORED, Placement.MIRRORED: Placement.SHARED}
-    for bucket in program.buckets if program.stage >= Stage.SCHEDULED and program.num_replicas > 1 else ():
+    is_told = program.stage >= Stage.SCHEDULED and program.num_replicas > 1 and not program.accumulates
+    for bucket in program.buckets if is_told else ():
         yield partial(with_bucket, program, bucket.index, placement=other[bucket.placement])
 
 

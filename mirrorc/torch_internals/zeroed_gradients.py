@@ -1,0 +1,48 @@
+"""Tells an observer when the gradients of parameters are dropped, by an optimizer's or a module's ``zero_grad``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Observer = Callable[[Sequence[torch.Tensor]], object]
+
+_observer: list[Observer] = []
+
+
+def observe_zero_grad(observer: Observer) -> None:
+    """Has a function told of every call of `torch.optim.Optimizer.zero_grad` and `torch.nn.Module.zero_grad`, after it.
+
+    Methods are looked up when they are called, so it is enough to replace these two on their classes. A subclass that has a
+    ``zero_grad`` of its own is followed as far as it calls this one.
+
+    Args:
+        observer: takes the parameters whose gradients were dropped; takes the place of an earlier observer.
+    """
+    _observer[:] = [observer]
+    for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
+        if not hasattr(kind.zero_grad, "tells_mirrorc"):
+            kind.zero_grad = _told(kind.zero_grad, parameters_of)  # type: ignore[method-assign]
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_module(module: nn.Module) -> list[torch.Tensor]:
+    return list(module.parameters())
+
+
+def _told(method: Callable[..., None], parameters_of: Callable[[Any], list[torch.Tensor]]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        for observer in _observer:
+            observer(parameters_of(self))
+
+    zero_grad.tells_mirrorc = True  # type: ignore[attr-defined]
+    return zero_grad

@@ -1,0 +1,193 @@
+"""The gradients of earlier calls, which the next update takes: their sums on each replica, and how many examples they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
+from mirrorc.printing.wording import counted
+from mirrorc.runtime.state.layout import memory_for_gradients, slot_views
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of gradients, laid out as the buckets are.
+
+    Attributes:
+        plan: the buckets.
+        flat: for each bucket, a sum for each replica, 1-D.
+        aside: of variables that are in no bucket of the plan, a sum for each replica.
+    """
+
+    plan: tuple[Bucket, ...] = ()
+    flat: Sequence[Sequence[torch.Tensor]] = ()
+    aside: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+
+    def of_variables(self) -> dict[str, Sequence[torch.Tensor]]:
+        """The sums by variable, as views."""
+        found = dict(self.aside)
+        for bucket, own in zip(self.plan, self.flat, strict=True):
+            views = [slot_views(flat, bucket) for flat in own]
+            found |= {slot.variable: [view[i] for view in views] for i, slot in enumerate(bucket.slots)}
+        return found
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the sums are of.
+
+    Attributes:
+        num_calls, num_examples: see `AccumulatedGradients`.
+        unit: the weight of each example's loss in the sums, or of each call's if losses are sums.
+        names: the variables that have gradients in them.
+    """
+
+    num_calls: int = 0
+    num_examples: int = 0
+    unit: float = 1.0
+    names: frozenset[str] = frozenset()
+
+
+class AccumulatedGradients:
+    """Sums of gradients on each replica, over the calls since the last update.
+
+    Sums are in the dtype of their parameters, as ``parameter.grad`` is. The losses of all calls have one weight for each example:
+    that with which the first call's loss has the weight 1. The step that takes the sums makes up for it.
+
+    Args:
+        devices: the devices, in order of replicas.
+
+    Attributes:
+        share: what the running step multiplies the sums by.
+        is_torn: whether a call has failed while it was added, so that the sums may be incomplete.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._sums, self._counts = _Sums(), _Counts()
+        self._begun = _Counts()  # what the sums are of when the call is done that has begun last
+        self.share = 0.0
+        self.is_torn = False
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls the sums are of; 0 if nothing is kept."""
+        return self._counts.num_calls
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples these calls had together."""
+        return self._counts.num_examples
+
+    def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
+        """The sums of a bucket, for each replica."""
+        return self._sums.flat[bucket]
+
+    def check(self, program: Program) -> None:
+        """Refuses a program that cannot go on with the sums.
+
+        Raises:
+            ExecutionError: the sums may be incomplete.
+            ValueError: the program updates, but not all variables that have gradients in the sums.
+        """
+        if self.is_torn:
+            raise ExecutionError(
+                "a call of step.accumulate() has failed while its gradients were added, so those that are kept may be "
+                "incomplete: drop them with step.zero_grad(), and go on"
+            )
+        if program.accumulates or not self.num_calls:
+            return
+        missing = sorted(self._counts.names - {slot.variable for bucket in program.buckets for slot in bucket.slots})
+        if missing:
+            raise ValueError(
+                f"step.accumulate() has kept a gradient of {missing[0]!r}, which this step does not train (it was frozen since, "
+                "or this batch does not reach it): let the accumulation end with a step that trains it, or drop what is kept "
+                "with step.zero_grad()"
+            )
+
+    def fit(self, plan: tuple[Bucket, ...]) -> None:
+        """Lays the sums out for a plan of buckets; those of variables that it does not have are kept aside.
+
+        It is made aside and put in place at once, so that a failure changes nothing.
+        """
+        if self._sums.plan == plan:
+            return
+        old = {name: own for name, own in self._sums.of_variables().items() if name in self._counts.names}
+        flat = [[memory_for_gradients(bucket, device.torch_device) for device in self._devices] for bucket in plan]
+        for bucket, own in zip(plan, flat, strict=True) if self.num_calls else ():
+            for replica, memory in enumerate(own):
+                for slot, view in zip(bucket.slots, slot_views(memory, bucket), strict=True):
+                    view.copy_(old[slot.variable][replica]) if slot.variable in old else view.zero_()
+        planned = {slot.variable for bucket in plan for slot in bucket.slots}
+        aside = {name: [view.clone() for view in own] for name, own in old.items() if name not in planned}
+        self._sums = _Sums(plan, flat, aside)
+
+    def release(self) -> None:
+        """Frees the memory of sums, if nothing is kept in it."""
+        if not self.num_calls:
+            self._sums = _Sums()
+
+    def begin_call(self, program: Program, num_examples: int, scale: float) -> float:
+        """Begins a call that accumulates.
+
+        Args:
+            program: that it runs.
+            num_examples: how many it has.
+            scale: of its loss.
+
+        Returns:
+            What its loss is multiplied by before backward.
+        """
+        size, counts = num_examples if program.loss_reduction == "mean" else 1, self._counts
+        unit = counts.unit if counts.num_calls else scale / size
+        names = counts.names | {slot.variable for bucket in program.buckets for slot in bucket.slots}
+        self._begun = _Counts(counts.num_calls + 1, counts.num_examples + num_examples, unit, names)
+        return unit * size
+
+    def begin_step(self, program: Program, num_examples: int, scale: float) -> float:
+        """Begins a step that updates with its own gradients and those that are kept; arguments and result as of `begin_call`."""
+        if not self.num_calls:
+            return scale
+        own, together = num_examples, self.num_examples + num_examples
+        if program.loss_reduction != "mean":
+            own = together = 1
+        self.share = scale / (together * self._counts.unit)
+        return scale * own / together
+
+    def add(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
+        """Adds what a replica has packed to its sum; the first call is copied."""
+        own = self._sums.flat[bucket][replica]
+        own.add_(packed) if self.num_calls else own.copy_(packed)
+
+    def add_to(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
+        """Adds a replica's sum to what it has packed in this step."""
+        packed.add_(self._sums.flat[bucket][replica], alpha=self.share)
+
+    def finish_call(self) -> None:
+        """Counts the call that has begun last, which is added on all replicas. May be repeated."""
+        self._counts = self._begun
+
+    def clear(self) -> None:
+        """Drops the sums, whose memory stays for the next ones. May be repeated."""
+        self._counts, self.is_torn = _Counts(), False
+        if self._sums.aside:
+            self._sums = _Sums(self._sums.plan, self._sums.flat)
+
+    def drop(self, names: Collection[str]) -> None:
+        """Drops the sums of some variables."""
+        if self._counts.names <= set(names):
+            self.clear()
+            return
+        for name, own in self._sums.of_variables().items():
+            for view in own if name in names else ():
+                view.zero_()
+        self._counts = replace(self._counts, names=self._counts.names - set(names))
+
+    def __str__(self) -> str:
+        return f"gradients of {counted(self.num_calls, 'call')} kept, {counted(self.num_examples, 'example')}"

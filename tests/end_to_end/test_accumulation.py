@@ -1,0 +1,401 @@
+"""Gradients that are added over calls: the next step is that of the user's own accumulation loop."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import selections
+import torch
+from references import assert_same_model, assert_same_state, relative_error, unchanged
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.passes import default_pipeline
+from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
+
+TOLERANCE = 1e-11
+Batch = tuple[torch.Tensor, torch.Tensor]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def asgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.ASGD(parameters, lr=0.1)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batches(*sizes: int, seed: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(n, 6, generator=generator, dtype=torch.float64),
+            torch.randint(3, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+class Both:
+    """A model that a step trains, and its copy in a loop of PyTorch."""
+
+    def __init__(
+        self,
+        num_devices: int = 2,
+        model: nn.Module | None = None,
+        make: Make = sgd,
+        loss_fn: Any = None,
+        **options: Any,
+    ) -> None:
+        self.model = model if model is not None else net()
+        self.plain = copy.deepcopy(self.model)
+        self.optimizer, self.plain_optimizer = make(self.model.parameters()), make(self.plain.parameters())
+        self.loss_fn = loss_fn or F.cross_entropy
+        options = {"backend": "eager", "progress": False} | options
+        self.is_sum = options.get("loss_reduction") == "sum"
+        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, loss_fn=self.loss_fn, **options)
+
+    def __enter__(self) -> Both:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.step._close()
+
+    def backward(self, batch: Batch, total: int) -> torch.Tensor:
+        x, y = batch
+        loss = self.loss_fn(self.plain(x), y)
+        (loss if self.is_sum else loss * (len(x) / total)).backward()
+        return loss.detach()
+
+    def train(self, *own: Batch, before_update: Callable[[], object] = lambda: None) -> None:
+        """Accumulates over all batches but the last one, and updates with all of them."""
+        total = sum(len(x) for x, _ in own)
+        for i, batch in enumerate(own):
+            call = self.step if i == len(own) - 1 else self.step.accumulate
+            loss = call(batch[0], target=batch[1])
+            assert not isinstance(loss, torch.Tensor) or loss.item() == pytest.approx(
+                self.backward(batch, total).item()
+            )
+        before_update()
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+    def check(self) -> None:
+        assert_same_model(self.model, self.plain, TOLERANCE)
+        assert self.step.num_accumulated == 0
+
+
+MIRRORED: dict[str, Any] = {"disable_passes": ("share-parameters",)}
+
+
+CASES = [(1, adamw, {}), (2, asgd, MIRRORED), (3, sgd, {}), (4, asgd, {}), (2, adamw, MIRRORED)]
+OTHERS = [(1, asgd, {}), (2, sgd, {}), (3, adamw, MIRRORED), (4, adamw, {}), (4, sgd, MIRRORED)]
+
+
+@pytest.mark.parametrize(("num_devices", "make", "options"), [*CASES, *selections.slow(*OTHERS)])
+def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
+    num_devices: int, make: Make, options: dict[str, Any]
+) -> None:
+    with Both(num_devices, make=make, **options) as both:
+        both.train(*batches(4, 4))
+        both.train(*batches(7, 2, 5, seed=1))  # uneven, one with fewer examples than devices
+        both.train(*batches(4, seed=2))
+        both.train(*batches(1, 4, seed=3))
+        both.check()
+        assert_same_state(both.optimizer, both.plain_optimizer, TOLERANCE)
+
+
+def test_losses_that_are_sums_are_added_up() -> None:
+    with Both(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum") as both:
+        both.train(*batches(4, 3, 6))
+        both.train(*batches(3))
+        both.check()
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_update() -> None:
+    with Both(backend="inductor") as both:
+        both.train(*batches(4, 4, 4))
+        both.check()
+
+
+def test_clipping_and_its_norm_are_of_the_mean_over_all_calls() -> None:
+    with Both(clip_grad_norm=0.05, clip_grad_value=0.02) as both:
+        norms: list[torch.Tensor] = []
+
+        def clip() -> None:
+            norms.append(nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05))
+            nn.utils.clip_grad_value_(both.plain.parameters(), 0.02)
+
+        both.train(*batches(5, 3), before_update=clip)
+        assert relative_error(both.step.grad_norm, norms[0]) < TOLERANCE
+        both.check()
+
+
+def test_scales_that_change_between_calls_are_made_up_for() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    with Both(scaler=scaler) as both:
+        x, y = batches(4)[0]
+        both.step.accumulate(x, target=y)
+        both.backward((x, y), 8)
+        scaler.update(8.0)
+        u, v = batches(4, seed=1)[0]
+        both.step(u, target=v)
+        both.backward((u, v), 8)
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+        assert scaler.get_scale() == 16.0
+
+
+def not_finite() -> Batch:
+    x, y = batches(4)[0]
+    return x * float("nan"), y
+
+
+def test_an_update_that_is_skipped_uses_accumulated_gradients_up() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Both(scaler=scaler) as both:
+        with unchanged(both.model):
+            (x, y), (u, v) = not_finite(), batches(4)[0]
+            both.step.accumulate(x, target=y)
+            both.step(u, target=v)
+        assert (both.step.num_skipped, both.step.num_accumulated, scaler.get_scale()) == (1, 0, 4.0)
+        both.train(*batches(4, 4))
+        both.check()
+
+
+def test_a_call_that_is_not_finite_adds_nothing() -> None:
+    with Both(check_finite=True) as both:
+        first, last = batches(4, 3)
+        both.step.accumulate(first[0], target=first[1])
+        both.backward(first, 7)
+        for call in (both.step.accumulate, both.step):
+            with unchanged(both.model), pytest.raises(mirrorc.NonFiniteError, match=r"'0.weight' is not finite"):
+                call(not_finite()[0], target=not_finite()[1])
+            assert both.step.num_accumulated == 4
+        both.step(last[0], target=last[1])
+        both.backward(last, 7)
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+
+
+def test_what_is_kept_survives_all_that_comes_between() -> None:
+    """Evaluations, other shapes, failed calls, loaded state, and parameters that were given other memory."""
+    with Both(make=adamw) as both:
+        own = batches(4, 4, 6, 3)
+        both.train(*batches(4, seed=5))
+        for (x, y), between in zip(own, range(4), strict=True):
+            call = both.step if between == 3 else both.step.accumulate
+            call(x, target=y)
+            both.backward((x, y), 17)
+            if between == 0:
+                both.step.evaluate(x)
+                with pytest.raises(ValueError):
+                    both.step(x[:3], target=y)
+            elif between == 1:
+                for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
+                    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif between == 2:
+                both.model[0].weight.data = both.model[0].weight.data.clone()
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+
+
+def test_gradients_of_parameters_that_are_frozen_for_a_while_are_kept() -> None:
+    with Both() as both:
+        own = batches(4, 3, 5)
+        for (x, y), is_frozen in zip(own, (False, True, False), strict=True):
+            for model in (both.model, both.plain):
+                model[0].requires_grad_(not is_frozen)
+            (both.step if x is own[-1][0] else both.step.accumulate)(x, target=y)
+            both.backward((x, y), 12)
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+
+
+def test_parameters_that_are_added_begin_with_nothing() -> None:
+    with Both(make=lambda parameters: sgd(list(parameters)[2:])) as both:
+        own = batches(4, 4)
+        for (x, y), call in zip(own, (both.step.accumulate, both.step), strict=True):
+            call(x, target=y)
+            both.plain[0].requires_grad_(call is both.step)  # torch would keep a gradient that no optimizer holds
+            both.backward((x, y), 8)
+            if call is not both.step:
+                for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
+                    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+
+
+def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
+    with Both() as both:
+        x, y = batches(4)[0]
+        both.step.accumulate(x, target=y)
+        both.model[2].requires_grad_(False)
+        with (
+            unchanged(both.model),
+            pytest.raises(ValueError, match=r"kept a gradient of '2.bias', which this step does not"),
+        ):
+            both.step(x, target=y)
+        assert both.step.num_accumulated == 4
+        both.step.zero_grad()
+        both.step(x, target=y)
+
+
+@pytest.mark.parametrize("how", ["step", "optimizer", "model", "part"])
+def test_zero_grad_drops_what_is_kept(how: str) -> None:
+    with Both() as both:
+        first, last = batches(4, 4)
+        both.step.accumulate(first[0], target=first[1])
+        both.backward(first, 8 if how == "part" else 4)
+        if how == "step":
+            both.step.zero_grad()
+            both.plain.zero_grad()
+        else:
+            for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
+                {"optimizer": optimizer, "model": model, "part": model[0]}[how].zero_grad()
+        assert both.step.num_accumulated == (4 if how == "part" else 0)
+        both.step(last[0], target=last[1])
+        both.backward(last, 8 if how == "part" else 4)
+        both.plain_optimizer.step()
+        both.plain_optimizer.zero_grad()
+        both.check()
+
+
+def test_a_call_that_fails_while_it_is_added_is_told_of_until_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: AccumulatedGradients, bucket: int, replica: int, packed: torch.Tensor) -> None:
+        raise MemoryError("no memory")
+
+    with Both() as both:
+        x, y = batches(4)[0]
+        both.step.accumulate(x, target=y)
+        with monkeypatch.context() as patch:
+            patch.setattr(AccumulatedGradients, "add", fail)
+            with pytest.raises(ExecutionError, match="no memory"):
+                both.step.accumulate(x, target=y)
+        for call in (both.step.accumulate, both.step):
+            with pytest.raises(ExecutionError, match=r"may be incomplete: drop them with step.zero_grad\(\)"):
+                call(x, target=y)
+        both.step.zero_grad()
+        both.train(*batches(4, 4))
+        both.check()
+
+
+def test_buffers_and_random_numbers_go_on_from_call_to_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    with Both(1, model) as both:
+        both.train(*batches(4, 5))
+        both.check()
+    with Both(2, nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double(), return_outputs=True) as both:
+        x, y = batches(8)[0]
+        outputs = [call(x, target=y)[1] for call in (both.step.accumulate, both.step.accumulate, both.step)]
+        assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+        assert outputs[0].shape == (8, 3)
+
+
+@dataclass(frozen=True)
+class DoubleBuckets:
+    """Doubles every packed bucket on the way to its reduction."""
+
+    changes_dataflow: bool = True
+    name: str = field(default="double-buckets", init=False)
+    input_stage: Stage = field(default=Stage.PACKED, init=False)
+    output_stage: Stage = field(default=Stage.PACKED, init=False)
+
+    def run(self, program: Program) -> Program:
+        program = program.evolve(graph=copied(program.mirrored_graph))
+        output = program.mirrored_graph.output_node()
+        given: Any = output.args[0]
+        packed = tuple(
+            tuple(insert(program, output, torch.ops.aten.mul.Tensor, (value, 2.0)) for value in own)
+            for own in given["packed"]
+        )
+        output.args = ({**given, "packed": packed},)
+        return program
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int) -> None:
+    with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
+
+        def double() -> None:
+            for parameter in both.plain.parameters():
+                parameter.grad *= 2
+
+        both.train(*batches(4, 4, 4), before_update=double)
+        both.check()
+
+
+def test_large_gradients_and_tables_are_added_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(8, 3)).double()
+    with Both(2, model, passes=default_pipeline(min_factored_elements=0)) as both:
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            own = [(torch.randint(50, (n, 2), generator=generator), torch.arange(n) % 3) for n in (4, 6)]
+            both.train(*own)
+            assert "no gradient stays factors: those of several calls are added up whole" in str(both.step.program)
+            both.train(own[0])  # by shares, from factors, in the buckets that the others have written
+            assert "index_add" in str(both.step.program)
+        both.check()
+
+
+def test_the_program_says_what_is_kept_and_the_report_counts_it() -> None:
+    with Both() as both:
+        x, y = batches(4)[0]
+        both.step(x, target=y)
+        plain = both.step.memory().gradients
+        both.step.accumulate(x, target=y)
+        assert both.step.program.accumulation is Accumulation.ADDS
+        assert "accumulate(bucket=0, b0)" in str(both.step.program)
+        assert both.step.memory().gradients == 2 * plain
+        assert "gradients of 1 call kept, 4 examples" in repr(both.step)
+        both.step(x, target=y)
+        assert both.step.program.accumulation is Accumulation.ENDS
+        assert "add_accumulated(bucket=0, b0)" in str(both.step.program)
+        assert both.step.memory().gradients == 2 * plain
+        sums = both.step._state.accumulated
+        both.step(x, target=y)
+        assert both.step.program.accumulation is Accumulation.NONE
+        assert both.step.memory().gradients == plain
+        with pytest.raises(IndexError):
+            sums.sums_of(0)  # their memory is free
+
+
+def test_habits_beside_accumulated_gradients_are_told_of() -> None:
+    with Both() as both:
+        x, y = batches(4)[0]
+        both.step.accumulate(x, target=y)
+        with pytest.warns(UserWarning, match=r"the next call of the step updates with them"):
+            both.optimizer.step()
+        with pytest.warns(UserWarning, match=r"closed with gradients of 1 call kept, 4 examples"):
+            both.step.close()
+    with Both() as both, warnings.catch_warnings(action="error"):
+        both.train(*batches(4, 4))
+        both.step.close()
