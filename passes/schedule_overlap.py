@@ -80,7 +80,8 @@ def _regions_before(graph: fx.Graph) -> dict[str, int]:
 def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
     """Says how many launches and waits have moved past a region."""
     if not before:
-        return "nothing to move: nothing is communicated"
+        several = "nothing is reduced" if len({replica_of(node) for node in graph.nodes} - {None}) > 1 else ""
+        return f"nothing to move: {several or 'one device communicates with nobody'}"
     after = _regions_before(graph)
     launches = {node.name for node in calls_to(graph, *ops.COLLECTIVES)}
     earlier = sum(after[name] < before[name] for name in launches)

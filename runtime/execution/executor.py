@@ -76,8 +76,7 @@ class Executor:
         self.is_interleaved = False  # whether the last step was
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
-        self._timeout_seconds, self._layout = timeout_seconds, -1
-        self._losses = Losses(program, state)
+        self._timeout_seconds, self._layout, self._losses = timeout_seconds, -1, Losses(program, state)
 
     @property
     def needs_seed(self) -> bool:
@@ -90,9 +89,9 @@ class Executor:
             return
         self._binder.pieces.clear()
         self._functions, self._pausing_functions = self._generate(), []
-        self._layout = self.state.layout
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
+        self._layout = self.state.layout
 
     def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
         clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
