@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,14 @@ def make_mlp() -> nn.Module:
 def make_gpt() -> nn.Module:
     """A byte-level GPT of 6 layers, width 384, 6 heads, 128 tokens."""
     return GPT(GPTConfig(num_layers=6, num_heads=6, width=384, context=128))
+
+
+def make_word_model(num_words: int, *, is_tied: bool) -> nn.Module:
+    """A GPT over many words: 2 layers, width 256, 4 heads, 64 tokens; tied: its output has the embedding's weight."""
+    model = GPT(GPTConfig(num_layers=2, num_heads=4, width=256, context=64, vocabulary=num_words))
+    if is_tied:
+        model.head.weight = model.embedding.weight
+    return model
 
 
 class ResidualBlock(nn.Module):
@@ -99,6 +108,17 @@ def _text(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128))
 
 
+def _words(num_words: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, num_words, (n, 64)), torch.randint(0, num_words, (n, 64))
+
+
+def _word_workload(num_thousands: int, *, is_tied: bool) -> Workload:
+    num_words = 1000 * num_thousands
+    name = f"words-{num_thousands}k" + ("-tied" if is_tied else "")
+    make_model = functools.partial(make_word_model, num_words, is_tied=is_tied)
+    return Workload(name, make_model, next_byte_loss, functools.partial(_words, num_words), 16)
+
+
 def _clicks(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 125_000, (n, 8)), torch.randint(0, 2, (n,)).float()
 
@@ -113,6 +133,7 @@ WORKLOADS = {
         Workload("mlp-64", make_mlp, F.cross_entropy, _vectors, 64),
         Workload("mlp-8", make_mlp, F.cross_entropy, _vectors, 8),
         Workload("gpt-8", make_gpt, next_byte_loss, _text, 8),
+        *(_word_workload(thousands, is_tied=is_tied) for thousands in (16, 50) for is_tied in (True, False)),
         Workload("resnet-16", ResNet, F.cross_entropy, _images, 16),
         Workload("recommender-256", Recommender, F.binary_cross_entropy_with_logits, _clicks, 256),
         Workload("tiny", lambda: nn.Linear(4, 4), F.mse_loss, _four, 2),

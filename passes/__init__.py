@@ -20,6 +20,8 @@ from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.pack_gradients import PackGradients
 from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.plan_buckets import PlanBuckets
+from mirrorc.passes.read_row_elements import ReadRowElements
+from mirrorc.passes.recompute_elementwise import RecomputeElementwise
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
@@ -42,6 +44,8 @@ __all__ = [
     "PackGradients",
     "PlaceGradients",
     "PlanBuckets",
+    "ReadRowElements",
+    "RecomputeElementwise",
     "Replicate",
     "ScheduleOverlap",
     "ShareParameters",
@@ -52,6 +56,8 @@ __all__ = [
 
 PASSES: dict[str, Callable[..., Pass]] = {
     "decompose-gelu": DecomposeGelu,
+    "read-row-elements": ReadRowElements,
+    "recompute-elementwise": RecomputeElementwise,
     "lay-channels-last": LayChannelsLast,
     "plan-buckets": PlanBuckets,
     "outline-regions": OutlineRegions,
@@ -82,6 +88,7 @@ def default_pipeline(
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
     microbatches: int = 1,
+    recomputes: bool = False,
     max_grad_norm: float | tuple[float | None, ...] | None = None,
     grad_norm_type: float | tuple[float, ...] = 2.0,
     max_grad_value: float | None = None,
@@ -95,8 +102,8 @@ def default_pipeline(
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        gelu_by_sigmoid, channels_last: whether these make the generated code faster, see `DecomposeGelu` and `LayChannelsLast`;
-            `mirrorc.compile` determines it from backend and devices.
+        gelu_by_sigmoid, channels_last, recomputes: whether these make the generated code faster, see `DecomposeGelu`,
+            `LayChannelsLast` and `RecomputeElementwise`; `mirrorc.compile` determines it from backend and devices.
         microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
@@ -108,6 +115,8 @@ def default_pipeline(
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),
+        ReadRowElements(),
+        RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
         PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
         OutlineRegions(),

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.backward import first_of_backward
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to, region_title
-from mirrorc.ir.program import ArgumentKind, Program, Region, Stage, placeholders_of
+from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.printing.wording import counted, numbered
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
@@ -149,13 +150,13 @@ def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     """The operators of the forward, then those up to the last gradient of each bucket."""
     outside = (ops.read, *ops.OF_FORWARD)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
-    tangents = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
-    if not tangents:
+    first = first_of_backward(program, graph)
+    if first is None:
         return [body]
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
-    first_backward = min(position[user] for tangent in tangents for user in tangent.users)
+    first_backward = position[first]
     taken = [source for node in calls_to(graph, *ops.OF_FORWARD) for source in node.all_input_nodes]
     must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *taken) if n in position]
     assert all(position[_source(n)] < first_backward for n in must_be_forward), (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from mirrorc.ir.identifiers import identifier, of_replica
-from mirrorc.ir.nodes import operation_name, words_of_part
+from mirrorc.ir.nodes import is_compute, operation_name, words_of_part
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.templates import filled
@@ -103,9 +104,12 @@ def insert(
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Removes the calls that have no uses and write nothing."""
+    """Removes the operators of torch that have no uses and write nothing, and unused parts of their results.
+
+    Operations of the IR stay: some, such as checks, are there for what they do.
+    """
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _writes(node):
+        if (is_compute(node) or node.target is operator.getitem) and not node.users and not _writes(node):
             graph.erase_node(node)
 
 

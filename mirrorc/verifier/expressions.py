@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.decompositions import DECOMPOSITIONS, decomposition_of, tensors_of
 from mirrorc.analysis.layouts import LAYOUT_ONLY, is_layout_only, may_read_memory_in_order, reads_strides
+from mirrorc.analysis.row_elements import ROW_READERS
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -21,13 +21,7 @@ from mirrorc.ir.program import Program, Region
 from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
 from mirrorc.torch_internals import writes_argument
-
-
-@dataclass(frozen=True)
-class _Value:
-    """The number of an expression, wrapped to distinguish it from numbers that are arguments of operators."""
-
-    number: int
+from mirrorc.verifier.numbered_rows import Number, NumberedRows
 
 
 class Expressions:
@@ -51,6 +45,7 @@ class Expressions:
         makers: dict[int, fx.Node] | None = None,
     ) -> None:
         self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
+        self.rows = NumberedRows(lambda target, args: self._number_application(target, args, {}, {}))
 
     def number(self, *key: Any) -> int:
         """The number of an expression, given its operation and the numbers of its arguments."""
@@ -73,7 +68,7 @@ class Expressions:
 
     def applied(self, target: Any, *args: Any) -> int:
         """The number of what an operator of torch makes of numbers of values (`int`), lists of them, and floats."""
-        wrapped = [_Value(a) if type(a) is int else [_Value(i) for i in a] if isinstance(a, list) else a for a in args]
+        wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
@@ -94,6 +89,7 @@ class Expressions:
                 self._number_compute(node, numbered)
             else:
                 numbered[node] = self._number_other(node, numbered)
+            self.rows.note(node, numbered)
             if self.makers is not None and isinstance(numbered.get(node), int):
                 self.makers.setdefault(numbered[node], node)
         return numbered
@@ -106,6 +102,9 @@ class Expressions:
             numbered[node] = numbered[node.args[0]]  # type: ignore[index]
         elif (body := decomposition_of(node)) is not None:
             numbered[node] = self._decomposed(node, body, numbered)
+        elif node.target in ROW_READERS:
+            found = self.rows.by_elements(node, numbered)
+            numbered[node] = self._number_operator(node, numbered) if found is None else found
         elif node.target in REARRANGEMENTS:
             numbered[node] = self._view(node, numbered)
         elif writes_argument(node.target):
@@ -176,15 +175,15 @@ class Expressions:
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
         """The number of a factored gradient, which is that of the whole gradient."""
 
-        def apply(target: Any, *args: Any, **kwargs: Any) -> _Value:
+        def apply(target: Any, *args: Any, **kwargs: Any) -> Number:
             if target not in RESHAPES:
-                return _Value(self._number_application(target, args, kwargs, numbered))
-            source = args[0].number if isinstance(args[0], _Value) else numbered[args[0]]
+                return Number(self._number_application(target, args, kwargs, numbered))
+            source = args[0].number if isinstance(args[0], Number) else numbered[args[0]]
             first, _ = self.roots.get(source, (source, None))
-            return _Value(self.number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
+            return Number(self.number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
 
         whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
-        assert isinstance(whole, _Value), "a form of gradient makes it by operators"
+        assert isinstance(whole, Number), "a form of gradient makes it by operators"
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
@@ -221,7 +220,7 @@ class Expressions:
 @functools.cache
 def _is_plain(target: Any) -> bool:
     """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
-    may_be_other = target in LAYOUT_ONLY or target in DECOMPOSITIONS or target in REARRANGEMENTS
+    may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
 
@@ -246,7 +245,7 @@ def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
     """Converts an argument to a part of a key; nodes in it are replaced by their numbers."""
     if isinstance(value, fx.Node) and numbered is not None:
         return ("value", numbered[value])
-    if isinstance(value, _Value):
+    if isinstance(value, Number):
         return ("value", value.number)
     if isinstance(value, list | tuple):
         return tuple([_hashable(item, numbered) for item in value])

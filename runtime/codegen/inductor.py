@@ -33,9 +33,12 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh."""
+        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh.
+
+        Everywhere it fuses elementwise operators with what reads their result.
+        """
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
-        return {"gelu_by_sigmoid": True, "channels_last": is_onednn}
+        return {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True}
 
     def prepare(self, device: torch.device) -> None:
         if device.type == "cpu":

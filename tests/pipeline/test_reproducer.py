@@ -113,7 +113,8 @@ def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
     )
     record = json.loads(path.with_name("reproducer.json").read_text(encoding="utf-8"))
     assert record["passes"] is None and "its option 'option' is a function" in record["not_replayed"]
-    assert record["pipeline"].startswith("decompose-gelu,lay-channels-last,plan-buckets,outline-regions,")
+    first = "decompose-gelu,read-row-elements,recompute-elementwise,lay-channels-last,plan-buckets,outline-regions,"
+    assert record["pipeline"].startswith(first)
     assert ",fails-at," in record["pipeline"]
     assert Program.load(path).stage is Stage.UPDATED
 
@@ -150,7 +151,10 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     assert record["pass"] == "breaks" and record["error"].startswith(
         "VerifyError: pass 'breaks' gave a program that breaks"
     )
-    for_inductor = "decompose-gelu{wanted=False},lay-channels-last{wanted=False}"
+    not_wanted = [
+        f"{name}{{wanted=False}}" for name in ("decompose-gelu", "recompute-elementwise", "lay-channels-last")
+    ]
+    for_inductor = ",".join([not_wanted[0], "read-row-elements", *not_wanted[1:]])
     assert record["pipeline"].startswith(
         f"{for_inductor},plan-buckets{{bucket_cap_mb=1e-06,first_bucket_mb=1e-06}},outline-regions"
     )

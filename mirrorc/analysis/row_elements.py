@@ -1,0 +1,162 @@
+"""Finds sums of rows with one element that is not zero, and reads of single elements of a row, which need not touch all elements.
+
+The loss of a classifier reads one logarithm of a probability per example, and its gradient begins as a row per example that is
+zero elsewhere. Both functions work on values of any kind: `RowValues` says how one looks at them and makes new ones, as a pass
+does with nodes and the verifier with expressions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+aten = torch.ops.aten
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Made(Generic[V]):
+    """How a value is made: the operator with its arguments; and what the value is."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class RowValues(Protocol[V]):
+    """Values of one kind, of which some have a known maker."""
+
+    def made(self, value: Any) -> Made[V] | None:
+        """How a value is made, as far as it is known; None for what is no tensor."""
+
+    def apply(self, target: Any, args: tuple[Any, ...]) -> V:
+        """The result of an operator."""
+
+
+@dataclass(frozen=True)
+class _OneHot(Generic[V]):
+    """Rows that are zero but for one element each: its place, of size 1 along the rows, and its value."""
+
+    index: V
+    element: Any
+
+
+ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
+"""Operators that may be computed from one element of each row."""
+
+READ_THROUGH = frozenset({aten.sub.Tensor, torch.ops.prims.convert_element_type.default})
+"""Operators of which an element may be computed from the elements of their operands, so that the whole is not needed."""
+
+ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Tensor}
+"""All operators whose arguments count here: rows with one element that is not zero are made of them."""
+
+
+def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
+    """What an operator of `ROW_READERS` gives, computed from one element of each row; None if it needs them all."""
+    return sum_of_one_hot(values, made) if made.target is aten.sum.dim_IntList else element_of_row(values, made)
+
+
+def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
+    """What a sum over rows gives if each row has one element that is not zero: that element. None for other operators.
+
+    It has the bits of the sum where the factors of a row are finite; zeros times other factors would be NaN. Zero is added to
+    it, since a sum that is zero is never negative zero.
+    """
+    if made.target is not aten.sum.dim_IntList or made.kwargs or len(made.args) != 3 or made.args[2] is not True:
+        return None
+    source = values.made(made.args[0])
+    if source is None or len(made.args[1]) != 1 or not source.dtype.is_floating_point:
+        return None
+    dim = made.args[1][0] % len(source.shape) if source.shape else 0
+    row = _one_hot(values, made.args[0], dim)
+    if row is None or isinstance(row.element, int | float):
+        return None
+    return values.apply(aten.add.Tensor, (row.element, 0.0))
+
+
+def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
+    """What a gather gives, bit for bit, made of elements of the gathered value's operands; None if there is no other way."""
+    if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
+        return None
+    source, dim, index = made.args
+    return _element(values, source, dim % max(1, len(made.shape)), index)
+
+
+def _element(values: RowValues[V], source: V, dim: int, index: V) -> V | None:
+    """The elements of a value at an index; None if they can only be gathered."""
+    made, at = values.made(source), values.made(index)
+    if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape:
+        return None
+    if not _is_row_of(at.shape, made.shape, dim, size=None):
+        return None
+    whole, rest = made.args[0], made.args[1:]
+    operand = values.made(whole)
+    if operand is None or operand.shape != made.shape:
+        return None
+    if made.target is aten.sub.Tensor and not _is_constant_in_rows(values, rest, made, dim, operand):
+        return None
+    found = _element(values, whole, dim, index)
+    found = values.apply(aten.gather.default, (whole, dim, index)) if found is None else found
+    return values.apply(made.target, (found, *rest))
+
+
+def _is_constant_in_rows(
+    values: RowValues[V], rest: tuple[Any, ...], made: Made[V], dim: int, operand: Made[V]
+) -> bool:
+    other = values.made(rest[0]) if len(rest) == 1 else None
+    return (
+        other is not None
+        and other.dtype is made.dtype is operand.dtype
+        and _is_row_of(other.shape, made.shape, dim, size=1)
+    )
+
+
+def _one_hot(values: RowValues[V], value: Any, dim: int) -> _OneHot[V] | None:
+    made = values.made(value)
+    if made is None or made.kwargs:
+        return None
+    if made.target is aten.scatter.value:
+        return _scattered(values, made, dim)
+    if made.target is torch.ops.prims.convert_element_type.default:
+        row = _one_hot(values, made.args[0], dim)
+        if row is None or isinstance(row.element, int | float):
+            return None
+        return _OneHot(row.index, values.apply(made.target, (row.element, *made.args[1:])))
+    if made.target is aten.mul.Tensor:
+        one, other = made.args
+        return _scaled(values, made, one, other, dim) or _scaled(values, made, other, one, dim)
+    return None
+
+
+def _scattered(values: RowValues[V], made: Made[V], dim: int) -> _OneHot[V] | None:
+    base, along, index, element = made.args
+    zeros, at = values.made(base), values.made(index)
+    is_zero = zeros is not None and zeros.target is aten.full.default and zeros.args[1] == 0
+    if not is_zero or at is None or along % max(1, len(made.shape)) != dim or not isinstance(element, int | float):
+        return None
+    return _OneHot(index, element) if _is_row_of(at.shape, made.shape, dim, size=1) else None
+
+
+def _scaled(values: RowValues[V], made: Made[V], rows: Any, factor: Any, dim: int) -> _OneHot[V] | None:
+    """The product of rows with a factor, of which one element per row counts."""
+    row, source, by = _one_hot(values, rows, dim), values.made(rows), values.made(factor)
+    if row is None or source is None or source.shape != made.shape or by is None or by.dtype is not made.dtype:
+        return None
+    if by.shape == made.shape and made.shape[dim] != 1:
+        found = _element(values, factor, dim, row.index)
+        factor = values.apply(aten.gather.default, (factor, dim, row.index)) if found is None else found
+    elif not _is_row_of(by.shape, made.shape, dim, size=1):
+        return None
+    return _OneHot(row.index, values.apply(aten.mul.Tensor, (factor, row.element)))
+
+
+def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
+    """Whether a shape is that of the whole, but of another size along the rows: the given one, or any."""
+    if len(shape) != len(whole) or (size is not None and shape[dim] != size):
+        return False
+    return all(own == other for i, (own, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

@@ -1,0 +1,82 @@
+"""Replaces sums and reads of whole rows by those of the one element of each row that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.row_elements import ROW_READERS, Made, by_elements
+from mirrorc.ir.graph_edits import copied, insert, remove_unused
+from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
+
+
+@dataclass(frozen=True)
+class ReadRowElements:
+    """Computes a sum over rows that are zero but for one element, and a read of one element per row, from that element alone::
+
+        rows = aten.scatter(zeros, 1, t, -1.0)
+        mul  = aten.mul(rows, w)                     ->    mul   = aten.mul(rows, w)
+        sum  = aten.sum(mul, [1], True)                    minus = aten.mul(w, -1.0)
+                                                           sum   = aten.add(minus, 0.0)    # never negative zero
+
+        sub  = aten.sub(logits, lse)                       found = aten.gather(logits, 1, t)
+        loss = aten.gather(sub, 1, t)                ->    loss  = aten.sub(found, lse)
+
+    Both are in the loss of a classifier, whose rows are as long as it has classes. The gradient of its logarithm of a softmax
+    sums a row per example whose sum is known beforehand.
+
+    Needs: a captured graph in which the loss is decomposed, as backends want it that fuse operators. Elsewhere nothing matches.
+    Guarantees: bits stay, except that a sum of a row with a factor that is not finite is that of its one element, where
+        zeros times that factor made it NaN. The verifier knows both (`mirrorc.analysis.row_elements`).
+    """
+
+    name: str = field(default="read-row-elements", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def run(self, program: Program) -> Program:
+        graphs = tuple(copied(graph) for graph in program.shard_graphs)
+        num_changed = sum(_shorten(program, node) for graph in graphs for node in list(graph.nodes))
+        if not num_changed:
+            return program.with_remarks("no sum or read of rows can do with one element of each", is_kept=False)
+        for graph in graphs:
+            remove_unused(graph)
+        said = f"{counted(num_changed // len(graphs), 'sum or read', 'sums or reads')} of rows made from one element of each"
+        return program.evolve(shard_graphs=graphs).with_remarks(said)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of a graph as values of which rows may be made; new ones are inserted before the node to replace."""
+
+    program: Program
+    replaced: fx.Node
+
+    def made(self, value: Any) -> Made[fx.Node] | None:
+        tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        return Made(value.target, value.args, dict(value.kwargs), tuple(tensor.shape), tensor.dtype)
+
+    def apply(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        node = insert(self.program, self.replaced, target, args)
+        node.meta = {**self.replaced.meta, "val": node.meta["val"]}
+        return node
+
+
+def _shorten(program: Program, node: fx.Node) -> bool:
+    """Replaces a sum or read of rows if one element of each is enough; says whether it is."""
+    if node.target not in ROW_READERS:
+        return False
+    nodes = _Nodes(program, node)
+    made = nodes.made(node)
+    found = by_elements(nodes, made) if made is not None else None
+    if found is None:
+        return False
+    node.replace_all_uses_with(found)
+    node.graph.erase_node(node)
+    return True
