@@ -150,7 +150,7 @@ def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
     program = prepared(dump=tmp_path)
     folder = tmp_path / "program-0"
     remark = "bucket sizes by measurement: bucket_cap_mb=1, first_bucket_mb=1"
-    assert all(remark in (folder / name).read_text() for name in ("00-capture.txt", "03-plan-buckets.txt", "index.md"))
+    assert all(remark in (folder / name).read_text() for name in ("00-capture.txt", "05-plan-buckets.txt", "index.md"))
     captured = mirrorc.Program.load(folder / "00-capture.json.gz")
     assert captured.remarks[0].text.startswith(remark)
     monkeypatch.setenv("MIRRORC_CACHE_DIR", str(tmp_path / "none"))
@@ -162,7 +162,7 @@ def test_a_reproducer_has_the_numbers(measured: list[Configuration], tmp_path: P
     with pytest.raises(mirrorc.MirrorcError, match="Reproduce it with"):
         prepared(dump=tmp_path, disable_passes=["outline-regions"])
     (record,) = tmp_path.glob("*/reproducer.json")
-    assert json.loads(record.read_text())["pipeline"].split("},")[2] == "plan-buckets{bucket_cap_mb=1.0"
+    assert ",plan-buckets{bucket_cap_mb=1.0" in json.loads(record.read_text())["pipeline"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
 from mirrorc.printing.values import type_of
 
-BEFORE_BUCKETS = ("capture", "decompose-gelu", "lay-channels-last")  # programs without a bucket plan
+# Stages of programs without a bucket plan.
+BEFORE_BUCKETS = ("capture", "decompose-gelu", "read-row-elements", "recompute-elementwise", "lay-channels-last")
 SUPPORT = Path(__file__).parents[1] / "support"
 
 

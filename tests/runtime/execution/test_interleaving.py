@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.purposes import Purpose
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution import interleaving
@@ -132,7 +133,7 @@ def trained(
             losses.append(step(rows, target=target).item())
         assert_mirrored(step, model, num_devices)
         assert len(step.explain().buckets) == len(step.program.buckets)
-        seldom, often = step._specializer._specializations  # in the order of their last use
+        seldom, often = step._specializer._kept[Purpose.STEP]  # in the order of their last use
         assert often.trial.is_decided and not seldom.trial.is_decided  # which has not come often enough
         assert (
             bool(often._pausing_functions) == (longest_seconds > 0) and often.is_interleaved == often.trial.interleaves

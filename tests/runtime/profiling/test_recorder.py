@@ -394,7 +394,7 @@ def test_records_go_on_when_memory_is_laid_out_anew() -> None:
         executor = step._last
         assert executor is not None
         functions = list(executor._functions)
-        step._state.layout += 1  # as a program with another bucket plan would
+        step._state._held.layout += 1  # as a program with another bucket plan would
         step(torch.randn(4, 3), target=torch.randn(4, 2))
         assert step._last is executor and executor._functions[0] is not functions[0]
         first, second = recorder_of(step).steps()
