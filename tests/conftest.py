@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import tempfile
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long tests begin first where several workers run."""
     if hasattr(config, "workerinput"):
         items[:] = [items[i] for i in longest_first(item.nodeid for item in items)]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no garbage collection of the tests looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

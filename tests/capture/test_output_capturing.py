@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -27,8 +28,9 @@ def num_hooks(model: nn.Module) -> list[int]:
     return [len(module._forward_hooks) for module in model.modules()]
 
 
-@pytest.mark.parametrize("name", ["hidden_states", "attentions"])
-@pytest.mark.parametrize("is_called_before", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_called_before"), [("hidden_states", False), *slow(("hidden_states", True), ("attentions", False))]
+)
 def test_what_is_collected_is_that_of_one_device(name: str, is_called_before: bool) -> None:
     model = make(**{f"output_{name}": True}, **({"attn_implementation": "eager"} if name == "attentions" else {}))
     plain = copy.deepcopy(model)

@@ -37,6 +37,7 @@ def test_averages_of_weights_and_evaluation() -> None:
     assert min(average_digits.main([*EAGER, "--epochs", "2", "--decay", "0.8"])) > 0.5
 
 
+@pytest.mark.slow
 def test_resuming_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     assert resume_digits.main([*EAGER, "--epochs", "2", "--batch", "256", "--checkpoint", str(path)])

@@ -30,10 +30,10 @@ def two(model: Any) -> list[torch.optim.Optimizer]:
 UNSHARED = {"disable_passes": ["share-parameters"]}
 CASES: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (2, 2, two, {"clip_grad_norm": 0.05}),
-    (3, 2, one, UNSHARED),
 ]
 MORE: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (1, 1, two, {}),
+    (3, 2, one, UNSHARED),
     (2, 3, one, {"clip_grad_norm": 0.05, "return_outputs": True}),
     (4, 2, two, {"clip_grad_norm": 0.05}),
     (2, 1, two, UNSHARED),
