@@ -23,6 +23,7 @@ from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
 from mirrorc.passes.replicate import Replicate
+from mirrorc.passes.reuse_arguments import ReuseArguments
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.unscale_gradients import UnscaleGradients
@@ -47,6 +48,7 @@ __all__ = [
     "ReadRowElements",
     "RecomputeElementwise",
     "Replicate",
+    "ReuseArguments",
     "ScheduleOverlap",
     "ShareParameters",
     "UnscaleGradients",
@@ -64,6 +66,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "factor-gradients": FactorGradients,
     "place-gradients": PlaceGradients,
     "accumulate-microbatches": AccumulateMicrobatches,
+    "reuse-arguments": ReuseArguments,
     "replicate": Replicate,
     "pack-gradients": PackGradients,
     "insert-all-reduce": InsertAllReduce,
@@ -89,6 +92,7 @@ def default_pipeline(
     channels_last: bool = False,
     microbatches: int = 1,
     recomputes: bool = False,
+    reuses_arguments: bool = False,
     max_grad_norm: float | tuple[float | None, ...] | None = None,
     grad_norm_type: float | tuple[float, ...] = 2.0,
     max_grad_value: float | None = None,
@@ -102,8 +106,9 @@ def default_pipeline(
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        gelu_by_sigmoid, channels_last, recomputes: whether these make the generated code faster, see `DecomposeGelu`,
-            `LayChannelsLast` and `RecomputeElementwise`; `mirrorc.compile` determines it from backend and devices.
+        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments: whether these make the generated code faster, see
+            `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise` and `ReuseArguments`; `mirrorc.compile` determines it from
+            backend and devices.
         microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
@@ -123,6 +128,7 @@ def default_pipeline(
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
         *([AccumulateMicrobatches()] if microbatches > 1 else []),
+        ReuseArguments(wanted=reuses_arguments),
         Replicate(),
         PackGradients(),
         InsertAllReduce(),

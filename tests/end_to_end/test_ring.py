@@ -205,7 +205,9 @@ def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
         added, sent = add_in_place(program, after_the_send=True, show=show)
         (violation,) = nothing_is_written_in_flight(program)
         assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
-    with pytest.raises(VerifyError, match="breaks the rule regions_write_only_slots "):  # no operator may, anywhere
+    with pytest.raises(
+        VerifyError, match="breaks the rule regions_write_only_what_is_theirs "
+    ):  # no operator may, anywhere
         verify(program)
     program = ring_of(3)
     add_in_place(program, after_the_send=False)

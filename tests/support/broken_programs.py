@@ -776,7 +776,7 @@ BAD: dict[str, list[Mutation]] = {
     "regions_hold_operators_alone": [
         *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),
     ],
-    "regions_write_only_slots": [
+    "regions_write_only_what_is_theirs": [
         *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),
         ("replicate", write_an_argument),
         ("lower-devices", write_an_argument),

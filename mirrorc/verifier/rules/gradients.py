@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import ViewedVariables
+from mirrorc.analysis.aliases import ViewedVariables, origins
+from mirrorc.analysis.dying_arguments import dying_places
 from mirrorc.analysis.factored_gradients import stays_factored
 from mirrorc.analysis.slots_of_values import slot_of
 from mirrorc.ir import ops
@@ -200,8 +201,11 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 
 
 @rule(since=Stage.CAPTURED)
-def regions_write_only_slots(program: Program) -> Iterator[Violation]:
-    """A region writes into nothing but the slots that it is given, and operators outside of regions write nothing at all."""
+def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
+    """A region writes into nothing but the slots that it is given, and into arguments that die there: results of other regions,
+    in memory of their own, which no other node reads and the region does not give back. What such an argument was is not read
+    after the write. Operators outside of regions write nothing at all.
+    """
     writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}
     for graph in program.graphs():
         for node in _writes(graph):
@@ -220,9 +224,33 @@ def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> I
     slots = {
         placeholder for placeholder, given in zip(placeholders, call.args, strict=False) if slot_of(given) is not None
     }
+    dying = {placeholders[place] for place in dying_places(program, call)} if len(writes) > len(slots) else set()
+    body = program.regions[region_of(call)].graph_module.graph
     for node in writes:
-        if node.args[0] not in slots:
-            yield Violation(f"{node.name} in {region_of(call)} writes {node.args[0]}, which is no slot", node)
+        written: Any = node.args[0]
+        if written in slots:
+            continue
+        if written not in dying:
+            yield Violation(
+                f"{node.name} in {region_of(call)} writes {written}, which is no slot, nor an argument that dies in {call.name}",
+                node,
+            )
+        elif any(written in origins(result) for result in body.output_node().all_input_nodes):
+            yield Violation(f"{region_of(call)} gives back {written}, into which {node.name} writes", node)
+        else:
+            yield from _stale_reads(region_of(call), node)
+
+
+def _stale_reads(region: str, write: fx.Node) -> Iterator[Violation]:
+    """Reads of what the memory of an argument was, also by an earlier view, behind the write into it."""
+    written: Any = write.args[0]
+    nodes = list(write.graph.nodes)
+    place = nodes.index(write)
+    earlier = {node for node in nodes[:place] if written in origins(node)}
+    for node in nodes[place + 1 :]:
+        for read in node.all_input_nodes:
+            if read in earlier:
+                yield Violation(f"{node.name} in {region} reads {read}, whose memory {write.name} has written", node)
 
 
 def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:

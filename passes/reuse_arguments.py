@@ -1,0 +1,154 @@
+"""Lets regions write results into the memory of arguments that nothing reads afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.aliases import origins, viewed
+from mirrorc.analysis.dying_arguments import dying_places, stored_product
+from mirrorc.analysis.region_gradients import calls_by_region
+from mirrorc.custom_ops import matmul
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import lazy_graph_module
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_ELEMENTWISE = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten.exp.default,
+        aten.sigmoid.default,
+        aten.tanh.default,
+        aten.where.self,
+        aten.alias.default,
+        aten.le.Scalar,
+        aten.gt.Scalar,
+        prims.convert_element_type.default,
+    }
+)
+"""Operators that read an element of each operand for one of their result: they may write it where an operand's element was."""
+
+_INTO_SLOTS = frozenset({matmul.mm_into, matmul.addmm_into})
+
+
+@dataclass(frozen=True)
+class ReuseArguments:
+    """Writes the elementwise result for which a dying argument was kept into that argument's memory::
+
+        region bwd_0(logits, lse, dy, w):                region bwd_0(logits, lse, dy, w):
+            ...                                              ...
+            sub = aten.sub(dy, mul)                ->        sub   = aten.sub(dy, mul)
+            mm  = aten.mm(sub, w)                            reuse = aten.copy_(logits, sub)
+            return [mm]                                      mm    = aten.mm(reuse, w)
+                                                             return [mm]
+
+    A backend that fuses operators computes the result in place. Otherwise it takes new memory in each step; the system must
+    give and clear what is larger than the blocks that the C library keeps, which can take longer than to compute the result.
+
+    Needs: regions in their final form: what is left as factors leaves a region, and slots are no arguments that die.
+    Guarantees: an argument is written only if no call of its region leaves anything that could read it (the rule
+        regions_write_only_what_is_theirs), and values stay the same expressions, bit for bit.
+
+    Attributes:
+        wanted: whether the backend fuses the copy with what makes the value; otherwise the pass leaves the program as it is.
+        min_bytes: smaller results keep memory of their own, which the C library has at hand.
+    """
+
+    wanted: bool = True
+    min_bytes: int = 2**20
+    name: str = field(default="reuse-arguments", init=False)
+    input_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    trains_only: ClassVar = True
+
+    def run(self, program: Program) -> Program:
+        if not self.wanted:
+            reason = "no argument is written: wanted is not set, as it is where the backend does not fuse operators"
+            return program.with_remarks(reason, is_kept=False)
+        regions, num_reused = dict(program.regions), 0
+        for name, calls in calls_by_region(program.shard_graphs).items():
+            places = set.intersection(*(dying_places(program, call) for call in calls))
+            found = self._reuses(program.regions[name].graph_module.graph, places)
+            if found:
+                regions[name] = _reusing(program.regions[name], found)
+                num_reused += len(found)
+        if not num_reused:
+            return program.with_remarks("no argument that dies in a region has room for a result", is_kept=False)
+        said = f"{counted(num_reused, 'result')} of regions written into the memory of arguments that die there"
+        return program.evolve(regions=regions).with_remarks(said)
+
+    def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
+        """For arguments of a region's body, the values to write into them, both by name; no value twice."""
+        found: dict[str, str] = {}
+        for place, argument in enumerate(body.find_nodes(op="placeholder")):
+            value = _last_made_of(argument) if place in places else None
+            is_large = argument.meta["val"].untyped_storage().nbytes() >= self.min_bytes
+            if value is not None and is_large and value.name not in found.values() and not _leaves(value):
+                found[argument.name] = value.name
+        return found
+
+
+def _last_made_of(argument: fx.Node) -> fx.Node | None:
+    """The value for which alone an argument is read, by elementwise operators; None if there is none that fits its memory."""
+    reached, value = {argument}, argument
+    order = list(argument.graph.nodes)
+    for node in order[order.index(argument) + 1 :]:
+        if reached.isdisjoint(node.all_input_nodes):
+            continue
+        if node.target not in _ELEMENTWISE:
+            break
+        reached.add(node)
+        value = node
+    is_read_elsewhere = any(user not in reached for node in reached - {value} for user in node.users)
+    return value if value is not argument and not is_read_elsewhere and _fits(value, argument) else None
+
+
+def _fits(value: fx.Node, argument: fx.Node) -> bool:
+    """Whether a value is stored, and lies as the argument does."""
+    is_stored = any(_reads_memory(user) for user in value.users)
+    one, other = value.meta["val"], argument.meta["val"]
+    is_alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return is_stored and is_alike
+
+
+def _reads_memory(user: fx.Node) -> bool:
+    """Whether a use makes a backend store the value: that of a product, also of a view or into a slot.
+
+    The value of a copy into a slot is stored there alone.
+    """
+    if stored_product(user) is user or user.target in _INTO_SLOTS:
+        return True
+    return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)
+
+
+def _leaves(value: fx.Node) -> bool:
+    """Whether a value, or a view of it, is a result of its region."""
+    results = value.graph.output_node().all_input_nodes
+    return any(value in origins(result) for result in results)
+
+
+def _reusing(region: Region, found: Mapping[str, str]) -> Region:
+    graph = copied(region.graph_module.graph)
+    nodes = {node.name: node for node in graph.nodes}
+    for argument, name in found.items():
+        value = nodes[name]
+        with graph.inserting_after(value):
+            written = graph.create_node(
+                "call_function", aten.copy_.default, (nodes[argument], value), name=f"reuse_{argument}"
+            )
+        written.meta = {**value.meta, "val": nodes[argument].meta["val"]}
+        value.replace_all_uses_with(written, delete_user_cb=lambda user, kept=written: user is not kept)
+    graph.lint()
+    return replace(region, graph_module=lazy_graph_module({}, graph, region.name))
