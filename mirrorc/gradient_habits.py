@@ -24,6 +24,10 @@ class Kept(Protocol):
         """Whether there are any."""
         ...
 
+    def first_of(self, ids: Collection[int]) -> str | None:
+        """Names the first of the parameters with these ids of which there is a gradient."""
+        ...
+
     def drop(self, ids: Collection[int]) -> None:
         """Drops those of the parameters that have these ids."""
         ...
@@ -51,6 +55,22 @@ class GradientHabits:
         _watching.add(self)
         observe_clipping(_warn_of_clipping)
         observe_zero_grad(_tell_of_zeroed)
+
+    def refuse_gradients_of_others(self) -> None:
+        """Called before an update, which would leave out what another step has kept of the same parameters' gradients.
+
+        Raises:
+            ValueError: names the first of these parameters and the remedy.
+        """
+        ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
+        for other in list(_watching):
+            name = other.kept.first_of(ids) if other is not self and other.kept is not None else None
+            if name is not None:
+                raise ValueError(
+                    f"another step has kept a gradient of {name!r} by its accumulate(), and the update of this step would leave "
+                    "it out: let that step make its update first, or drop what it has kept with its zero_grad(). To train on "
+                    "the sum of two losses, compile one step whose loss_fn, or whose model, adds them"
+                )
 
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.

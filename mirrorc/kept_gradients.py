@@ -28,6 +28,11 @@ class KeptGradients:
     def has_any(self) -> bool:
         return self._accumulated.num_calls > 0
 
+    def first_of(self, ids: Collection[int]) -> str | None:
+        """The first of the parameters with these ids of which there is a gradient; None if there is none."""
+        names = self._accumulated.names
+        return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
+
     def drop(self, ids: Collection[int]) -> None:
         """Drops the gradients of the parameters that have these ids."""
         if not self._calls.is_any_running:

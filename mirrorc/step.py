@@ -173,6 +173,8 @@ class Step(StepReports):
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
+        if purpose.updates:
+            self._habits.refuse_gradients_of_others()
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
         found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)

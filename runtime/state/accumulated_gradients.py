@@ -85,6 +85,11 @@ class AccumulatedGradients:
         """How many examples these calls had together."""
         return self._counts.num_examples
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables of which gradients are kept."""
+        return self._counts.names
+
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
         """The sums of a bucket, for each replica."""
         return self._sums.flat[bucket]

@@ -399,3 +399,23 @@ def test_habits_beside_accumulated_gradients_are_told_of() -> None:
     with Both() as both, warnings.catch_warnings(action="error"):
         both.train(*batches(4, 4))
         both.step.close()
+
+
+def test_a_step_does_not_leave_out_what_another_has_kept_of_its_parameters() -> None:
+    model, x, y = nn.Linear(3, 2), torch.ones(4, 3), torch.ones(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = {"optimizer": optimizer, "backend": "eager"}
+    with (
+        mirrorc.compile(model, 2, loss_fn=F.mse_loss, **alone) as one,
+        mirrorc.compile(model, 2, loss_fn=F.l1_loss, **alone) as other,
+    ):
+        one.accumulate(x, target=y)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=r"another step has kept a gradient of 'weight'.*zero_grad"):
+            other(x, target=y)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        one(x, target=y)
+        other(x, target=y)
+        one.accumulate(x, target=y)
+        one.zero_grad()
+        other(x, target=y)
