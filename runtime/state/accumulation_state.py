@@ -6,43 +6,21 @@ from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
 from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.evaluation_state import EvaluationState
+from mirrorc.runtime.state.state_view import StateView
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables import VariableStore
 
 
-class AccumulationState:
+class AccumulationState(StateView):
     """What `StepState` is to training steps: a call that accumulates uses `take_over`, and then `finish` or `abandon`.
 
     It lays memory out as a step does, so that both work in the same buckets, and takes over what the user wrote. It writes the
     buckets, buffers of the model, and the accumulated gradients.
-
-    Args:
-        state: that of the training steps.
     """
-
-    def __init__(self, state: StepState) -> None:
-        self._state = state
-
-    @property
-    def store(self) -> VariableStore:
-        return self._state.store
-
-    @property
-    def optimizers(self) -> BucketOptimizers:
-        return self._state.optimizers
-
-    @property
-    def layout(self) -> int:
-        return self._state.layout
-
-    @property
-    def num_skipped(self) -> int:
-        return self._state.num_skipped
 
     @property
     def accumulated(self) -> AccumulatedGradients:
+        """See `StepState`."""
         return self._state.accumulated
 
     def weight_of_loss(self, program: Program, num_examples: int) -> float:
@@ -56,9 +34,6 @@ class AccumulationState:
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         """See `StepState`."""
         return self._state.needs_other_buckets(program, is_stale=is_stale)
-
-    def begin(self) -> None:
-        """No state of an optimizer is made that would have to be undone."""
 
     def finish(self) -> None:
         """Called when all replicas are done; counts the call, and shows the buffers that were written. May be repeated."""

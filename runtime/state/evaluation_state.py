@@ -5,39 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.runtime.state.state_view import StateView
 
 
-class EvaluationState:
+class EvaluationState(StateView):
     """What `StepState` is to training steps: an evaluation calls `take_over`, and then `finish` or `abandon`.
 
     It takes over what the user wrote to parameters and buffers. What changed in the optimizer is left to the next training step,
     and so is the plan of buckets. It may write buffers, as BatchNorm does in train mode, and nothing else.
-
-    Args:
-        state: that of the training steps, which has the same variables.
     """
-
-    def __init__(self, state: StepState) -> None:
-        self._state = state
-
-    @property
-    def store(self) -> VariableStore:
-        return self._state.store
-
-    @property
-    def optimizers(self) -> BucketOptimizers:
-        return self._state.optimizers
-
-    @property
-    def layout(self) -> int:
-        return self._state.layout
-
-    @property
-    def num_skipped(self) -> int:
-        return self._state.num_skipped
 
     def weight_of_loss(self, program: Program, num_examples: int) -> float:
         """There is no backward."""
@@ -50,9 +26,6 @@ class EvaluationState:
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         """An evaluation has no buckets."""
         return False
-
-    def begin(self) -> None:
-        """An evaluation makes no state that would have to be undone."""
 
     def finish(self) -> None:
         """Called when all replicas are done; shows the buffers that were written. May be repeated."""
