@@ -153,14 +153,14 @@ class Executor:
                 completed(functools.partial(self._finish, results, weights, 0.0, number))
             else:
                 self._give_up(pool)
-                note_if_torn(error, self.commit.is_committed)
+                note_if_torn(error, self.program, self.commit.is_committed)
             raise
         if not self._is_done(results):
             self._give_up(pool)
             if guard.raised is not None and not self.commit.is_committed:
                 raise guard.raised
             failures = {replica: result[1] for replica, result in enumerate(results) if result and not result[0]}
-            raise explain_failure(self.program.devices, failures, self.commit.is_committed)
+            raise explain_failure(self.program, failures, self.commit.is_committed)
         if guard.raised is not None:
             raise guard.raised
         return loss

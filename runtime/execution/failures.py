@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
-from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
+from mirrorc.ir.variables import Synchronization
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted
 
 
-def explain_failure(
-    devices: Sequence[Device], failures: Mapping[int, BaseException], has_committed: bool
-) -> MirrorcError:
-    """The error to raise for a step that failed.
+def explain_failure(program: Program, failures: Mapping[int, BaseException], has_committed: bool) -> MirrorcError:
+    """The error to raise for a step, or another call, that failed.
 
     Args:
-        devices: the program's devices, in order of replicas.
+        program: what has run.
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
         has_committed: whether the step had committed, so that variables may have changed.
     """
+    devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
     if error is None:
         return ExecutionError(
@@ -36,7 +36,7 @@ def explain_failure(
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     at = f", at {line}" if line else ""
-    state = f"It had committed. {_MAY_BE_TORN}" if has_committed else "No parameter was changed."
+    state = f"It had committed. {_what_may_be_torn(program)}" if has_committed else "No parameter was changed."
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas
         explained = NonFiniteError(f"{error}. {state}")
@@ -58,13 +58,24 @@ def _advice(nodes: Sequence[fx.Node], line: str) -> str:
     return f"Check this step's batch{' and that line' if line else ''}{hint}."
 
 
-def note_if_torn(error: BaseException, has_committed: bool) -> None:
-    """Adds to what has interrupted a step, and is raised as it is, that the step may have been done in part."""
+def note_if_torn(error: BaseException, program: Program, has_committed: bool) -> None:
+    """Adds to what has interrupted a call, and is raised as it is, what may have been done in part."""
     if has_committed:
-        error.add_note(f"mirrorc's step was interrupted when it had committed. {_MAY_BE_TORN}")
+        error.add_note(f"mirrorc's step was interrupted when it had committed. {_what_may_be_torn(program)}")
 
 
-_MAY_BE_TORN = "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."
+def _what_may_be_torn(program: Program) -> str:
+    """What a program that fails behind its commit may have written in part, and what to do."""
+    if program.trains and not program.accumulates:
+        return "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."
+    writes_buffers = any(v.synchronization is Synchronization.PER_REPLICA for v in program.variables.values())
+    buffers = "buffers that forward writes may have been written in part"
+    if not program.trains:
+        return (
+            f"No parameter was changed, but {buffers}." if writes_buffers else "It writes nothing: nothing was changed."
+        )
+    kept = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
+    return f"No parameter was changed, but {kept}{f'; {buffers}' if writes_buffers else ''}."
 
 
 def _name(node: fx.Node) -> str:

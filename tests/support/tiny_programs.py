@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.capture.arguments import flatten_call
+from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
@@ -172,6 +173,17 @@ class TwoLayers(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
+class Gated(nn.Module):
+    """Backward reads each of the two factors for the gradient of the other one alone, which may take its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.value(x) * self.gate(x))
+
+
 def captured_two_layers(num_devices: int = 2, rows: int = 8, microbatches: int = 1) -> Program:
     """A CAPTURED program of `TwoLayers` with cross-entropy and SGD, as `mirrorc.compile` captures it."""
     torch.manual_seed(0)
@@ -186,8 +198,12 @@ def captured_model(
     *,
     keeps_outputs: bool = False,
     microbatches: int = 1,
+    evaluates: bool = False,
 ) -> Program:
-    """The same of any classifier of so many features; one whose outputs are kept gives logits and more."""
+    """The same of any classifier of so many features; one whose outputs are kept gives logits and more.
+
+    ``evaluates``: as ``step.evaluate`` captures it.
+    """
 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output if isinstance(output, torch.Tensor) else output[0], target)
@@ -196,7 +212,8 @@ def captured_model(
     call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
     shards = split_call(call, num_devices, microbatches=microbatches)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    training_call = TrainingCall(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
+    kind = EvaluationCall if evaluates else TrainingCall
+    training_call = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     return capture_program(
         training_call, call, shards, devices, ModelState(model, loss_fn), OptimizerGroups([optimizer]), {}
     ).program

@@ -1,4 +1,4 @@
-"""What is advised after a failure of a step is what the user can still do."""
+"""What is advised after a failure of a step is what the user can still do, and what is said to have changed may have changed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asserting import Asserting
+from tiny_programs import captured_model, handmade
 from torch import fx, nn
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_backend, unregister_backend
+from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
 
 
 class Opaque(Backend):
@@ -63,3 +66,35 @@ def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> Non
     assert advice("eager", Asserting(), nothing) == advice(opaque, Asserting(), nothing) == f"{plain}."
     hint = "with backend='eager' the operator is named exactly."
     assert advice(opaque, Table(), index) == f"Check this step's batch; {hint}"
+
+
+def accumulating(buffer: bool) -> Program:
+    return handmade(2, buffer=buffer).evolve(accumulation=Accumulation.ADDS)
+
+
+def evaluating(*more: nn.Module) -> Program:
+    return captured_model(nn.Sequential(nn.Linear(4, 3), *more), evaluates=True)
+
+
+BUFFERS = "buffers that forward writes may have been written in part."
+KEPT = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
+
+
+def test_what_a_call_may_have_written_behind_its_commit_is_said_of_its_kind() -> None:
+    for program, said in (
+        (handmade(2), "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."),
+        (accumulating(False), f"No parameter was changed, but {KEPT}."),
+        (accumulating(True), f"No parameter was changed, but {KEPT}; {BUFFERS}"),
+        (evaluating(), "It writes nothing: nothing was changed."),
+        (evaluating(nn.BatchNorm1d(3)), f"No parameter was changed, but {BUFFERS}"),
+    ):
+        failures = {0: MemoryError("no memory")}
+        assert f"no memory. All devices stopped. It had committed. {said} Check" in str(
+            explain_failure(program, failures, has_committed=True)
+        )
+        assert "stopped. No parameter was changed. Check" in str(
+            explain_failure(program, failures, has_committed=False)
+        )
+        interrupt = KeyboardInterrupt()
+        note_if_torn(interrupt, program, has_committed=True)
+        assert interrupt.__notes__ == [f"mirrorc's step was interrupted when it had committed. {said}"]
