@@ -122,6 +122,24 @@ _KNOWN = (
         line="PackedSequence(",
     ),
     KnownFailure(
+        "it takes a gradient in forward with torch.autograd.grad, which is not captured",
+        "take it with torch.func, which gives the same numbers: torch.func.grad(lambda x: net(x).sum())(x), or where net(x) is "
+        "needed, too, y, backward = torch.func.vjp(net, x) and backward(torch.ones_like(y)), which calls the net once (dropout "
+        "then drops the same for both)",
+        ("autograd.grad",),
+    ),
+    KnownFailure(
+        "torch.func takes the gradient of a net that writes a buffer, as a BatchNorm in train mode writes its statistics",
+        "use a norm that writes none, such as nn.LayerNorm, nn.GroupNorm or a BatchNorm with track_running_stats=False; a "
+        "BatchNorm in eval mode writes nothing either",
+        ("would mutate a captured tensor",),
+    ),
+    KnownFailure(
+        "torch.func takes the gradient of a recurrent layer, whose operator has no backward for that",
+        "write the recurrence as a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell, which torch.func takes",
+        ("must override the setup_context",),
+    ),
+    KnownFailure(
         "a module has a hook on its backward, which a captured step does not call",
         "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
         "or in a hook of the optimizer",

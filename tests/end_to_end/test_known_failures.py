@@ -51,6 +51,27 @@ def assert_small(net: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+class Last(nn.Module):
+    """The last output of a recurrent layer over three equal inputs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(in_sequence(y))[0][:, -1]
+
+
+def penalty(net: Any, y: torch.Tensor) -> torch.Tensor:
+    out, backward = torch.func.vjp(net.more, y)
+    return out * backward(torch.ones_like(out))[0].square().sum(1, keepdim=True)
+
+
+def penalty_by_autograd(net: Any, y: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+    return gradient
+
+
 def add_up(net: Any, y: torch.Tensor) -> torch.Tensor:
     TOTAL.add_(1)
     return y
@@ -111,6 +132,9 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
     (lambda: Net(lambda net, y: OUTSIDE.train()(y)), ("writes in place to a tensor that is no buffer", "submodule")),
     (ADDS_UP, ("writes in place to a tensor that is no buffer", "register_buffer")),
     (lambda: Net(keep_mean), ("writes in place to a tensor that is no buffer", "register_buffer")),
+    (lambda: Net(penalty_by_autograd), ("with torch.autograd.grad", "torch.func.vjp(net, x)")),
+    (lambda: Net(penalty, nn.BatchNorm1d(2)), ("net that writes a buffer", "nn.LayerNorm")),
+    (lambda: Net(penalty, Last(nn.LSTM(2, 2, batch_first=True))), ("gradient of a recurrent layer", "nn.LSTMCell")),
     (lambda: hooked("register_full_backward_hook"), ("hook on its backward", "remove it")),
     (lambda: hooked("register_full_backward_pre_hook"), ("hook on its backward", "remove it")),
 ]
@@ -171,6 +195,7 @@ def test_the_remedies_are_captured() -> None:
         Net(cell, nn.GRUCell(2, 2)),
         transformer(tgt_is_causal=True),
         Net(lambda net, y: y * scale),
+        Net(penalty, nn.Sequential(nn.LayerNorm(2), nn.BatchNorm1d(2, track_running_stats=False))),
     ):
         with compiled(model) as step:
             assert torch.isfinite(step(torch.ones(4, 2), target=torch.zeros(4, 2)))
