@@ -13,7 +13,9 @@ from tiny_programs import (
     MUON,
     PASS_NAMES,
     SMALL_BUCKETS,
+    Gated,
     Weight,
+    captured_model,
     captured_two_layers,
     core_pipeline,
     every_stage,
@@ -30,7 +32,15 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
-from mirrorc.passes import CheckFinite, ClipGradients, PlaceGradients, ShareParameters, UnscaleGradients
+from mirrorc.passes import (
+    CheckFinite,
+    ClipGradients,
+    PlaceGradients,
+    ReuseArguments,
+    ShareParameters,
+    UnscaleGradients,
+    default_pipeline,
+)
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
 
@@ -515,6 +525,36 @@ def write_an_argument(program: Program) -> Program:
     return program
 
 
+def reusing(pass_name: str, change: Callable[[Program, fx.Node], None]) -> Mutation:
+    """A change of a program whose region bwd_0 writes into an argument that dies there: is given the write."""
+
+    def mutate(_: Program) -> Program:
+        pipeline = [ReuseArguments(min_bytes=0) if one.name == "reuse-arguments" else one for one in default_pipeline()]
+        place = [one.name for one in pipeline].index(pass_name)
+        program = run_passes(captured_model(Gated()), pipeline[: place + 1])
+        verify(program)
+        body = program.regions["bwd_0"].graph_module.graph
+        change(program, next(node for node in body.nodes if node.name.startswith("reuse_")))
+        return program
+
+    return "pack-gradients", mutate
+
+
+def read_the_overwritten(_: Program, write: fx.Node) -> None:
+    reader = next(user for user in write.users if user.op == "call_function")
+    reader.replace_input_with(write, write.args[0])  # type: ignore[arg-type]
+
+
+def assert_the_written(program: Program, write: fx.Node) -> None:
+    """A check of the step looks at the argument as well, so that it does not die in the region."""
+    graph = program.graphs()[0]
+    call = next(node for node in targets(graph, ops.call_region) if region_of(node) == "bwd_0")
+    place = write.graph.find_nodes(op="placeholder").index(write.args[0])
+    with graph.inserting_before(call):
+        truth = graph.call_function(torch.ops.aten.all.default, (call.args[place],))
+    truth.meta["val"] = call.args[place].meta["val"].all()  # type: ignore[union-attr]
+
+
 ONE_BUCKET = "plan-buckets"
 
 
@@ -780,6 +820,9 @@ BAD: dict[str, list[Mutation]] = {
         *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),
         ("replicate", write_an_argument),
         ("lower-devices", write_an_argument),
+        reusing("reuse-arguments", read_the_overwritten),
+        reusing("lower-devices", read_the_overwritten),
+        reusing("reuse-arguments", assert_the_written),
     ],
     "some_replica_has_examples": [
         (ONE_BUCKET, lambda program: program.evolve(num_examples=(0, 0))),

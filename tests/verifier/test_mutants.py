@@ -12,7 +12,6 @@ from mirrorc.verifier import verifier
 
 HANDMADE_QUOTA, MODEL_QUOTA = 5, 1  # mutants of a kind, of handmade programs in all and of each model
 SMALL_MODELS = ("mlp", "conv", "resnet")
-NEEDS_A_LARGE_MODEL = {"write into each others slots"}
 
 
 def examine_models(names: Sequence[str], report: Report) -> None:
@@ -35,7 +34,7 @@ def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted
     examine_some(subjects, KINDS.values(), HANDMADE_QUOTA, report)
     examine_models(SMALL_MODELS, report)
     assert_told_apart(report)
-    assert {name for name, tally in report.tallies.items() if not tally.mutants} == NEEDS_A_LARGE_MODEL
+    assert all(tally.mutants for tally in report.tallies.values())
     assert report.valid >= 150
     assert sum(kind.is_harmless for kind in KINDS.values()) >= 12
     assert sum(not kind.is_harmless for kind in KINDS.values()) >= 12
@@ -46,7 +45,7 @@ def test_mutants_of_large_models_are_told_apart_too() -> None:
     report = Report()
     examine_models([name for name in MODELS if name not in SMALL_MODELS], report)
     assert_told_apart(report)
-    assert all(report.tallies[name].mutants for name in NEEDS_A_LARGE_MODEL)
+    assert report.tallies["write into each others slots"].mutants
 
 
 def _texts(subject: object) -> Iterator[str]:

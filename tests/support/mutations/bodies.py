@@ -20,7 +20,8 @@ from mutations.table import Edit, breaks
 aten = torch.ops.aten
 
 
-def _region_bodies(program: Program) -> list[fx.Graph]:
+def region_bodies(program: Program) -> list[fx.Graph]:
+    """The graphs of all regions."""
     return [region.graph_module.graph for region in program.regions.values()]
 
 
@@ -28,7 +29,8 @@ def _results(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _is_slot(node: fx.Node) -> bool:
+def is_slot(node: fx.Node) -> bool:
+    """Whether an argument of a region is a slot of a gradient."""
     return node.op == "placeholder" and str(node.target).startswith("slot_")
 
 
@@ -57,7 +59,7 @@ def let_a_region_give_another_shape(program: Program) -> Iterator[Edit]:
         made.meta["val"] = results[place].meta["val"].unsqueeze(0)
         output.args = ((*results[:place], made, *results[place + 1 :]),)
 
-    for graph in _region_bodies(program):
+    for graph in region_bodies(program):
         for place, result in enumerate(_results(graph)):
             if isinstance(result.meta.get("val"), torch.Tensor):
                 yield partial(edit, graph, place)
@@ -75,7 +77,7 @@ def compute_something_else(program: Program) -> Iterator[Edit]:
 def give_an_operator_another_operand(program: Program) -> Iterator[Edit]:
     """An operator of a region, or of the captured graph, takes another value of that type."""
     for graph in bodies(program):
-        values = [node for node in graph.nodes if is_value(node) and not _is_slot(node)]
+        values = [node for node in graph.nodes if is_value(node) and not is_slot(node)]
         for node in _operators(graph):
             for place, given in enumerate(node.args):
                 if isinstance(given, fx.Node) and is_value(given):
@@ -93,7 +95,7 @@ def exchange_results_of_a_region(program: Program) -> Iterator[Edit]:
         results[one], results[other] = results[other], results[one]
         graph.output_node().args = (tuple(results),)
 
-    for graph in _region_bodies(program):
+    for graph in region_bodies(program):
         results = _results(graph)
         for one, other in pairs_alike(range(len(results)), lambda place, results=results: type_of(results[place])):  # type: ignore[misc]
             yield partial(edit, graph, one, other)
@@ -107,9 +109,9 @@ def forget_to_write_a_slot(program: Program) -> Iterator[Edit]:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         node.graph.erase_node(node)
 
-    for graph in _region_bodies(program):
+    for graph in region_bodies(program):
         for node in list(graph.nodes):
-            if _writes(node) and _is_slot(node.args[0]):
+            if _writes(node) and is_slot(node.args[0]):
                 yield partial(edit, node)
 
 
@@ -122,7 +124,7 @@ def write_into_each_others_slots(program: Program) -> Iterator[Edit]:
         with_argument(one, 0, theirs)
         with_argument(other, 0, mine)
 
-    for graph in _region_bodies(program):
+    for graph in region_bodies(program):
         written = [node for node in graph.nodes if node.target is matmul.mm_into]
         for one, other in pairs_alike(written, lambda node: type_of(node.args[0])):
             yield partial(edit, one, other)
@@ -140,7 +142,7 @@ def write_an_argument(program: Program) -> Iterator[Edit]:
     for graph in bodies(program):
         for node in graph.nodes:
             is_given = node.op == "placeholder" or node.target is ops.read
-            if is_given and node.users and _is_float(node) and not _is_slot(node):
+            if is_given and node.users and _is_float(node) and not is_slot(node):
                 yield partial(edit, node)
 
 

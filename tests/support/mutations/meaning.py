@@ -7,7 +7,7 @@ into slots.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Results = dict[tuple[int, str, str], list[Any]]
 
 
 def meaning(program: Program) -> Results:
-    """A number for the loss, each gradient and each buffer's new value of each replica: equal for equal expressions."""
+    """A number for the loss, each gradient, output and buffer's new value of each replica: equal for equal expressions."""
     results: Results = {}
     for replica, kind, name, value in _results(program):
         results.setdefault((replica, kind, name), []).append(value)
@@ -40,7 +40,8 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
             graph = program.shard_graphs[shard]
             values = _Values(program).of(graph.nodes)
             output: Any = graph.output_node().args[0]
-            yield replica, "loss", "", values[output["loss"]]
+            yield replica, "loss", "", values.get(output["loss"], 0)  # an evaluation gathers it
+            yield from _gathered(replica, graph.nodes, values)
             for kind in ("gradients", "writes"):
                 yield from ((replica, kind, name, values[node]) for name, node in output[kind].items())
         return
@@ -50,6 +51,7 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
         values = _Values(program).of([node for node in line if node.target not in ops.COLLECTIVES])
         output = line[0].graph.output_node().args[0]
         yield replica, "loss", "", values.get(output["losses"][replica] if isinstance(output, dict) else output, 0)
+        yield from _gathered(replica, line, values)
         for kind in ("gradients", "writes") if isinstance(output, dict) else ():
             for name, nodes in output.get(kind, {}).items():
                 yield replica, kind, name, values.get(nodes[replica], 0)
@@ -60,6 +62,15 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
                 slots = program.buckets[bucket_of(node)].slots
                 for slot, gradient in zip(slots, node.args, strict=bool(node.args)):
                     yield replica, "gradients", slot.variable, values[gradient]  # type: ignore[index]
+
+
+def _gathered(
+    replica: int, nodes: Iterable[fx.Node], values: dict[fx.Node, Any]
+) -> Iterator[tuple[int, str, str, Any]]:
+    for node in nodes:
+        if node.target is ops.gather:
+            name = f"{node.kwargs['output']} {node.kwargs['how']}"
+            yield replica, "outputs", name, values[node.args[0]]  # type: ignore[index]
 
 
 class _Values:

@@ -10,7 +10,7 @@ import torch
 from asserting import Asserting
 from memory_order import first_in_memory
 from tiny_models import MODELS, TinyModel
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, outputs
+from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_model, handmade, outputs
 from torch import fx, nn
 
 import mirrorc
@@ -25,11 +25,13 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.passes import default_pipeline
-from mirrorc.pipeline.placement import for_accumulation, select_passes
+from mirrorc.passes import ReuseArguments, default_pipeline
+from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
 
+_REUSING = ReuseArguments(min_bytes=0)
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
+_WHOLE = {"min_factored_elements": 2**40}
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,12 @@ class Source:
                 is_new = is_new or compiler_pass.name == _SHARED_UNTIL
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
-        pipeline = default_pipeline(min_factored_elements=0, **self.caps)
+        pipeline = default_pipeline(**{"min_factored_elements": 0, **self.caps})
+        pipeline = [_REUSING if one.name == _REUSING.name else one for one in pipeline]
         pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
+        pipeline = pipeline if self.captured.trains else for_evaluation(pipeline)
         unshared = select_passes(pipeline, ["share-parameters"])
-        if not self.is_shared:
+        if not self.is_shared or not self.captured.trains:
             yield "", unshared
             return
         yield "", pipeline
@@ -160,14 +164,18 @@ class LaidOut(nn.Module):
 
 
 class Returning(nn.Module):
-    """Logits, and beside them values of equal types: along the batch, scalars, counts, and what replicas have for themselves."""
+    """Logits, and beside them values of equal types: along the batch, scalars, counts, and what replicas have for themselves.
 
-    def __init__(self) -> None:
+    ``norm``: what comes before the hidden values.
+    """
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.norm = norm or nn.Identity()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = torch.tanh(self.one(x))
+        hidden = torch.tanh(self.norm(self.one(x)))
         logits = self.two(hidden)
         counts = mirrorc.summed((logits > 0).sum()), mirrorc.summed((hidden > 0).sum())
         return logits, logits.sin(), hidden.mean(), logits.mean(), *counts, hidden.sum(0), hidden.amax(0)
@@ -241,6 +249,11 @@ def handmade_sources() -> Iterator[Source]:
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
+    writing = captured_model(Returning(nn.BatchNorm1d(5)), 3, keeps_outputs=True, evaluates=True)
+    yield Source("evaluation that writes on 3, uneven", writing, {})
+    yield Source("evaluation, ragged on 3", captured_model(Returning(), 3, rows=2, evaluates=True), {})
+    yield Source("asserts, evaluated on 1", captured_model(Asserting(), 1, evaluates=True), {})
+    yield Source("gated on 2", captured_model(Gated(), 2), _WHOLE)
     parts = {"microbatches": 2}
     torch.manual_seed(0)
     yield Source("products, microbatches on 2", captured_model(Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts)

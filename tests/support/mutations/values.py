@@ -215,6 +215,8 @@ def give_another_replicas_result(program: Program) -> Iterator[Edit]:
         for name, of_replicas in named.items():
             for place in range(len(of_replicas)):
                 wrong: Any = changed(of_replicas, place)
+                if wrong == of_replicas:  # an evaluation names no losses
+                    continue
                 if isinstance(values, dict):
                     wrong = {**values, name: wrong}
                 elif key != "losses":
