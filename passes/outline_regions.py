@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.backward import first_of_backward
+from mirrorc.analysis.cuts import moved_before_cuts
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
@@ -37,21 +38,32 @@ class OutlineRegions:
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
+    A large value does not pass a cut for a much smaller product alone that could be made before it: ``bwd_k`` then ends with
+    that product, see `mirrorc.analysis.cuts`. The gradient of logits over many words stays within its region this way, where
+    its memory can be used again, and the bucket's reduction begins later by the time of a product.
+
     A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
     Likewise what is gathered for the caller.
 
     Needs: a bucket plan.
     Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, and checks and gathers of
         these.
+
+    Attributes:
+        min_bytes: smaller values pass a cut, whatever reads them.
     """
 
+    min_bytes: int = 2**20
     name: str = field(default="outline-regions", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
 
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
-        graphs = tuple(_outline(graph, program, pool.of_shard(i)) for i, graph in enumerate(program.shard_graphs))
+        graphs = tuple(
+            _outline(graph, _pieces(graph, program, self.min_bytes), pool.of_shard(i))
+            for i, graph in enumerate(program.shard_graphs)
+        )
         outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
         return outlined.with_remarks(_remark(outlined), is_kept=False)
 
@@ -122,13 +134,12 @@ def _body_key(graph: fx.Graph) -> Any:
     return tuple(lines)
 
 
-def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
+def _outline(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]], pool: _RegionPool) -> fx.Graph:
     outer = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node.target is ops.read:
             values[node] = copy_node(outer, node, {})
-    pieces = _pieces(graph, program)
     used_outside = _used_outside(graph, pieces)
     captured: Any = graph.output_node().args[0]
     gradient_of = {node: name for name, node in captured["gradients"].items()}
@@ -146,8 +157,8 @@ def _outline(graph: fx.Graph, program: Program, pool: _RegionPool) -> fx.Graph:
     return outer
 
 
-def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
-    """The operators of the forward, then those up to the last gradient of each bucket."""
+def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> list[list[fx.Node]]:
+    """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
@@ -165,7 +176,6 @@ def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
     ends = [max(position[output["gradients"][slot.variable]] for slot in bucket.slots) for bucket in program.buckets]
     for i in range(1, len(ends)):  # graphs of other shard shapes may order gradients otherwise
         ends[i] = max(ends[i], ends[i - 1])
-    pieces: list[list[fx.Node]] = [[] for _ in range(len(ends) + 1)]
     piece_of: dict[fx.Node, int] = {}
     for node in body:
         if node.target is operator.getitem:
@@ -175,8 +185,8 @@ def _pieces(graph: fx.Graph, program: Program) -> list[list[fx.Node]]:
         else:
             piece = 1 + min(bisect.bisect_left(ends, position[node]), len(ends) - 1)
         piece_of[node] = piece
-        pieces[piece].append(node)
-    return pieces
+    piece_of |= moved_before_cuts(piece_of, min_bytes)
+    return [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
 
 
 def _source(node: fx.Node) -> fx.Node:

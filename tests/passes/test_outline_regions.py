@@ -1,11 +1,25 @@
 import operator
 
 import pytest
-from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
+import torch
+from tiny_programs import (
+    SMALL_BUCKETS,
+    Weight,
+    captured_model,
+    captured_two_layers,
+    handmade,
+    outputs,
+    run_up_to,
+    targets,
+)
+from torch import nn
 from torch.testing import FileCheck
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.passes import OutlineRegions
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.verifier import verify
 
 
 def outlined(program: Program) -> Program:
@@ -79,6 +93,27 @@ def test_calls_match_their_regions(program: Program) -> None:
         given = [n.meta["val"] for n in call.all_input_nodes]
         assert [(v.shape, v.dtype, v.stride()) for v in given] == [(v.shape, v.dtype, v.stride()) for v in expected]
         assert [user.args[1] for user in call.users] == list(range(len(graph.output_node().args[0])))
+
+
+@pytest.mark.parametrize(("classes", "rows", "stays"), [(512, 8, True), (6, 8, False)])
+def test_a_value_that_a_much_smaller_product_alone_reads_does_not_pass_a_cut(
+    classes: int, rows: int, stays: bool
+) -> None:
+    """The gradient of many logits is read within its region; that of few, which is no larger than what is made of it, leaves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, classes, bias=False))
+    planned = run_up_to("plan-buckets", captured_model(model, rows=rows), **SMALL_BUCKETS)
+    cut, whole = (run_passes(planned, [OutlineRegions(min_bytes=n)]) for n in (1024, 2**20))
+    verify(cut)
+    shapes = {name: _leaving(p.regions["bwd_0"]) for name, p in (("cut", cut), ("whole", whole))}
+    logits = (rows // 2, classes)
+    assert logits in shapes["whole"]
+    assert (logits in shapes["cut"]) != stays and ((rows // 2, 6) in shapes["cut"]) >= stays
+
+
+def _leaving(region: Region) -> list[tuple[int, ...]]:
+    (results,) = region.graph_module.graph.output_node().args
+    return [tuple(result.meta["val"].shape) for result in results]  # type: ignore[union-attr]
 
 
 def test_the_program_given_is_not_changed() -> None:
