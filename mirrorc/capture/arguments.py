@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from mirrorc.capture.containers import paths_of_children, put_together, take_apart
 
@@ -156,11 +155,6 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
-    if isinstance(value, PackedSequence):
-        raise TypeError(
-            f"argument {path!r} is a PackedSequence, in which sequences do not lie one after the other: pass the padded tensor "
-            "and the lengths of its sequences, and call pack_padded_sequence in forward"
-        )
     if plain is not None and _is_plain(value):
         return _kept_apart(value, path, plain)
     parts = take_apart(value, path)
@@ -238,7 +232,20 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
         return plain[structure[1]]
     if kind == "constant":
         return structure[1].value
-    return put_together(kind, structure[1], [rebuild(child, leaves, plain) for child in structure[2]])
+    children = [rebuild(child, leaves, plain) for child in structure[2]]
+    if kind == "packed sequence" and any(isinstance(child, PerReplica) for child in children):
+        return _packed_of_replicas(structure[1], *children)
+    return put_together(kind, structure[1], children)
+
+
+def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
+    """Packed sequences that a step returns, of which replicas gave values or lengths by themselves."""
+    if not isinstance(values, PerReplica):
+        return put_together("packed sequence", detail, [values, torch.cat(lengths.values)])
+    own = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
+    return PerReplica(
+        [put_together("packed sequence", detail, [*parts]) for parts in zip(values.values, own, strict=True)]
+    )
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:

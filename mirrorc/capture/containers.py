@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from mirrorc.capture.packed_sequences import PaddedSequences, made_again, parts_of
 
 
 class Parts(NamedTuple):
@@ -39,6 +42,9 @@ def take_apart(value: Any, path: str) -> Parts | None:
     Raises:
         TypeError: it is a container that cannot be made again as it is; names it.
     """
+    if isinstance(value, PackedSequence | PaddedSequences):
+        values, lengths, is_sorted = parts_of(value)
+        return Parts("packed sequence", (is_sorted, ()), [(f"{path}.data", values), (f"{path}.lengths", lengths)])
     kind = _kind_of(type(value))  # type: ignore[arg-type]
     if kind == "":
         return None
@@ -98,6 +104,9 @@ def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any
         return deque(entries, detail[0])
     if kind == "result of torch":
         return detail[0](tuple(entries))
+    if kind == "packed sequence":
+        values, lengths = entries
+        return made_again(values, lengths, detail[0])
     return _with_attributes(_of_class(kind, detail, entries), names, children[len(entries) :])
 
 

@@ -18,6 +18,7 @@ from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
+from mirrorc.capture.packed_sequences import PaddedSequences
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.sums_and_means import reductions_of
@@ -30,6 +31,7 @@ from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
     JointGraph,
     NumbersGivenUp,
+    asked_for_class,
     export_forward_graph,
     export_joint_graph,
     give_values,
@@ -132,7 +134,7 @@ def _trace(
     makes_arguments: Callable[..., Any] | None = None,
     guards_results: bool = False,
 ) -> fx.GraphModule:
-    with traced_instead(TRACED_INSTEAD):
+    with traced_instead(TRACED_INSTEAD), asked_for_class(PaddedSequences):
         numbers = call.numbers.inputs
         return trace_full_graph(call, leaves, makes_arguments, numbers, guards_results=guards_results)
 

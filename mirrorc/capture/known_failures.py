@@ -102,12 +102,14 @@ _KNOWN = (
     KnownFailure(
         "pad_packed_sequence pads to the longest sequence of the batch, and a shard does not know how long that is",
         "say it, which gives the same in plain PyTorch if the batch is padded to its longest sequence: total_length=x.size(1), "
-        "where x is the padded tensor (x.size(0), if time comes first)",
+        "where x is the padded tensor (x.size(0), if time comes first). Where a PackedSequence is the argument, take the size of "
+        "a tensor that is padded alike, such as target.size(1), or a number",
         ("pad_packed_sequence is given no total_length",),
     ),
     KnownFailure(
         "the parts of a packed sequence (data, batch_sizes) have shapes that follow the lengths, and those of a graph are fixed",
-        "compute with the padded tensor, before pack_padded_sequence or after pad_packed_sequence",
+        "compute with the padded tensor, before pack_padded_sequence or after pad_packed_sequence; in place of a PackedSequence, "
+        "pass the padded tensor and the lengths to the step, and pack in forward",
         ("a part of a packed sequence is read",),
     ),
     KnownFailure(

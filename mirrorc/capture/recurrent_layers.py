@@ -72,8 +72,9 @@ def _run(
     """Runs layers on a tensor, or on padded sequences, which stay such."""
     options = (has_biases, num_layers, dropout, train, bidirectional)
     if isinstance(inputs, PaddedSequences):
-        values, *last = _run_layers(layer, inputs.values, inputs.lengths, states, params, *options)
-        return (PaddedSequences(values, inputs.lengths), *last)
+        by_time = inputs.values.transpose(0, 1)
+        values, *last = _run_layers(layer, by_time, inputs.lengths, states, params, *options)
+        return (inputs.of(values.transpose(0, 1)), *last)
     values, *last = _run_layers(
         layer, inputs.transpose(0, 1) if batch_first else inputs, None, states, params, *options
     )

@@ -57,7 +57,7 @@ from mirrorc.torch_internals.state import (
     torch_modes,
     trace_artifact,
 )
-from mirrorc.torch_internals.substituted_calls import traced_instead
+from mirrorc.torch_internals.substituted_calls import asked_for_class, traced_instead
 from mirrorc.torch_internals.tracing import (
     export_forward_graph,
     export_joint_graph,
@@ -68,6 +68,7 @@ from mirrorc.torch_internals.tracing import (
     leaf_of_placeholder,
     python_effects_of,
     trace_full_graph,
+    traced_file,
     traced_frames,
     user_frames,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "ToldNumber",
     "UncountedHook",
     "add_node",
+    "asked_for_class",
     "attribute_source",
     "bare_name",
     "bare_step",
@@ -141,6 +143,7 @@ __all__ = [
     "torch_modes",
     "trace_artifact",
     "trace_full_graph",
+    "traced_file",
     "traced_frames",
     "traced_instead",
     "traced_on_fake_tensors",

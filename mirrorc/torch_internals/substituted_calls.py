@@ -1,4 +1,4 @@
-"""Has Dynamo trace a function of ours wherever the traced code calls a function of torch."""
+"""Has Dynamo trace functions of ours where the code calls those of torch, and ask our objects of what class they are."""
 
 from __future__ import annotations
 
@@ -45,3 +45,24 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
     finally:
         for kind, call in zip(kinds, calls, strict=True):
             kind.call_function = call
+
+
+@contextlib.contextmanager
+def asked_for_class(kind: type) -> Iterator[None]:
+    """While it lasts, Dynamo asks objects of a class for their ``__class__``, in this thread, as Python's isinstance does.
+
+    By itself, it does so only where isinstance is given a single class.
+    """
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    thread, python_type = threading.get_ident(), UserDefinedObjectVariable.python_type
+
+    def class_of(self: Any) -> type:
+        is_asked = self.value_type is kind and threading.get_ident() == thread
+        return self.value.__class__ if is_asked else python_type(self)
+
+    UserDefinedObjectVariable.python_type = class_of  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UserDefinedObjectVariable.python_type = python_type  # type: ignore[method-assign]

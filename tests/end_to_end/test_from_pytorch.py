@@ -23,7 +23,7 @@ from interrupts import Interrupter, python_handles_interrupts
 from references import assert_same_model, assert_same_state, unchanged
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -990,6 +990,24 @@ def test_pack_padded_sequence() -> None:
     expected = F.mse_loss(model(x, lengths), target).detach()
     with compiled(model, loss_fn=F.mse_loss) as step:
         torch.testing.assert_close(step(x, lengths, target=target), expected)
+
+
+def test_packed_sequence() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2, batch_first=True).double()
+
+        def forward(self, packed: PackedSequence) -> torch.Tensor:
+            return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=4)[0]
+
+    torch.manual_seed(0)
+    model = Packed()
+    packed = pack_sequence([torch.randn(n, 3, dtype=torch.float64) for n in (2, 4, 3)], enforce_sorted=False)
+    target = torch.zeros(3, 4, 2, dtype=torch.float64)
+    expected = F.mse_loss(model(packed), target).detach()
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        torch.testing.assert_close(step(packed, target=target), expected)
 
 
 # Progress, printing, logging, profiling and hooks

@@ -10,9 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_training, train_mirrored, train_on_one_device
-from selections import thinned
+from selections import slow
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    unpack_sequence,
+)
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -42,16 +48,24 @@ class Tagger(nn.Module):
         return self.head(torch.cat([last[-1], last[-2], mean], 1)) / again.unsqueeze(1)
 
 
-def batches(lengths: list[int], padding: float = 0.0) -> list[dict[str, torch.Tensor]]:
+def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     made = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
     sizes = torch.tensor(lengths)
-    beyond = torch.arange(TIME) >= sizes[:, None]
-    x = [made(len(lengths), TIME, 3).masked_fill(beyond[..., None], padding) for _ in range(2)]
+    beyond = torch.arange(time) >= sizes[:, None]
+    x = [made(len(lengths), time, 3).masked_fill(beyond[..., None], padding) for _ in range(2)]
     return [{"x": one, "lengths": sizes.roll(i), "target": made(len(lengths), 2)} for i, one in enumerate(x)]
 
 
-@pytest.mark.parametrize(("kind", "batch_first", "num_devices"), thinned([*KINDS], [True, False], [1, 2, 3]))
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "num_devices"),
+    [
+        ("RNN", True, 1),
+        ("GRU", False, 2),
+        ("LSTM", True, 3),
+        *slow(("LSTM", False, 1), ("GRU", True, 3), ("RNN", False, 2)),
+    ],
+)
 def test_ragged_sequences_train_as_on_one_device(kind: str, batch_first: bool, num_devices: int) -> None:
     torch.manual_seed(0)
     model, given = Tagger(KINDS[kind], batch_first).double(), batches([2, 6, 1, 3, 5])
@@ -137,7 +151,6 @@ def pads_to(total_length: int | None) -> Callable[..., torch.Tensor]:
     ("does", "texts"),
     [
         (pads_to(None), ("pads to the longest sequence of the batch", "total_length=x.size(1)")),
-        (pads_to(5), ("total_length=5 is less than 6",)),
         (reads(lambda packed: packed.data), ("the parts of a packed sequence", "compute with the padded tensor")),
         (reads(lambda packed: packed.batch_sizes), ("the parts of a packed sequence",)),
         (reads(lambda packed: packed.sorted_indices), ("the parts of a packed sequence",)),
@@ -166,11 +179,97 @@ def test_what_depends_on_the_lengths_is_refused(does: Callable[..., Any], texts:
     assert [text for text in texts if text not in str(caught.value)] == []
 
 
-def test_a_packed_sequence_as_an_argument_is_refused() -> None:
-    model = nn.LSTM(3, 2)
-    packed = pack_padded_sequence(torch.randn(4, 4, 3), torch.tensor([4, 3, 2, 1]))
-    assert isinstance(packed, PackedSequence)
+class OfPacked(nn.Module):
+    """Like `Tagger`, of sequences that are packed before the step."""
+
+    def __init__(self, kind: type[nn.RNNBase], total_length: int) -> None:
+        super().__init__()
+        self.rnn = kind(3, 4, num_layers=2, bidirectional=True)
+        self.head, self.total_length = nn.Linear(16, 2), total_length
+
+    def forward(self, packed: PackedSequence) -> Any:
+        assert isinstance(packed, PackedSequence)
+        assert isinstance(packed, (nn.Module, tuple)), "it is a tuple"
+        packed, last = self.rnn(packed)
+        output, again = pad_packed_sequence(packed, batch_first=True, total_length=self.total_length)
+        last = last[1] if isinstance(last, tuple) else last
+        return self.head(torch.cat([last[-1], last[-2], output.mean(1)], 1)) / again.unsqueeze(1), packed
+
+
+def packed_batches(lengths: list[int], is_sorted: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "packed": pack_padded_sequence(b["x"], b["lengths"], batch_first=True, enforce_sorted=is_sorted),
+            "target": b["target"],
+        }
+        for b in batches(lengths, time=max(lengths))[: 1 if is_sorted else 2]
+    ]
+
+
+def loss_of_first(output: tuple[torch.Tensor, PackedSequence], target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output[0], target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_sorted", "num_devices"), [("GRU", False, 1), ("LSTM", False, 2), ("GRU", False, 3), ("LSTM", True, 4)]
+)
+def test_packed_sequences_are_split_by_sequences(kind: str, is_sorted: bool, num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = OfPacked(KINDS[kind], total_length=5).double()
+    for lengths in ([5, 4, 4, 3, 1], [4, 2, 1]) if is_sorted else ([2, 5, 1, 3, 4],):
+        given = packed_batches(lengths, is_sorted)
+        mirrored = train_mirrored(model, SGD, given, num_devices, loss_of_first)
+        assert_same_training(mirrored, train_on_one_device(model, SGD, given, loss_of_first), 1e-12)
+
+
+def test_packed_sequences_come_back_as_such_and_few_shapes_are_compiled() -> None:
+    model = OfPacked(nn.GRU, total_length=10).double()
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
+    lengths = [[10, 1, 2], [1, 3, 9]]  # nine items are padded to the shape of ten
+    with mirrorc.compile(model, 2, loss_fn=loss_of_first, **options) as step:
+        for batch in [packed_batches(own, is_sorted=False)[0] for own in lengths]:
+            expected = model(batch["packed"])[1]
+            found = step(**batch)[1][1]
+            assert type(found) is PackedSequence
+            torch.testing.assert_close([*found], [*expected], rtol=0, atol=1e-12)
+        assert "1 compiled program" in repr(step)
+
+
+def test_packed_sequences_of_replicas_and_whole_ones() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(3, 2)
+
+        def forward(self, own: PackedSequence, shared: PackedSequence) -> Any:
+            last = self.rnn(own)[1][0]
+            return last, self.rnn(own)[0], self.rnn(shared)[0], own
+
+    model = Both().double()
+    first, second = (batch["packed"] for batch in packed_batches([2, 3], is_sorted=False))
+    expected = [model(one, second) for one in (first, second)]
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
+    with mirrorc.compile(model, 2, loss_fn=lambda output, target: F.mse_loss(output[0], target), **options) as step:
+        given = mirrorc.PerReplica([first, second]), mirrorc.replicated(second)
+        _, (last, packed, shared, own) = step(*given, target=torch.zeros(4, 2, dtype=torch.float64))
+    torch.testing.assert_close(last, torch.cat([found[0] for found in expected]))
+    wanted = pack_sequence([s for found in expected for s in unpack_sequence(found[1])], enforce_sorted=False)
+    torch.testing.assert_close([*packed], [*wanted])
+    assert all(torch.allclose(found.data, expected[0][2].data) for found in shared.values)
+    for one, found in zip((first, second), own.values, strict=True):
+        torch.testing.assert_close([*found], [*one], rtol=0, atol=0)
+
+
+def test_a_loss_of_packed_sequences_is_checked() -> None:
+    batch = packed_batches([2, 6, 1, 3], is_sorted=False)[0]
+    model = OfPacked(nn.GRU, total_length=6).double()
+    assert mirrorc.check_loss(model, **batch, loss_fn=loss_of_first, num_replicas=2).same
+
+
+def test_a_length_beyond_the_padded_one_stops_the_step() -> None:
+    model = OfPacked(nn.GRU, total_length=5).double()
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager"}
-    refused = pytest.raises(TypeError, match=r"'input' is a PackedSequence.*call pack_padded_sequence in forward")
-    with mirrorc.compile(model, 2, loss_fn=lambda output, target: output[1][0].sum(), **options) as step, refused:
-        step(packed, target=torch.randn(4))
+    with mirrorc.compile(model, 2, loss_fn=loss_of_first, **options) as step:
+        step(**packed_batches([2, 5, 1, 3], is_sorted=False)[0])
+        with pytest.raises(ExecutionError, match="a sequence is said to have 6 items, but the padded tensor has 5"):
+            step(**packed_batches([2, 6, 1, 3], is_sorted=False)[0])

@@ -27,3 +27,28 @@ def test_traced_instead_traces_another_function() -> None:
     targets = [{node.target for node in traced.graph.nodes} for traced in (inside, after)]
     assert [torch.gru in found for found in targets] == [False, True]
     assert torch.equal(inside(x), (x**3).sum())
+
+
+class Disguised:
+    """Is taken for a list by ``isinstance``, in this file alone."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return list if internals.traced_file() == __file__ else Disguised
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Asks(nn.Module):
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        made = Disguised(leaves[0])
+        is_list = isinstance(made, list) and isinstance(made, (list, int))
+        return made.value.sum() * (3 if is_list else 1)
+
+
+def test_traces_ask_an_object_for_its_class() -> None:
+    with internals.asked_for_class(Disguised):
+        inside = internals.trace_full_graph(Asks(), (torch.ones(2),))
+    assert inside(torch.ones(2)) == 6
+    assert internals.traced_file() == ""
