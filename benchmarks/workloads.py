@@ -81,6 +81,40 @@ class ResNet(nn.Module):
         return self.head(h.mean((2, 3)))
 
 
+class BasicBlock(nn.Module):
+    """Two normalized 3x3 convolutions, added to the input (projected and normalized where sizes differ)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        projection = (nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+        self.project = nn.Identity() if stride == 1 else nn.Sequential(*projection)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.project(x))
+
+
+class ResNet18(nn.Module):
+    """The ResNet of 18 layers (He et al., 2016) for images of any size: 11.7 M parameters."""
+
+    def __init__(self, num_classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.norm = nn.BatchNorm2d(64)
+        shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+        shapes += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+        self.blocks = nn.Sequential(*(BasicBlock(*shape) for shape in shapes))
+        self.head = nn.Linear(512, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, 2, 1)
+        return self.head(self.blocks(h).mean((2, 3)))
+
+
 class Recommender(nn.Module):
     """Embedding tables of 1 M rows together, and a small network on what is looked up: 32.1 M parameters."""
 
@@ -102,6 +136,10 @@ def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))
+
+
+def _photos(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, 224, 224), torch.randint(0, 1000, (n,))
 
 
 def _text(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +173,7 @@ WORKLOADS = {
         Workload("gpt-8", make_gpt, next_byte_loss, _text, 8),
         *(_word_workload(thousands, is_tied=is_tied) for thousands in (16, 50) for is_tied in (True, False)),
         Workload("resnet-16", ResNet, F.cross_entropy, _images, 16),
+        Workload("resnet18-4", ResNet18, F.cross_entropy, _photos, 4),
         Workload("recommender-256", Recommender, F.binary_cross_entropy_with_logits, _clicks, 256),
         Workload("tiny", lambda: nn.Linear(4, 4), F.mse_loss, _four, 2),
     )

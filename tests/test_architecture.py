@@ -59,6 +59,7 @@ ORDER = (
     "mirrorc/ir",
     "mirrorc/custom_ops",
     "mirrorc/torch_internals",
+    "mirrorc/garbage",
     "mirrorc/errors",  # stands on nothing, and anyone may raise one
 )
 

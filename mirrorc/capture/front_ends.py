@@ -20,6 +20,7 @@ from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
 from mirrorc.errors import CaptureError
+from mirrorc.garbage import collector_paused
 from mirrorc.torch_internals import JointGraph, kept_tracing_state
 
 
@@ -183,7 +184,7 @@ def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.
 @contextlib.contextmanager
 def _tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block in which a front end may trace a call, and after which the model is as it was."""
-    with _one_at_a_time(), kept_as_it_is(call), contextlib.ExitStack() as stack:
+    with _one_at_a_time(), kept_as_it_is(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())

@@ -231,25 +231,25 @@ class Selection(Collection[Symbol]):
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
-        self._symbols: frozenset[Symbol] | None = None  # found when they are asked for
         _SELECTIONS.add(self)
 
     def __contains__(self, target: object) -> bool:
-        if type(target) is not FunctionType:  # an operator of torch, which takes long to hash
-            return False
-        if self._symbols is None:
-            self._symbols = frozenset(self)
-        return target in self._symbols
+        return type(target) is FunctionType and target in self._symbols  # operators of torch take long to hash
 
     def __iter__(self) -> Iterator[Symbol]:
-        return (found.symbol for found in operations() if self._condition(found))
+        return iter(self._symbols)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._symbols)
+
+    @functools.cached_property
+    def _symbols(self) -> dict[Symbol, None]:
+        """The symbols, in the order of declaration."""
+        return {found.symbol: None for found in operations() if self._condition(found)}
 
     def look_again(self) -> None:
         """Forgets which operations satisfy the condition, because one was declared or withdrawn."""
-        self._symbols = None
+        self.__dict__.pop("_symbols", None)
 
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
+from mirrorc.garbage import collector_paused
 from mirrorc.ir.program import Program, Property
 from mirrorc.ir.remarks import Remark
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
@@ -24,20 +23,8 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
         PassError: a pass is given a program of a stage that it does not take, gives one of another stage than it
             promises, or fails.
     """
-    with _collector_paused():
+    with collector_paused():
         return _run_all(program, passes, instruments)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pauses Python's garbage collector, which took a third of the passes' time: graphs are many small objects that stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Instrument]) -> Program:

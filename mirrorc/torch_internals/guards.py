@@ -219,13 +219,31 @@ def build_guards(output: Any, module: nn.Module, inputs: NumberInputs | None = N
         if not any(id(tensor) in variables for tensor in _evaluated(_name(guard), scope)):
             guards.add(guard, collect_debug_stack=False)
     try:
-        with config.patch(skip_nnmodule_hook_guards=False), get_metrics_context(), dynamo_timed("build_guards"):
+        with (
+            config.patch(skip_nnmodule_hook_guards=False),
+            get_metrics_context(),
+            dynamo_timed("build_guards"),
+            _guards_not_timed(),
+        ):
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
     return DynamoGuards(
         manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)), inputs
     )
+
+
+@contextlib.contextmanager
+def _guards_not_timed() -> Iterator[None]:
+    """Keeps Dynamo from timing new guards for its log: it empties the processor's caches for that, which takes 20 ms and more."""
+    from torch._dynamo import guards
+
+    measure: Callable[..., float] = guards.profile_guard_manager
+    guards.profile_guard_manager = lambda *_: 0.0
+    try:
+        yield
+    finally:
+        guards.profile_guard_manager = measure
 
 
 def _empty(guards: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Rule:
         return f"of stage {self.since.name}" + (" and later" if self.since < program.stage else "")
 
 
-_RULES: list[Rule] = []
+_RULES: list[Rule] = []  # in the order in which they are checked
 _Check = TypeVar("_Check", bound=Callable[..., Any])
 
 
@@ -93,7 +94,7 @@ def rule(
             raise ValueError(
                 f"rule {new.name!r} has no docstring: state the rule there, for the users whose programs it refuses"
             )
-        _RULES.append(new)
+        bisect.insort(_RULES, new, key=_place)
         return check
 
     return register
@@ -106,4 +107,8 @@ def withdraw(check: Callable[..., Any]) -> None:
 
 def rules() -> list[Rule]:
     """All rules in the order in which they are checked: by order and stage, with rules on passes last."""
-    return sorted(_RULES, key=lambda r: (r.scope is Scope.PASS, r.order, r.since or Stage.CAPTURED))
+    return list(_RULES)
+
+
+def _place(rule: Rule) -> tuple[bool, Order, Stage]:
+    return rule.scope is Scope.PASS, rule.order, rule.since or Stage.CAPTURED

@@ -51,6 +51,16 @@ def test_guards_hold_until_something_that_was_read_changes(call: Call) -> None:
     assert guards.hold()
 
 
+def test_new_guards_are_not_timed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1) or 1.0)
+    torch.compile(call, backend="eager")(torch.ones(2, 3))
+    assert timed, "Dynamo times its guards elsewhere now"
+    timed.clear()
+    assert guards_of(call).hold()
+    assert not timed
+
+
 def test_a_tensor_from_elsewhere_must_be_the_same_one(call: Call) -> None:
     guards = guards_of(call)
     globals()["chosen"] = torch.ones(3)

@@ -34,6 +34,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier import verifier
 from mirrorc.verifier.checked_graphs import Checked
 from mirrorc.verifier.rules.updates import every_bucket_is_updated_once
 from mirrorc.verifier.verifier import Verify, verify
@@ -324,6 +325,40 @@ def test_a_change_inside_a_region_that_was_checked_is_seen(change: str) -> None:
             body.call_function(torch.ops.aten.mm.default, node.args[:1] * 2).meta["val"] = node.meta["val"]
     with pytest.raises(VerifyError, match=r"values_have_their_types"):
         verify(program, checked=checked)
+
+
+@pytest.mark.parametrize("change", ["variable", "region", "bucket", "number", "replica"])
+def test_a_change_of_a_table_of_a_program_that_was_checked_is_seen(change: str) -> None:
+    """Also one in place, of which a program that is compared with itself would know nothing."""
+    checked = Checked()
+    whole = run_up_to("replicate", captured_two_layers())
+    program = whole.evolve(variables=dict(whole.variables), regions=dict(whole.regions))
+    verify(program, checked=checked)
+    verify(program.with_remarks("nothing to do"), checked=checked)
+    name, variable = next(iter(program.variables.items()))
+    if change == "variable":
+        program.variables[name] = dataclasses.replace(variable, shape=(1, *variable.shape))  # type: ignore[index]
+    elif change == "region":
+        del program.regions["bwd_0"]  # type: ignore[attr-defined]
+    elif change == "bucket":
+        program = program.evolve(buckets=())
+    elif change == "number":
+        program = program.evolve(num_examples=(0,) * program.num_replicas)
+    else:
+        program = program.evolve(devices=program.devices[:-1])
+    with pytest.raises(VerifyError):
+        verify(program, checked=checked)
+
+
+def test_a_program_that_a_pass_has_left_as_it_was_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, found = Checked(), []
+    program = run_up_to("lower-devices", captured_two_layers())
+    monkeypatch.setattr(verifier, "_refuse_first", lambda program, violations, rule, after: found.append(rule.name))
+    verify(program, before=program, checked=checked)
+    assert {"every_bucket_is_updated_once", "values_have_their_types", "dataflow_is_kept"} < set(found)
+    found.clear()
+    verify(program.with_remarks("nothing to do"), before=program, checked=checked)
+    assert set(found) == {"given_programs_are_not_changed", "tables_are_kept", "dataflow_is_kept"}
 
 
 def test_the_instrument_verifies_after_every_pass() -> None:
