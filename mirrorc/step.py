@@ -197,16 +197,19 @@ class Step(StepReports):
         return found.evaluated(call, wants_outputs=self._options.return_outputs)
 
     def _run(self, found: Specialization, shards: Shards) -> torch.Tensor | None:
-        """Runs a program whose variables are laid out; one that fails leaves torch's generator as it was."""
+        """Runs a program whose variables are laid out; one that fails leaves the generators as they were."""
         executor = found.executor
         executor.commit.begin()
         self._guard.commit = executor.commit
         stream = torch.get_rng_state() if executor.needs_seed else None
+        put_back = found.guards.use_draws()
         try:
             return self._run_begun(executor, shards, found.numbers())
         except BaseException:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
+            if not executor.commit.is_decided:
+                put_back()
             raise
 
     def _run_begun(

@@ -18,10 +18,13 @@ class ChangingNumbers:
 
     Args:
         can_be_inputs: whether there are any inputs; if not, all numbers are constants.
+
+    Attributes:
+        can_be_drawn: whether numbers that forward draws at random may be inputs; they are never constants.
     """
 
     def __init__(self, *, can_be_inputs: bool = True) -> None:
-        self._can_be_inputs = can_be_inputs
+        self._can_be_inputs = self.can_be_drawn = can_be_inputs
         self._names: set[str] = set()
         self._given_up: dict[str, str] = {}
 

@@ -136,7 +136,14 @@ def _trace(
 ) -> fx.GraphModule:
     with traced_instead(TRACED_INSTEAD), asked_for_class(PaddedSequences):
         numbers = call.numbers.inputs
-        return trace_full_graph(call, leaves, makes_arguments, numbers, guards_results=guards_results)
+        return trace_full_graph(
+            call,
+            leaves,
+            makes_arguments,
+            numbers,
+            guards_results=guards_results,
+            takes_draws=call.numbers.can_be_drawn,
+        )
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:

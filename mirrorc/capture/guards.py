@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -18,6 +18,13 @@ class Guards(Protocol):
     @property
     def numbers(self) -> tuple[int | float, ...]:
         """The Python numbers that the graph takes, as `hold` has found them."""
+
+    @property
+    def draws(self) -> Sequence[object]:
+        """What forward and loss draw of Python's random and numpy's in each step, in order; these can be compared."""
+
+    def use_draws(self) -> Callable[[], None]:
+        """Leaves the generators as forward leaves them, when it has drawn what `hold` has found; gives what puts them back."""
 
     def changed_numbers(self) -> list[str]:
         """The expressions that read another number now than the graph has as a constant."""
@@ -43,6 +50,15 @@ class AllGuards:
     def numbers_by_graph(self) -> list[tuple[int | float, ...]]:
         """The Python numbers that each graph takes."""
         return [part.numbers for part in self._parts]
+
+    @property
+    def draws(self) -> Sequence[object]:
+        """What all graphs draw, which is the same."""
+        return self._parts[0].draws if self._parts else ()
+
+    def use_draws(self) -> Callable[[], None]:
+        """Leaves the generators as forward leaves them; gives what puts them back."""
+        return self._parts[0].use_draws() if self._parts else lambda: None
 
     def changed_numbers(self) -> list[str]:
         """The expressions that read another number now than some graph has as a constant."""

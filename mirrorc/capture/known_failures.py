@@ -58,10 +58,17 @@ _KNOWN = (
         line="_assert(",
     ),
     KnownFailure(
-        "it decides by a random number that Python draws, and a captured graph would go the same way in every step",
-        "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x)), which draws anew in each "
-        "step",
-        ("random.random", "random.uniform", "random.randint", *_DATA_DEPENDENT),
+        "it masks its input at random places, whose number and shapes follow random numbers of numpy",
+        "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the step",
+        _DATA_DEPENDENT,
+        line="_compute_mask_indices(",
+    ),
+    KnownFailure(
+        "it decides by random numbers of Python or numpy that no step draws again, and a captured graph would go the same way in "
+        "every step",
+        "decide by single numbers, such as random.random() or np.random.rand(), which are drawn anew before each step; or "
+        "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x))",
+        ("random.", *_DATA_DEPENDENT),
         line="random.",
     ),
     KnownFailure(

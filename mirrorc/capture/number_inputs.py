@@ -8,33 +8,52 @@ from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import ArgumentKind
-from mirrorc.torch_internals import NumbersGivenUp
+from mirrorc.torch_internals import NumbersGivenUp, is_drawn, is_users_file
 
 
 def captured_with_numbers(
-    numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]]
+    numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], what: str
 ) -> list[CapturedGraph]:
     """Captures all graphs; a number that cannot be an input of one graph is a constant of all.
 
     Args:
         numbers: those that are to be inputs; notes which cannot.
         capture_all: captures the graph of each kind of shard.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: a number that is drawn at random cannot be an input; or what ``capture_all`` raises.
     """
-    while inputs := numbers.inputs:
+    while True:
+        inputs = numbers.inputs
         try:
             graphs = capture_all()
         except NumbersGivenUp as error:
-            numbers.give_up(error.names, error.why, error.words)
+            lasting = [name for name in error.names if not is_drawn(name)]
+            if not lasting:
+                raise _no_constant(error, what) from None
+            numbers.give_up(lasting, error.why, error.words)
             continue
         except CaptureError:  # perhaps for another reason, and then without inputs, too
+            if not inputs:
+                raise
             with numbers.left_out():
                 graphs = capture_all()
             numbers.give_up(inputs, "the capture fails if it may be another number")
             return graphs
-        if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1:
+        if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1 or not inputs:
             return graphs
         numbers.give_up(inputs, "shards of different sizes compute with different numbers")
-    return capture_all()
+
+
+def _no_constant(error: NumbersGivenUp, what: str) -> CaptureError:
+    frame = next((frame for frame in reversed(error.stack) if is_users_file(frame.filename)), None)
+    where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+    return CaptureError(
+        f"forward or loss of {what} draws a number at random{where}, which would be the same in every step of a captured graph, "
+        f"because {error.why}. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass it as a "
+        "replicated tensor."
+    )
 
 
 def remarks_on_numbers(graph: CapturedGraph) -> list[str]:

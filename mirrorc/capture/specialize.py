@@ -167,7 +167,10 @@ def _capture_each(
         _refuse_added(graph, added)
         return graph
 
-    captured = captured_with_numbers(training_call.numbers, lambda: [captured_from(own) for own in examples_of])
+    def capture_all() -> list[CapturedGraph]:
+        return [captured_from(own) for own in examples_of]
+
+    captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors})
     _check_agreement(captured, type(training_call.model).__name__)
     return captured
@@ -243,6 +246,11 @@ def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:
     """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
     first, *others = captured
     for other in others:
+        if list(first.guards.draws) != list(other.guards.draws):
+            raise CaptureError(
+                f"{what} draws other numbers from Python's random for a shard of another size, one for each example perhaps, and "
+                "a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), or earlier"
+            )
         for part in ("gradients", "writes"):
             if set(_output(first)[part]) != set(_output(other)[part]):
                 raise CaptureError(

@@ -25,6 +25,7 @@ class TrainingCall(nn.Module):
         plain: what takes the places of plain values in the structure (`mirrorc.capture.arguments.Call.plain`). It may be
             replaced by that of another call, to ask guards whether a trace would then read the same.
         numbers: the Python numbers that a front end may make inputs of its graph.
+        drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
     """
 
     trains = True
@@ -40,6 +41,7 @@ class TrainingCall(nn.Module):
     ) -> None:
         super().__init__()
         self.numbers = ChangingNumbers(can_be_inputs=False)
+        self.drawn: list[int | float] = []
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure

@@ -10,6 +10,7 @@ from mirrorc.torch_internals.allocations import (
     watched_operators,
 )
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
+from mirrorc.torch_internals.drawn_numbers import is_drawn
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
 from mirrorc.torch_internals.graph_results import StandIns, give_values, results_with_stand_ins
@@ -112,6 +113,7 @@ __all__ = [
     "inductor_wrapper",
     "is_composite",
     "is_dense",
+    "is_drawn",
     "is_operator",
     "is_ordinary",
     "is_plain_thread",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.torch_internals.drawn_numbers import DrawnNumbers, Generators
 from mirrorc.torch_internals.host_numbers import NumberInputs, is_ordinary
 from mirrorc.torch_internals.joint_graph import ToldNumber
 from mirrorc.torch_internals.source_words import in_users_words, source_words
@@ -33,6 +34,7 @@ class DynamoGuards:
     Attributes:
         names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
         inputs: the numbers that the graph takes as inputs; their values are not guarded.
+        drawn: those of them that Python draws, if there are any; `hold` draws them for the next step.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class DynamoGuards:
         traced_code: Sequence[CodeType],
         names: Sequence[str],
         inputs: NumberInputs | None = None,
+        drawn: DrawnNumbers | None = None,
     ) -> None:
         self.names = frozenset(names)
         self._manager = manager
@@ -49,6 +52,7 @@ class DynamoGuards:
         self._scope = scope_of_guards(module)
         self._values = self._scope["L"]
         self.inputs = inputs
+        self.drawn = drawn if drawn is not None and drawn.calls else None
         taken = inputs.sources if inputs is not None else ()
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
@@ -71,9 +75,24 @@ class DynamoGuards:
             return False
         if not self._manager.check(self._values):
             return False
+        if self.drawn is not None:
+            self.drawn.draw_again()
         if self.inputs is not None and not self.inputs.read(self._scope):
             return False
         return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
+
+    @property
+    def draws(self) -> Sequence[Any]:
+        """What Python and numpy draw for each step, in order."""
+        return self.drawn.calls if self.drawn is not None else ()
+
+    def use_draws(self) -> Callable[[], None]:
+        """Leaves the generators as forward leaves them, when it has drawn what `hold` has found; gives what puts them back."""
+        if self.drawn is None:
+            return lambda: None
+        before = Generators()
+        self.drawn.after.put_back()
+        return before.put_back
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
@@ -115,7 +134,9 @@ class DynamoGuards:
         with torch.set_grad_enabled(self._has_gradients):
             parts = self._manager.check_verbose(self._values).verbose_code_parts
         if not parts and self.inputs is not None and not self.inputs.read(self._scope):
-            return f"a branch on {', '.join(map(self.words_for, self.inputs.sources))}"
+            words = ", ".join(map(self.words_for, self.inputs.sources))
+            ways = "; each way that random numbers lead through forward is a program of its own" if self.drawn else ""
+            return f"a branch on {words}{ways}"
         return in_users_words(parts[0], self._scope) if parts else "the sign of a zero"
 
 
@@ -194,7 +215,9 @@ def guarded_results() -> Iterator[None]:
         PyCodegen.__call__ = generate  # type: ignore[method-assign]
 
 
-def build_guards(output: Any, module: nn.Module, inputs: NumberInputs | None = None) -> DynamoGuards:
+def build_guards(
+    output: Any, module: nn.Module, inputs: NumberInputs | None = None, drawn: DrawnNumbers | None = None
+) -> DynamoGuards:
     """The guards of a captured call of ``module``.
 
     Raises:
@@ -229,7 +252,7 @@ def build_guards(output: Any, module: nn.Module, inputs: NumberInputs | None = N
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
     return DynamoGuards(
-        manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)), inputs
+        manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)), inputs, drawn
     )
 
 

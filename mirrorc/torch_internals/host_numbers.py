@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -23,12 +24,14 @@ class NumbersGivenUp(Exception):
         names: the expressions that read them.
         why: in a few words.
         words: what users call them; filled in where that is known.
+        stack: likewise, the frames in which one of them is drawn at random, outermost first.
     """
 
     def __init__(self, names: Collection[str], why: str) -> None:
         super().__init__(why)
         self.names, self.why = frozenset(names), why
         self.words: list[str] = []
+        self.stack: Sequence[traceback.FrameSummary] = ()
 
 
 def is_ordinary(value: Any) -> bool:

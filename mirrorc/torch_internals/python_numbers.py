@@ -201,9 +201,6 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
         names: expressions as Dynamo writes them, see `mirrorc.torch_internals.DynamoGuards.names`.
     """
     trace = NumberTrace(names)
-    if not names:
-        yield trace
-        return
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -213,7 +210,7 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
     try:
         VariableBuilder._wrap, SymNodeVariable.__init__ = builder, variable  # type: ignore[method-assign]
         for name in of_math:
-            setattr(torch, name, _function_of_math(name.removeprefix("_sym_"), of_math[name]))
+            setattr(torch, name, _function_of_math(trace, name.removeprefix("_sym_"), of_math[name]))
         yield trace
     except Exception as error:
         if trace.given_up is not None:  # Dynamo raises an error of its own
@@ -230,8 +227,7 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
 
 def _replaced_builder(trace: NumberTrace) -> Callable[..., Any]:
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.variables.builder import GraphArg, VariableBuilder, install_guard
-    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch._dynamo.variables.builder import VariableBuilder, install_guard
 
     wrap, thread = VariableBuilder._wrap, threading.get_ident()
 
@@ -239,24 +235,34 @@ def _replaced_builder(trace: NumberTrace) -> Callable[..., Any]:
         name = str(self.source.name)
         if name not in trace.names or not is_ordinary(value) or threading.get_ident() != thread:
             return wrap(self, value)
-        known: dict[str, Any] = self.tx.output.unspec_variable_map
-        if name in known:
-            return known[name]
-        symbol, own = _new_symbol(self.tx.output.shape_env, value, name, self.source)
-        install_guard(self.source.make_guard(GuardBuilder.TYPE_MATCH))
-        tracer = self.tx.output.root_tracer
-        proxy = tracer.create_graph_input(
-            "number_" + "".join(c if c.isalnum() else "_" for c in name), type(own), own, source=self.source
-        )
-        tracer.bound_symbols[symbol] = proxy
-        proxy.node.meta["grapharg"] = GraphArg(
-            self.source, own, pass_arg_as_tensor=False, fake_tensor=None, is_tensor=False, example_strong_ref=own
-        )
-        trace.add_source(name, value, symbol, proxy.node, self.tx)
-        known[name] = SymNodeVariable.create(self.tx, proxy, own, source=self.source)
-        return known[name]
+        if name not in self.tx.output.unspec_variable_map:
+            install_guard(self.source.make_guard(GuardBuilder.TYPE_MATCH))
+        return number_input(trace, self.tx, self.source, value)
 
     return wrap_number
+
+
+def number_input(trace: NumberTrace, tx: Any, source: Any, value: Number) -> Any:
+    """A tracer's variable for a number that a source of Dynamo reads, as an input of the graph."""
+    from torch._dynamo.variables.builder import GraphArg
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    known: dict[str, Any] = tx.output.unspec_variable_map
+    name = str(source.name)
+    if name in known:
+        return known[name]
+    symbol, own = _new_symbol(tx.output.shape_env, value, name, source)
+    tracer = tx.output.root_tracer
+    proxy = tracer.create_graph_input(
+        "number_" + "".join(c if c.isalnum() else "_" for c in name), type(own), own, source=source
+    )
+    tracer.bound_symbols[symbol] = proxy
+    proxy.node.meta["grapharg"] = GraphArg(
+        source, own, pass_arg_as_tensor=False, fake_tensor=None, is_tensor=False, example_strong_ref=own
+    )
+    trace.add_source(name, value, symbol, proxy.node, tx)
+    known[name] = SymNodeVariable.create(tx, proxy, own, source=source)
+    return known[name]
 
 
 def _replaced_variable(trace: NumberTrace) -> Callable[..., None]:
@@ -274,12 +280,12 @@ def _replaced_variable(trace: NumberTrace) -> Callable[..., None]:
     return initialize
 
 
-def _function_of_math(name: str, otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+def _function_of_math(trace: NumberTrace, name: str, otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
     """A function that Dynamo calls on symbols in the place of one of ``math``: the result is a symbol, too."""
     host, thread = getattr(math, name, None), threading.get_ident()
 
     def call(*args: Any) -> Any:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread or not trace.slot_of:
             return (otherwise or host)(*args)  # type: ignore[misc]
         symbolic = next(arg for arg in args if isinstance(arg, torch.SymInt | torch.SymFloat))
         # any value will do: the variable of the result gets a symbol of its own, see `NumberTrace.follow`

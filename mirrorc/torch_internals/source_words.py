@@ -113,6 +113,8 @@ class _Reader(ast.NodeTransformer):
                 return self._member(owner, str(key))
             case ast.Subscript(ast.Attribute(owner, "plain"), ast.Constant(str(key))) if self._name(owner) == "":
                 return key
+            case ast.Subscript(ast.Attribute(owner, "drawn"), ast.Constant(int(key))) if self._name(owner) == "":
+                return f"random_{key}"
             case ast.Subscript(ast.Attribute(owner, "__dict__"), ast.Constant(str(key))):
                 return self._member(owner, key)
             case ast.Subscript(ast.Call(ast.Name("dict"), [ast.Attribute(owner, "__dict__")]), ast.Constant(str(key))):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mirrorc.torch_internals.drawn_numbers import taken_draws
 from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
 from mirrorc.torch_internals.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.graph_numbers import BUFFER, take_numbers_as_tensors
@@ -58,6 +59,7 @@ def trace_full_graph(
     numbers: Collection[str] = (),
     *,
     guards_results: bool = False,
+    takes_draws: bool = False,
 ) -> fx.GraphModule:
     """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
 
@@ -69,6 +71,8 @@ def trace_full_graph(
         makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
         numbers: the expressions that read Python numbers which the graph is to take as inputs.
         guards_results: whether Python values that are returned are guarded even if nothing looks at them.
+        takes_draws: whether the graph takes what is drawn from Python's own generator of random numbers as inputs, which the
+            module's list ``drawn`` has.
 
     Raises:
         GuardsChange: forward reads something that changes whenever it is read.
@@ -77,7 +81,7 @@ def trace_full_graph(
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    names = traced_globals(module)
+    names, drawn = traced_globals(module), None
     before = set(names)
     try:
         with (
@@ -90,6 +94,7 @@ def trace_full_graph(
             observed_draws() as draws,
             observed_kept_draws() as kept_draws,
             traced_numbers(numbers) as trace,
+            taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
@@ -101,13 +106,14 @@ def trace_full_graph(
         for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
-        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs)
+        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs, drawn)
         effects.draws, effects.kept_draws = draws, kept_draws
         traced.meta["mirrorc_effects"] = effects
         return traced
     except NumbersGivenUp as error:
         scope = scope_of_guards(module)
         error.words = sorted(source_words(name, scope).name for name in error.names)
+        error.stack = drawn.stack_of(error.names) if drawn is not None else ()
         raise
     finally:
         for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever

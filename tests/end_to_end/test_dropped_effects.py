@@ -179,9 +179,6 @@ def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
 def test_numbers_that_python_would_give_anew_in_each_step_are_refused() -> None:
     generator, counter = random.Random(0), itertools.count()
     cases: dict[str, tuple[str, Callable[[Any, torch.Tensor], object]]] = {
-        "uniform": ("draws a number from Python's random", lambda net, y: y * random.uniform(0.0, 1.0)),
-        "randint": ("draws a number from Python's random", lambda net, y: y * random.randint(1, 2)),
-        "randrange": ("draws a number from Python's random", lambda net, y: y * random.randrange(5)),
         "a generator": ("draws a number from Python's random", lambda net, y: y * generator.random()),
         "a counter": ("cannot capture" if IS_OLD else "reads and changes ", lambda net, y: y * next(counter)),
     }

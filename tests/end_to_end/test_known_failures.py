@@ -115,12 +115,12 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
         ("the first states of a recurrent net have their examples in dim 1", "h.transpose(0, 1)"),
     ),
     (
-        lambda: Net(lambda net, y: y if random.random() < 0.5 else y * 2),
-        ("random number that Python draws", "torch.where"),
+        lambda: Net(lambda net, y: y if random.choice((0, 1)) else y * 2),
+        ("random numbers of Python or numpy", "random.random()"),
     ),
     (
-        lambda: Net(lambda net, y: y if np.random.rand() < 0.5 else y * 2),
-        ("random number that Python draws", "torch.where"),
+        lambda: Net(lambda net, y: y if np.random.rand(1) < 0.5 else y * 2),
+        ("random numbers of Python or numpy", "torch.where"),
     ),
     (lambda: Net(under, threading.Lock()), ("it enters a lock", "around the step")),
     (lambda: Net(under, threading.RLock()), ("it enters a lock", "around the step")),

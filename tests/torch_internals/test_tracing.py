@@ -6,6 +6,7 @@ import random
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -112,6 +113,35 @@ def test_draws_from_pythons_random_are_observed_and_taken_back() -> None:
         draws = internals.python_effects_of(traced).draws
         assert len(draws) == drawn and all("random.uniform" in (stack[-1].line or "") for stack in draws)
         assert random.getstate() == state
+
+
+def test_draws_are_inputs_that_are_drawn_again() -> None:
+    class Draws(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: list[float] = []
+
+        def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+            scale = np.random.rand() if random.random() < 0.5 else random.randint(1, 3)
+            return super().forward(*leaves) * scale
+
+    module = Draws()
+    random.seed(1)  # draws 0.13
+    np.random.seed(1)
+    state = random.getstate()
+    guards = internals.guards_of(
+        internals.trace_full_graph(module, (torch.ones(2, 3), torch.ones(1)), takes_draws=True)
+    )
+    assert random.getstate() == state and guards.hold() and random.getstate() == state
+    assert guards.numbers == (np.random.RandomState(1).rand(),)
+    put_back = guards.use_draws()
+    assert random.getstate() != state
+    assert not guards.hold(), "the next number is 0.85, which leads another way"
+    put_back()
+    assert random.getstate() == state
+    assert [name for name in ("L['self'].drawn[0]", "L['self'].plain[0]") if internals.is_drawn(name)] == [
+        "L['self'].drawn[0]"
+    ]
 
 
 def test_an_interrupted_trace_leaves_no_state_of_torch_behind() -> None:
