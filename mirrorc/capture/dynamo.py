@@ -14,10 +14,12 @@ from torch import fx
 
 from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.containers import put_together
+from mirrorc.capture.deciding_draws import DECIDING, DrawnScalar
 from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
+from mirrorc.capture.known_failures import DATA_DEPENDENT
 from mirrorc.capture.packed_sequences import PaddedSequences
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
@@ -36,6 +38,8 @@ from mirrorc.torch_internals import (
     export_joint_graph,
     give_values,
     guards_of,
+    is_drawn,
+    noted_calls,
     quiet_fake_tensors,
     storage_key,
     trace_full_graph,
@@ -134,16 +138,28 @@ def _trace(
     makes_arguments: Callable[..., Any] | None = None,
     guards_results: bool = False,
 ) -> fx.GraphModule:
-    with traced_instead(TRACED_INSTEAD), asked_for_class(PaddedSequences):
-        numbers = call.numbers.inputs
-        return trace_full_graph(
-            call,
-            leaves,
-            makes_arguments,
-            numbers,
-            guards_results=guards_results,
-            takes_draws=call.numbers.can_be_drawn,
-        )
+    can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
+
+    def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
+        with traced_instead(functions), asked_for_class(PaddedSequences):
+            return trace_full_graph(
+                call, leaves, makes_arguments, numbers, guards_results=guards_results, takes_draws=can_draw
+            )
+
+    try:
+        with noted_calls(torch.rand) as draws:
+            return traced(TRACED_INSTEAD)
+    except Exception as error:
+        can_decide = can_draw and draws and torch.get_default_device().type == "cpu"
+        if not can_decide or not any(word in str(error).lower() for word in DATA_DEPENDENT):
+            raise
+        try:
+            return traced({**TRACED_INSTEAD, **DECIDING})
+        except Exception as other:
+            is_given_up = isinstance(other, NumbersGivenUp) and all(map(is_drawn, other.names))
+            if is_given_up or DrawnScalar.__name__ in str(other):  # a number is used as only a tensor can be
+                raise error from None
+            raise
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:

@@ -42,25 +42,26 @@ INSTALLS_HOOKS = KnownFailure(
     line="_hook_installation_lock",
 )
 
-_DATA_DEPENDENT = ("data-dependent", "data dependent")
+DATA_DEPENDENT = ("data-dependent", "data dependent")
+"""Words of the tracer's errors about branches on tensors."""
 
 _KNOWN = (
     KnownFailure(
         "its mask is looked at to see whether it is causal, and the captured graph cannot branch on tensor values",
         "say whether it is, beside the mask: tgt_is_causal=True or False, or is_causal for the mask of an encoder",
-        _DATA_DEPENDENT,
+        DATA_DEPENDENT,
         file="nn/modules/transformer.py",
     ),
     KnownFailure(
         "torch._assert of a tensor is not captured",
         'write a statement, assert condition, "text", which stops the step before anything has changed',
-        _DATA_DEPENDENT,
+        DATA_DEPENDENT,
         line="_assert(",
     ),
     KnownFailure(
         "it masks its input at random places, whose number and shapes follow random numbers of numpy",
         "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the step",
-        _DATA_DEPENDENT,
+        DATA_DEPENDENT,
         line="_compute_mask_indices(",
     ),
     KnownFailure(
@@ -68,7 +69,7 @@ _KNOWN = (
         "every step",
         "decide by single numbers, such as random.random() or np.random.rand(), which are drawn anew before each step; or "
         "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x))",
-        ("random.", *_DATA_DEPENDENT),
+        ("random.", *DATA_DEPENDENT),
         line="random.",
     ),
     KnownFailure(
@@ -86,7 +87,7 @@ _KNOWN = (
         "it leaves layers out at random, and a captured graph would run the same layers in every step",
         "run all layers, with layerdrop = 0.0 in the model's configuration, or compute both ways and choose in the graph, as in "
         "torch.where(torch.rand(()) < p, x, layer(x))",
-        _DATA_DEPENDENT,
+        DATA_DEPENDENT,
         line="skip_the_layer",
     ),
     KnownFailure(

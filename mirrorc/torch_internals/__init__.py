@@ -10,7 +10,7 @@ from mirrorc.torch_internals.allocations import (
     watched_operators,
 )
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
-from mirrorc.torch_internals.drawn_numbers import is_drawn
+from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
 from mirrorc.torch_internals.graph_results import StandIns, give_values, results_with_stand_ins
@@ -58,7 +58,7 @@ from mirrorc.torch_internals.state import (
     torch_modes,
     trace_artifact,
 )
-from mirrorc.torch_internals.substituted_calls import asked_for_class, traced_instead
+from mirrorc.torch_internals.substituted_calls import asked_for_class, noted_calls, traced_file, traced_instead
 from mirrorc.torch_internals.tracing import (
     export_forward_graph,
     export_joint_graph,
@@ -69,7 +69,6 @@ from mirrorc.torch_internals.tracing import (
     leaf_of_placeholder,
     python_effects_of,
     trace_full_graph,
-    traced_file,
     traced_frames,
     user_frames,
 )
@@ -126,9 +125,11 @@ __all__ = [
     "lazy_graph_module",
     "leaf_of_placeholder",
     "mark_optimizer_stepped",
+    "noted_calls",
     "num_users",
     "observe_clipping",
     "observe_zero_grad",
+    "one_of_torchs",
     "outside_tensors",
     "peak_allocation",
     "prepare_cpp_compiler",

@@ -10,10 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from mirrorc.torch_internals.host_numbers import is_ordinary
 from mirrorc.torch_internals.python_numbers import NumberTrace, number_input
+
+
+def one_of_torchs() -> float:
+    """A number between 0 and 1 that torch draws on the CPU."""
+    return torch.rand(()).item()
+
 
 _DRAWS: dict[Callable[..., Any], int] = {  # with as many positional arguments at most, they give one number
     random.random: 0,
@@ -27,6 +34,7 @@ _DRAWS: dict[Callable[..., Any], int] = {  # with as many positional arguments a
     np.random.uniform: 2,
     np.random.normal: 2,
     np.random.randint: 2,
+    one_of_torchs: 0,
 }
 _KEYWORDS = frozenset(("a", "b", "low", "high", "loc", "scale", "start", "stop", "step"))
 _BEGINNING = "L['self'].drawn["
@@ -38,15 +46,20 @@ def is_drawn(name: str) -> bool:
 
 
 class Generators:
-    """The state of Python's generator and of numpy's, of which numbers are drawn where no other is named."""
+    """The state of the generators of Python, numpy and torch of which numbers are drawn where no other is named."""
 
     def __init__(self) -> None:
-        self._of_python, self._of_numpy = random.getstate(), np.random.get_state()
+        self._of_python, self._of_numpy, self._of_torch = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+        )
 
     def put_back(self) -> None:
         """Gives the generators this state again."""
         random.setstate(self._of_python)
         np.random.set_state(self._of_numpy)
+        torch.set_rng_state(self._of_torch)
 
 
 class DrawnNumbers:
@@ -101,11 +114,12 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     """While Dynamo traces in this thread, single numbers that Python or numpy draw are inputs; the generators are put back."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
-    from torch._dynamo.variables.functions import SkipFunctionVariable
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 
     drawn, thread = DrawnNumbers(module), threading.get_ident()
     draw: Callable[..., Any] = user_defined.call_random_fn
     skip, call = SkipFunctionVariable.call_function, misc.NumpyVariable.call_function
+    enter = UserFunctionVariable.call_function
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
         """The input for a number that is drawn; None if it is no single number of a generator that is known."""
@@ -127,7 +141,11 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     def called_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return taken(tx, self.value, args, kwargs) or call(self, tx, args, kwargs)
 
+    def called_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return taken(tx, self.fn, args, kwargs) or enter(self, tx, args, kwargs)
+
     patched: list[tuple[Any, str, Any]] = [
+        (UserFunctionVariable, "call_function", called_function),
         (misc, "call_random_fn", called_method),
         (user_defined, "call_random_fn", called_method),
         (SkipFunctionVariable, "call_function", called_builtin),

@@ -48,6 +48,25 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 
 @contextlib.contextmanager
+def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
+    """While it lasts, notes in a list the lines at which traces of this thread call a function of torch."""
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    thread, found, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is function and threading.get_ident() == thread:
+            found.append(tx.lineno)
+        return call(self, tx, args, kwargs)
+
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
     """While it lasts, Dynamo asks objects of a class for their ``__class__``, in this thread, as Python's isinstance does.
 
@@ -66,3 +85,11 @@ def asked_for_class(kind: type) -> Iterator[None]:
         yield
     finally:
         UserDefinedObjectVariable.python_type = python_type  # type: ignore[method-assign]
+
+
+def traced_file() -> str:
+    """The file of the code that is being traced; empty if none is."""
+    from torch._guards import TracingContext
+
+    stack = TracingContext.extract_stack()
+    return stack[-1].filename if stack else ""

@@ -260,12 +260,6 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> No
         joint.written_inputs.append(("argument", str(mutated.idx)))
 
 
-def traced_file() -> str:
-    """The file of the code that is being traced; empty if none is."""
-    stack = torch._guards.TracingContext.extract_stack()
-    return stack[-1].filename if stack else ""
-
-
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []

@@ -767,6 +767,29 @@ def test_python_random() -> None:
         pair.check()
 
 
+def test_layerdrop() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.layerdrop = net(), 0.5
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skips = torch.rand([]) < self.layerdrop
+            if not skips:
+                x = self.layer(x)
+            return self.net(x)
+
+    with Pair(Drops()) as pair:
+        for seed in (1, 2, 5):
+            torch.manual_seed(seed)
+            own = pair.step(X, target=Y)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(own, pair.backward())
+            pair.plain_optimizer.step()
+        pair.check()
+
+
 # Between steps
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.capture.deciding_draws import DrawnScalar
 from mirrorc.errors import CaptureError, ExecutionError
 
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -85,6 +86,23 @@ def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) ->
         step.evaluate(batches[0]["x"])
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-12
     assert_same_model(model, twin, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "bound", "value"), [(True, 0.7, 0.7), (True, 0.3, 0.3), (True, 1 / 3, 1 / 3), (False, 0.7, 0.7)]
+)
+def test_numbers_are_compared_as_a_tensor_is(narrow: bool, bound: float, value: float) -> None:
+    tensor = torch.tensor(value, dtype=torch.float32 if narrow else torch.float64)
+    drawn = DrawnScalar(tensor.item(), narrow)
+    asked = [(one < bound, one <= bound, one > bound, one >= bound) for one in (drawn, tensor)]
+    assert list(asked[0]) == [bool(answer) for answer in asked[1]]
+
+
+def test_a_scalar_that_does_more_than_decide_is_no_number() -> None:
+    model = Does(lambda y: (y if torch.rand([]) < 0.5 else 2 * y) * torch.rand([]))
+    refused = pytest.raises(CaptureError, match="cannot branch on tensor values")
+    with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step, refused:
+        step(torch.ones(4, 3), target=torch.zeros(4, 3))
 
 
 def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:

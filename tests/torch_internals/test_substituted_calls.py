@@ -29,6 +29,14 @@ def test_traced_instead_traces_another_function() -> None:
     assert torch.equal(inside(x), (x**3).sum())
 
 
+def test_calls_of_a_function_are_noted() -> None:
+    with internals.noted_calls(torch.gru) as found:
+        internals.trace_full_graph(Calls(), (torch.ones(4, 2, 2),))
+    with internals.noted_calls(torch.lstm) as others:
+        internals.trace_full_graph(Calls(), (torch.ones(4, 2, 2),))
+    assert len(found) == 1 and not others
+
+
 class Disguised:
     """Is taken for a list by ``isinstance``, in this file alone."""
 
