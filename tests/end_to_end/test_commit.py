@@ -16,6 +16,7 @@ import pytest
 import torch
 from interrupts import Interrupter, fail, interrupt, python_handles_interrupts
 from lockstep import Lockstep, Training
+from selections import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,13 +85,16 @@ def lockstep(way: str) -> Lockstep:
     return both
 
 
+MARKS = {way: [] if way in ("threads", "one thread") else [pytest.mark.slow] for way in WAYS}
+
+
 @pytest.mark.parametrize(
     ("way", "how", "stride"),
     [
-        *((way, interrupt, 71) for way in WAYS),
-        *(
-            (way, fail, 101) for way in WAYS if way != "one thread"
-        ),  # where a failure of an update is one of the replicas
+        *(pytest.param(way, interrupt, 71, marks=MARKS[way]) for way in WAYS),
+        *(  # where a failure of an update is one of the replicas
+            pytest.param(way, fail, 101, marks=MARKS[way]) for way in WAYS if way != "one thread"
+        ),
         *(pytest.param(way, interrupt, 1, marks=pytest.mark.exhaustive) for way in WAYS),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -141,7 +145,7 @@ def alarm(frame: Any) -> None:
 
 
 @pytest.mark.parametrize("stride", [83, pytest.param(19, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("way", ["threads", "one thread"])
+@pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.slow), "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
     """It is raised as it is. Only replicas that run in the caller's thread may be torn by it, once committed, and it says so."""
     interrupter = Interrupter(lambda filename: not filename.startswith(WITHIN_GUARDS))
@@ -213,7 +217,7 @@ def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
     pytest.fail("they should come before the commit, and after it")
 
 
-@pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
+@pytest.mark.parametrize(("replica", "options"), [(1, COPIES), *slow((1, {}), (0, COPIES))])
 def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +242,7 @@ def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
             both.go_on()
 
 
-@pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
+@pytest.mark.parametrize(("replica", "options"), [(1, {}), *slow((0, COPIES), (1, COPIES))])
 def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

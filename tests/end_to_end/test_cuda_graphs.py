@@ -18,6 +18,7 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_calls import CallRecorder
+from selections import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -161,7 +162,7 @@ def decays_from_step_6(model: nn.Module, optimizer: torch.optim.Optimizer, i: in
         (decays_from_step_6, 2),
     ],
 )
-@pytest.mark.parametrize("kind", [OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", [OPTIMIZERS["adamw"], *slow((OPTIMIZERS["sgd"],))], ids=["adamw", "sgd"])
 def test_what_changes_between_steps_is_taken_over(
     recorder: CallRecorder, kind: Callable[..., torch.optim.Optimizer], change: Change, num_graphs: int
 ) -> None:

@@ -266,7 +266,7 @@ def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) ->
     assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.cross_entropy), 1e-9)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -> None:
     model = TransposedParameter()
@@ -465,8 +465,10 @@ class MeanByHand(nn.Module):
         return (self.linear(x).square().sum(1) * rows).sum() + self.linear(x).sum() / torch.tensor(float(len(x)))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [(3, "eager"), *slow((1, "eager"), (2, "eager"), (1, "inductor"), (2, "inductor"), (3, "inductor"))],
+)
 def test_constants_that_follow_the_number_of_examples_are_each_shards_own(devices: int, backend: Any) -> None:
     model = MeanByHand().double()
     twin = copy.deepcopy(model)

@@ -177,67 +177,62 @@ def scalar_target(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "target": torch.tensor(1)}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error", "words"),
-    [
-        (
-            lambda b: {"x": b["x"][:0], "target": b["target"][:0]},
-            ValueError,
-            ("'x' has no examples", "leave an empty batch"),
-        ),
-        (lambda b: {**b, "target": b["target"][:4]}, ValueError, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
-        (scalar_target, ValueError, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
-        (lambda b: {"x": 1.0, "target": 2}, ValueError, ("no tensor to split", "pass the batch as tensors")),
-        (
-            lambda b: {k: mirrorc.replicated(v) for k, v in b.items()},
-            ValueError,
-            ("no tensor to split", "not all of them replicated"),
-        ),
-        (lambda b: {"x": b["x"]}, TypeError, ("target is missing", "step(x, target=y)")),
-        (
-            lambda b: {**b, "x": mirrorc.PerReplica([b["x"]])},
-            ValueError,
-            ("'x' is a PerReplica of 1 values", "3 replicas", "one value for each device"),
-        ),
-        (lambda b: {**b, "x": mirrorc.PerReplica([])}, ValueError, ("'x'", "one value for each replica")),
-        (
-            lambda b: {**b, "x": mirrorc.PerReplica([b["x"], [b["x"]], b["x"]])},
-            ValueError,
-            ("'x'", "all of the same structure"),
-        ),
-        (
-            lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0]] * 3)},
-            ValueError,
-            ("'x' has no examples on any replica",),
-        ),
-        (
-            lambda b: {**b, "x": mirrorc.PerReplica([torch.tensor(1.0)] * 3)},
-            ValueError,
-            ("'x' is a PerReplica of scalars", "dim 0"),
-        ),
-        (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("cannot capture Mlp", "tiny_models.py", "Remedy")),
-        (lambda b: {**b, "unknown": 3}, (TypeError, CaptureError), ("'unknown'",)),
-        (lambda b: {"target": b["target"]}, (TypeError, CaptureError), ("'x'",)),
-    ],
-    ids=range(14),
-)
-def test_wrong_batches(
-    spoil: Callable[[dict[str, Any]], dict[str, Any]],
-    error: type[Exception] | tuple[type[Exception], ...],
-    words: tuple[str, ...],
-) -> None:
+WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
+    (
+        lambda b: {"x": b["x"][:0], "target": b["target"][:0]},
+        ValueError,
+        ("'x' has no examples", "leave an empty batch"),
+    ),
+    (lambda b: {**b, "target": b["target"][:4]}, ValueError, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
+    (scalar_target, ValueError, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
+    (lambda b: {"x": 1.0, "target": 2}, ValueError, ("no tensor to split", "pass the batch as tensors")),
+    (
+        lambda b: {k: mirrorc.replicated(v) for k, v in b.items()},
+        ValueError,
+        ("no tensor to split", "not all of them replicated"),
+    ),
+    (lambda b: {"x": b["x"]}, TypeError, ("target is missing", "step(x, target=y)")),
+    (
+        lambda b: {**b, "x": mirrorc.PerReplica([b["x"]])},
+        ValueError,
+        ("'x' is a PerReplica of 1 values", "3 replicas", "one value for each device"),
+    ),
+    (lambda b: {**b, "x": mirrorc.PerReplica([])}, ValueError, ("'x'", "one value for each replica")),
+    (
+        lambda b: {**b, "x": mirrorc.PerReplica([b["x"], [b["x"]], b["x"]])},
+        ValueError,
+        ("'x'", "all of the same structure"),
+    ),
+    (
+        lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0]] * 3)},
+        ValueError,
+        ("'x' has no examples on any replica",),
+    ),
+    (
+        lambda b: {**b, "x": mirrorc.PerReplica([torch.tensor(1.0)] * 3)},
+        ValueError,
+        ("'x' is a PerReplica of scalars", "dim 0"),
+    ),
+    (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("cannot capture Mlp", "tiny_models.py", "Remedy")),
+    (lambda b: {**b, "unknown": 3}, (TypeError, CaptureError), ("'unknown'",)),
+    (lambda b: {"target": b["target"]}, (TypeError, CaptureError), ("'x'",)),
+]
+
+
+def test_wrong_batches() -> None:
+    """Before the first step, between steps and after them."""
     model = make_mlp()
     optimizer = ADAMW(model.parameters())
     twin = copy.deepcopy(model)
     twin_optimizer = ADAMW(twin.parameters())
     with compile_mlp(model, 3, optimizer=optimizer) as step:
-        with unchanged(model, optimizer), refuses(error, *words):
-            step(**spoil(mlp_batch(5)))
-        for seed in range(2):
-            step(**mlp_batch(5, seed=seed))
-            train_step(twin, twin_optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
-            with unchanged(model, optimizer), refuses(error, *words):
-                step(**spoil(mlp_batch(5)))
+        for seed in range(3):
+            for spoil, error, words in WRONG_BATCHES:
+                with unchanged(model, optimizer), refuses(error, *words):
+                    step(**spoil(mlp_batch(5)))
+            if seed < 2:
+                step(**mlp_batch(5, seed=seed))
+                train_step(twin, twin_optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
     assert_same_model(model, twin, TOLERANCE)
 
 

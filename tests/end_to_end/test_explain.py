@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from selections import slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
@@ -70,7 +71,7 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
     with compiled(num_devices, disable_passes=without, **SMALL) as step:
         for seed in range(6):
@@ -96,7 +97,7 @@ def test_one_step_is_explained_though_it_warmed_up() -> None:
         check(step, step.explain(), 2)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([2], [1, 2, 3]))
 @pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
 def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
     with compiled(num_devices, SignSgd, disable_passes=without, **SMALL) as step:
@@ -208,6 +209,7 @@ def test_a_closed_step_can_still_be_explained() -> None:
     check(step, step.explain(), 1)
 
 
+@pytest.mark.slow
 def test_compiled_regions_have_source_lines(tmp_path: Path) -> None:
     with compiled(2, backend="inductor") as step:
         for _ in range(3):

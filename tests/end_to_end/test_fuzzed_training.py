@@ -31,7 +31,7 @@ def play_runs(number: int, runs: int, **kinds: Any) -> None:
 
 
 def test_events_between_steps() -> None:
-    play_runs(0, 30, max_events=3)
+    play_runs(0, 20, max_events=3)
 
 
 def test_steps_with_dropout_can_be_repeated_bit_for_bit() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from selections import slow_but
 from tiny_models import make_mlp, mlp_batch
 
 import mirrorc
@@ -279,7 +280,7 @@ def test_two_steps_have_threads_of_their_own() -> None:
         assert second(**mlp_batch(4)).item() < losses[1]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
 def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> None:
     model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -299,7 +300,7 @@ def test_capturing_dropout_draws_nothing() -> None:
         assert not torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_threads", slow_but([3], [1, 2, 3]))
 def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -399,7 +400,7 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     assert device_threads() == [] and not any(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.parametrize("longest_seconds", [TIMEOUT_SECONDS, 0.0])
+@pytest.mark.parametrize("longest_seconds", slow_but([TIMEOUT_SECONDS], [TIMEOUT_SECONDS, 0.0]))
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float
 ) -> None:

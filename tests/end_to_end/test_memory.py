@@ -145,14 +145,12 @@ def on_devices(num_devices: list[int], also: dict[str, int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_devices"), on_devices([1, 2, 3], {"mlp": 1, "gpt": 3, "conv": 2, "embedding": 2})
-)
+@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2, 3], {"gpt": 3, "conv": 2}))
 def test_what_is_told_agrees_with_what_is_measured(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices))
 
 
-@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {"mlp": 2}))
+@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {}))
 def test_compiled_regions_take_what_inductors_code_takes(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices, backend="inductor"))
 
@@ -167,8 +165,11 @@ def test_fusion_takes_less() -> None:
     ("kind", "state_per_parameter"),
     [
         (partial(torch.optim.SGD, lr=0.1), 0),
-        (partial(torch.optim.NAdam, lr=1e-3), 2),
-        *slow((partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1), (partial(torch.optim.RMSprop, lr=1e-3), 1)),
+        *slow(
+            (partial(torch.optim.NAdam, lr=1e-3), 2),
+            (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+            (partial(torch.optim.RMSprop, lr=1e-3), 1),
+        ),
         (partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, fused=False, foreach=False), 3),
     ],
 )
@@ -197,9 +198,13 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
     ("link", "without"),
     [
         (None, ["share-parameters"]),
-        ("copy", []),
-        ("copy", ["share-parameters", "factor-gradients"]),
-        *slow((None, []), (None, ["share-parameters", "factor-gradients"]), ("copy", ["share-parameters"])),
+        *slow(
+            ("copy", []),
+            ("copy", ["share-parameters", "factor-gradients"]),
+            (None, []),
+            (None, ["share-parameters", "factor-gradients"]),
+            ("copy", ["share-parameters"]),
+        ),
     ],
 )
 def test_passes_and_links_change_what_is_kept(link: str | None, without: list[str]) -> None:
@@ -237,6 +242,7 @@ class ShowsWeights:
         return program
 
 
+@pytest.mark.slow
 def test_views_of_what_a_pass_of_ones_own_makes_are_counted_with_it() -> None:
     plain, _ = compare("mlp", 2)
     told, measured = compare("mlp", 2, add_passes=[mirrorc.after("insert-update", ShowsWeights())])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
+from selections import slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
@@ -60,7 +61,7 @@ def with_memory_of_its_own(parse: Callable[[str], devices.Device]) -> Callable[[
     return parse_device
 
 
-@pytest.mark.parametrize("who_is_compiled", ["both", "generator"])
+@pytest.mark.parametrize("who_is_compiled", slow_but(["both"], ["both", "generator"]))
 def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_compiled: str) -> None:
     """A generator and a critic in turn, each with a step of its own, or one with a fused optimizer of the user's."""
 
@@ -166,7 +167,7 @@ def holders(model: nn.Module) -> Iterator[Any]:
     yield model.second.weight.data.numpy()
 
 
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", slow_but([0, 4], range(5)))
 def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: int) -> None:
     model = make_mlp()
     held = list(holders(model))[index]

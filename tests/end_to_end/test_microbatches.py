@@ -102,6 +102,7 @@ def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatch
     assert_same_model(found.model, expected.model, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_compiled_regions_add_to_slots_too() -> None:
     model = make_net()
     expected = train_on_one_device(model, ADAMW, batches((7,)), F.cross_entropy)

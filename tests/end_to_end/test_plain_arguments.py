@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from references import train_step
+from selections import slow_but
 from torch import nn
 
 import mirrorc
@@ -109,7 +110,7 @@ def plain(given: Any) -> Any:
     return getattr(given, "value", given)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but([*CASES][::2], CASES))
 def test_only_what_is_read_compiles_anew(name: str) -> None:
     body, values, expected = CASES[name]
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,11 @@ import pytest
 def slow(*cases: tuple[Any, ...]) -> list[Any]:
     """Cases of a parametrized test, marked slow; each is a tuple of its arguments."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases of one argument, of which all are slow but the fast ones."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def thinned(*axes: Sequence[Any]) -> list[Any]:
