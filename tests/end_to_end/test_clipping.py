@@ -177,6 +177,7 @@ def test_a_check_comes_before_the_clipping() -> None:
         assert step.grad_norm.isfinite()
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_tiny_models() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         for num_devices in (1, 2, 3):

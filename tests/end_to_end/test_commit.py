@@ -119,6 +119,7 @@ def test_what_comes_at_any_place_of_the_callers_thread(way: str, how: Any, strid
     assert how is fail or {True, False} == set(outcomes), "a step is stopped before its commit and finished after it"
 
 
+@pytest.mark.slow
 def test_what_comes_while_torch_turns_gradients_off_or_on() -> None:
     """`Lockstep` looks whether they are as they were: with replicas in one thread, that is the caller's."""
     interrupter, counted = Interrupter(lambda filename: filename.endswith("autograd/grad_mode.py")), list[int]()

@@ -164,8 +164,8 @@ def test_fusion_takes_less() -> None:
 @pytest.mark.parametrize(
     ("kind", "state_per_parameter"),
     [
-        (partial(torch.optim.SGD, lr=0.1), 0),
         *slow(
+            (partial(torch.optim.SGD, lr=0.1), 0),
             (partial(torch.optim.NAdam, lr=1e-3), 2),
             (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
             (partial(torch.optim.RMSprop, lr=1e-3), 1),
@@ -213,6 +213,7 @@ def test_passes_and_links_change_what_is_kept(link: str | None, without: list[st
     assert bool(told.shared) == ("share-parameters" not in without)
 
 
+@pytest.mark.slow
 def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
     plain, _ = compare("mlp", 2)
     told, measured = compare("mlp", 2, add_passes=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
@@ -250,6 +251,7 @@ def test_views_of_what_a_pass_of_ones_own_makes_are_counted_with_it() -> None:
     assert told.activations > plain.activations
 
 
+@pytest.mark.slow
 def test_devices_with_other_shards_have_their_own_peaks() -> None:
     told, measured = compare("gpt", 2, per_replica=4, more=1)
     check(told, measured)
@@ -360,6 +362,7 @@ def test_telling_it_changes_nothing(backend: str) -> None:
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
 
 
+@pytest.mark.slow
 def test_the_peak_is_in_the_users_terms() -> None:
     told, _ = compare("gpt", 2)
     peak = told.devices[0].peak

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
-from selections import slow_but
+from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
@@ -134,7 +134,9 @@ def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any])
 @pytest.mark.parametrize(
     ("events", "options"),
     [
-        *itertools.product([(swap, put_back), (swap, exchange, swap, put_back), (restart_count,)], [{}, COPIES]),
+        *itertools.product([(swap, exchange, swap, put_back), (restart_count,)], [COPIES]),
+        *slow(*itertools.product([(swap, exchange, swap, put_back), (restart_count,)], [{}])),
+        *slow(*itertools.product([(swap, put_back)], [{}, COPIES])),
         ((restart,), {}),  # moments that are written so are not seen by copies
     ],
 )

@@ -115,11 +115,13 @@ def test_compiled_regions_add_to_slots_too() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"disable_passes": ["place-gradients"]},
         {"disable_passes": ["share-parameters"], "link": "copy"},
-        {"exact_order": True, "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
-        {"loss_reduction": "sum"},
         {"check_finite": True, "clip_grad_norm": 1e6},
+        *slow(
+            ({"disable_passes": ["place-gradients"]},),
+            ({"exact_order": True, "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},),
+            ({"loss_reduction": "sum"},),
+        ),
     ],
     ids=lambda options: next(iter(options)),
 )

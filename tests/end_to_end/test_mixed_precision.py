@@ -122,6 +122,7 @@ def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> No
         assert ("f16" if dtype is torch.float16 else "bf16") in text
 
 
+@pytest.mark.slow
 def test_autocast_by_name_and_by_context_are_the_same() -> None:
     def trained(**options: Any) -> list[torch.Tensor]:
         net = make_net(torch.float32)

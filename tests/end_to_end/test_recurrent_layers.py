@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_losses, assert_same_training, train_mirrored, train_on_one_device
-from selections import slow, thinned
+from selections import slow, slow_but
 from torch import nn
 
 import mirrorc
@@ -51,7 +52,11 @@ def batches(num_examples: int = 5, dtype: torch.dtype = torch.float64) -> list[d
     return [{"x": made(num_examples, 6, 3), "target": made(num_examples, 2)} for _ in range(2)]
 
 
-@pytest.mark.parametrize(("kind", "options", "num_devices"), thinned([*KINDS], [*OPTIONS], [1, 2, 3]))
+FAST = [("LSTM", "two layers of two directions", 2), ("GRU", "no bias", 1), ("RNN", "plain", 3)]
+OTHERS = [case for case in product(KINDS, OPTIONS, (1, 2, 3)) if case not in FAST]
+
+
+@pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *slow(*OTHERS)])
 def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
     torch.manual_seed(0)
     model = Net(KINDS[kind], has_states=num_devices == 2, **OPTIONS[options]).double()
@@ -94,6 +99,7 @@ def test_a_layer_is_one_operator_however_long_the_sequences_are(kind: str, name:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_dropout_between_layers_follows_torchs_seed() -> None:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(0)
@@ -106,7 +112,7 @@ def test_dropout_between_layers_follows_torchs_seed() -> None:
     assert first == again and first[0] != first[1] and first != other
 
 
-@pytest.mark.parametrize("kind", [*KINDS])
+@pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
 def test_autocast(kind: str) -> None:
     """Values have the types that autocast gives them, and the loss agrees as far as bfloat16 does."""
     torch.manual_seed(0)

@@ -487,6 +487,7 @@ def test_many_programs_warn_once() -> None:
     assert "shape of" not in message and "mirrorc.replicated" in message
 
 
+@pytest.mark.slow
 def test_the_warning_names_every_argument_that_keeps_changing() -> None:
     model = seeded(TwoHeads)
     loss_fn: Any = lambda output, target: (output - target["y"]).square().mean()  # noqa: E731
@@ -514,6 +515,7 @@ def test_the_warning_names_attributes_that_keep_changing_and_what_to_do() -> Non
     assert "outside of the model" in message and "fixed" not in message and "training" not in message
 
 
+@pytest.mark.slow
 def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
     settings = itertools.product(("highest", "high"), (False, True), (None, torch.bfloat16, torch.float16))
     before, model = torch.get_float32_matmul_precision(), seeded(lambda: nn.Linear(2, 2))

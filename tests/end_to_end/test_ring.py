@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ring import Ring
+from selections import slow_but
 from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, handmade, run_up_to, targets
 from torch import fx
 from torch.nn import functional as F
@@ -60,7 +61,7 @@ def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = 
 
 
 @pytest.mark.parametrize("link", ["shared-memory", "copy"])
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [2, 3]))
 def test_a_ring_sums_like_an_all_reduce(num_devices: int, link: str) -> None:
     program, found = trained(num_devices, link, [mirrorc.after("lower-collectives", Ring())])
     sends = [node for module in program.device_graphs.values() for node in targets(module.graph, ops.send)]

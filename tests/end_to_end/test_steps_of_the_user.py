@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
+from selections import slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
@@ -56,7 +57,7 @@ FUSED = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
-@pytest.mark.parametrize("momentum", [None, 0.9], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("momentum", slow_but([None], [None, 0.9]), ids=["adamw", "sgd"])
 def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
     """Fused implementations write parameters, moments and counts without counting a version."""
     make_optimizer = FUSED if momentum is None else functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
@@ -93,7 +94,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["adamw", "wrapped"])
+@pytest.mark.parametrize("is_wrapped", slow_but([True], [False, True]), ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     options: dict[str, Any], is_wrapped: bool
 ) -> None:

@@ -10,7 +10,7 @@ from tiny_models import MODELS
 
 from mirrorc.verifier import verifier
 
-HANDMADE_QUOTA, MODEL_QUOTA = 5, 1  # mutants of a kind, of handmade programs in all and of each model
+HANDMADE_QUOTA, MODEL_QUOTA = 3, 1  # mutants of a kind, of handmade programs in all and of each model
 SMALL_MODELS = ("mlp", "conv", "resnet")
 
 
