@@ -454,7 +454,9 @@ def test_names_do_not_depend_on_the_tracers_numbering() -> None:
             assert [str(g) for g in found[name].graphs()] == [str(g) for g in stages[name].graphs()]
 
 
-@pytest.mark.parametrize("caps", [{}, SMALL_BUCKETS], ids=["one-bucket", "many-buckets"])
+@pytest.mark.parametrize(
+    "caps", [pytest.param({}, marks=pytest.mark.slow), SMALL_BUCKETS], ids=["one-bucket", "many-buckets"]
+)
 @pytest.mark.parametrize("change", [{"width": 9}, {"activation": nn.ReLU}, {"activation": nn.GELU}], ids=str)
 def test_changing_a_layer_changes_only_lines_that_name_it(change: dict[str, Any], caps: dict[str, float]) -> None:
     """Besides them: calls of regions, which count what is saved, and the sizes of the layer's own buckets."""

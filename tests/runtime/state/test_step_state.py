@@ -122,7 +122,7 @@ class Normalized(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-@pytest.mark.parametrize("how", [interrupt, fail], ids=["interrupt", "failure"])
+@pytest.mark.parametrize("how", [interrupt, pytest.param(fail, marks=pytest.mark.slow)], ids=["interrupt", "failure"])
 @pytest.mark.parametrize(
     "stride",
     [pytest.param(7), pytest.param(1, marks=pytest.mark.exhaustive)],
