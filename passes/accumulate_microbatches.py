@@ -50,12 +50,13 @@ class AccumulateMicrobatches:
 
     A microbatch's loss counts by its part of the shard's examples, unless the loss is a sum. It reads the buffers as the
     microbatch before it has left them, and has a random stream of its own. What it hands to the caller is joined: rows in the
-    order of examples, scalars by the numbers of examples. The gradients of the last microbatch are those of the shard, and come
+    order of examples, scalars by the numbers of examples. A gradient that is left as factors gets those of all microbatches:
+    ``product(left_0, right_0, left_1, right_1)``. The gradients of the last microbatch are those of the shard, and come
     in the order of its backward, so that what reduces them overlaps with it.
 
     Needs: outlined graphs of microbatches; replicas without microbatches are left alone.
-    Guarantees: each result is the sum over the microbatches in their order, and each slot is written by the first one and added
-        to by each later one.
+    Guarantees: each result is the sum over the microbatches in their order; each slot is written by the first one and added to
+        by each later one.
     """
 
     name: str = field(default="accumulate-microbatches", init=False)
@@ -67,8 +68,6 @@ class AccumulateMicrobatches:
         if not program.shard_of_microbatch:
             told = "no shard is run in microbatches: none has as many examples as they need"
             return program.with_remarks(told, is_kept=False)
-        if any(node.target in ops.FACTORED for graph in program.shard_graphs for node in graph.nodes):
-            raise PassError("pass 'accumulate-microbatches' was given factored gradients: leave 'factor-gradients' out")
         kinds = list(
             dict.fromkeys(
                 pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]
@@ -152,17 +151,17 @@ class _Repeated:
         self._shared: dict[Any, fx.Node] = {}  # what all microbatches take: arguments, variables, weights
         self._outputs: list[dict[str, Any]] = []
         self._gathered: dict[str, list[fx.Node]] = {}
+        self._factors: dict[str, list[fx.Node]] = {}  # of the microbatches so far, by variable
 
     def graph(self) -> fx.Graph:
         arguments = {argument.name: argument for argument in self._program.arguments}
         for node in self._sources[0].find_nodes(op="placeholder"):
             self._shared[node.target] = self._argument(node, arguments[str(node.target)])
+        how, loss = "averaged" if self._program.loss_reduction == "mean" else "summed", None
         for index, source in enumerate(self._sources):
             self._outputs.append(self._copy(index, source, arguments))
-        last = self._outputs[-1]
-        losses = [output["loss"] for output in self._outputs]
-        loss = self._joined(losses, "averaged" if self._program.loss_reduction == "mean" else "summed")
-        self._graph.output({**last, "loss": loss})
+            loss = self._added(loss, self._outputs[-1]["loss"], index, how)
+        self._graph.output({**self._outputs[-1], "loss": loss})
         return self._graph
 
     def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
@@ -188,6 +187,8 @@ class _Repeated:
                 values[node] = self._slot(node, before)
             elif node.target is ops.call_region:
                 values[node] = self._call(index, node, values)
+            elif node.target in ops.FACTORED:
+                values[node] = self._factored(index, node, values)
             elif node.target is ops.gather:
                 self._gather(index, node, values)
             elif node.op != "output":
@@ -203,13 +204,13 @@ class _Repeated:
         if len(self._sizes) == 1 or not is_used:
             return whole
         if argument.has_examples:
-            return self._insert(ops.microbatch, (whole,), {"index": index, "sizes": self._sizes}, index)
+            return self._insert(ops.microbatch, (whole,), {"index": index, "sizes": self._sizes})
         if argument.kind is ArgumentKind.SEED:
-            return self._insert(ops.microbatch_seed, (whole,), {"index": index}, index)
+            return self._insert(ops.microbatch_seed, (whole,), {"index": index})
         if argument.kind is ArgumentKind.LOSS_WEIGHT and self._program.loss_reduction == "mean":
             share = self._sizes[index] / sum(self._sizes)
             if ("weight", share) not in self._shared:
-                self._shared["weight", share] = self._insert(aten.mul.Tensor, (whole, share), {}, index)
+                self._shared["weight", share] = self._insert(aten.mul.Tensor, (whole, share), {})
             return self._shared["weight", share]
         return whole
 
@@ -236,12 +237,22 @@ class _Repeated:
             own.kwargs = {**own.kwargs, "region": self._regions.that_adds(str(node.kwargs["region"]), adds)}
         return own
 
+    def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
+        """With the last microbatch, a gradient of the factors of all of them; None before."""
+        factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
+        factors += [values[factor] for factor in node.args]  # type: ignore[index]
+        if index + 1 < len(self._sizes):
+            return None
+        gradient = copy_node(self._graph, node, values)
+        gradient.args = tuple(factors)
+        return gradient
+
     def _accumulated(self, name: str, own: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
         """The sum of a variable's gradients so far: what the region gives, if it has added to those before."""
         earlier = before["gradients"][name] if before is not None else None
         if earlier is None or earlier in _given(own):
             return own
-        return self._insert(aten.add.Tensor, (earlier, own), {}, len(self._outputs))
+        return self._insert(aten.add.Tensor, (earlier, own), {})
 
     def _gather(self, index: int, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
         parts = self._gathered.setdefault(str(node.kwargs["output"]), [])
@@ -252,23 +263,25 @@ class _Repeated:
 
     def _joined(self, parts: Sequence[fx.Node], how: str) -> fx.Node:
         """What microbatches give, put together as replicas' parts are."""
-        index = len(self._sizes) - 1
         if len(parts) == 1:
             return parts[0]
         if how == "concatenated":
-            return self._insert(aten.cat.default, (list(parts),), {}, index)
-        if how == "averaged":
-            shares = [size / sum(self._sizes) for size in self._sizes]
-            scaled = [(part, share) for part, share in zip(parts, shares, strict=True)]
-            parts = [self._insert(aten.mul.Tensor, pair, {}, index) for pair in scaled]
-        elif how != "summed":
+            return self._insert(aten.cat.default, (list(parts),), {})
+        if how not in ("averaged", "summed"):
             raise PassError(f"pass 'accumulate-microbatches' cannot put together outputs that are gathered {how!r}")
-        total = parts[0]
-        for part in parts[1:]:
-            total = self._insert(aten.add.Tensor, (total, part), {}, index)
+        total = None
+        for index, part in enumerate(parts):
+            total = self._added(total, part, index, how)
+        assert total is not None, "there is a part"
         return total
 
-    def _insert(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> fx.Node:
+    def _added(self, total: fx.Node | None, part: fx.Node, index: int, how: str) -> fx.Node:
+        """The sum, or the mean by examples, of a microbatch's scalar and those before it."""
+        if how == "averaged" and len(self._sizes) > 1:
+            part = self._insert(aten.mul.Tensor, (part, self._sizes[index] / sum(self._sizes)), {})
+        return part if total is None else self._insert(aten.add.Tensor, (total, part), {})
+
+    def _insert(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         node = call(self._graph, target, args, kwargs)
         set_type(self._program, node)
         return node

@@ -10,19 +10,16 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.aliases import ViewedVariables, origins
-from mirrorc.analysis.region_gradients import (
-    calls_by_region,
-    gradient_names,
-    gradient_places,
-)
+from mirrorc.analysis.region_factors import FactorsOfRegions, arguments_of
+from mirrorc.analysis.region_gradients import calls_by_region, gradient_names
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
-from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
+from mirrorc.ir.gradient_forms import FactoredGradient
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
@@ -52,6 +49,8 @@ class FactorGradients:
     instead of once per replica, and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last
     one are written. If no device would make a share, because parameters are not shared or the link reads no shared memory, then
     no gradient stays factors: `pack` would only do the work that the region does.
+
+    With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller than it.
 
     Needs: a bucket plan and outlined regions.
     Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views of
@@ -93,7 +92,7 @@ class FactorGradients:
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         whole: dict[str, str] = {}  # why a gradient does not stay factors
-        names, bodies, found = {}, {}, {}
+        names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 if why := self._why_not(node, slots.get(name)):
@@ -101,23 +100,13 @@ class FactorGradients:
                 else:
                     names[node] = name
         calls = calls_by_region(graphs)
-        for name, nodes in calls.items():
-            bodies[name] = copied(program.regions[name].graph_module.graph)
-            found[name] = _factors(program, bodies[name], nodes, names, whole)
-        # All replicas must give the same gradients as factors, whatever the sizes of their shards.
-        counts = Counter(
-            names[part] for name, own in found.items() for place in own for part in _parts(calls[name], place)
-        )
+        bodies = {name: copied(program.regions[name].graph_module.graph) for name in calls}
+        found = FactorsOfRegions(program, graphs, bodies, names, whole)
         regions = dict(program.regions)
-        for name, own in found.items():
-            chosen = {
-                place: pair
-                for place, pair in own.items()
-                if all(counts[names[part]] == len(graphs) for part in _parts(calls[name], place))
-            }
-            if chosen:
-                split = _split(bodies[name], _given(bodies[name], calls[name]), chosen)
-                for number, node in enumerate(calls[name]):
+        for name, nodes in calls.items():
+            if chosen := found.chosen(name):
+                split = _split(bodies[name], arguments_of(bodies[name], nodes), chosen)
+                for number, node in enumerate(nodes):
                     _rewire(node, number, split, names, buckets)
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # all that the region did was to make gradients of what it was given
@@ -129,10 +118,10 @@ class FactorGradients:
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
         """Why no device would make a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
-        if program.shard_of_microbatch:
-            return "microbatches add theirs up, where factors would be kept of each"
         if program.accumulation is not Accumulation.NONE:
-            return "those of several calls are added up whole"
+            return (
+                "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
+            )
         if why_not := why_memory_is_not_shared(program.devices):
             return why_not
         if self.parameters_are_shared is False:
@@ -162,9 +151,9 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     if not factored:
         return f"no gradient stays factors: {others}"
     sizes = {slot.variable: slot.num_elements * b.dtype.itemsize for b in program.buckets for slot in b.slots}
-    factors = {factor for node in factored.values() for factor in node.all_input_nodes}
     whole_bytes = sum(sizes[name] for name in factored)
-    factor_bytes = sum(map(_num_bytes, factors))
+    first = next(filter(None, program.shard_of_microbatch), (0,))  # the graphs of a replica's microbatches
+    factor_bytes = sum(_bytes_of_factors(program.shard_graphs[number]) for number in first)
     number = f"{len(factored)} of {counted(len(gradients), 'gradient')}"
     said = (
         f"{number} ({size_text(whole_bytes)} of {size_text(sum(sizes.values()))}) "
@@ -174,56 +163,9 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     return said + (f"; the others are made whole: {others}" if others else "")
 
 
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.dtype.itemsize)
-
-
-def _parts(calls: list[fx.Node], place: int) -> list[fx.Node]:
-    """The nodes that take one result of a region, over all its calls."""
-    return [part for node in calls for part in node.users if part.args[1] == place]
-
-
-def _factors(
-    program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
-) -> dict[int, FactoredGradient]:
-    """The factors of each gradient that is to be factored, by the index of the region's result that is the gradient.
-
-    For every other gradient, the reason why it stays whole is added to ``whole``.
-    """
-    results: Any = body.output_node().args[0]
-    given, viewed_variables = _given(body, calls), ViewedVariables(program)
-    places = [gradient_places(node, names)[0] for node in calls]
-    found = {}
-    for place in places[0]:
-        if not all(place in own for own in places):
-            continue
-        gradient = recognize(results[place])
-        variables = [own[place] for own in places]
-        if gradient is None or results.count(results[place]) > 1:
-            whole.update(dict.fromkeys(variables, _of_no_form()))
-            continue
-        shown = set().union(*map(origins, gradient.factors))
-        sources = [source for origin in shown for source in given.get(origin, ())]
-        is_of_variable = any(map(viewed_variables.of, sources))
-        if not gradient.form.is_worth_it(results[place].meta["val"], [f.meta["val"] for f in gradient.factors]):
-            whole.update(dict.fromkeys(variables, "no larger than their factors"))
-        elif is_of_variable:
-            whole.update(dict.fromkeys(variables, "with a parameter as a factor, which an update writes"))
-        else:
-            found[place] = gradient
-    return found
-
-
-def _of_no_form() -> str:
-    *first, last = (form.description for form in FORMS.values())
-    return f"neither {', '.join(first)} nor {last}"
-
-
-def _given(body: fx.Graph, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each placeholder of a body, the arguments that the calls pass for it."""
-    placeholders = [node for node in body.nodes if node.op == "placeholder"]
-    return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
+def _bytes_of_factors(graph: fx.Graph) -> int:
+    factors = {factor for node in calls_to(graph, *ops.FACTORED) for factor in node.all_input_nodes}
+    return sum(factor.meta["val"].numel() * factor.meta["val"].dtype.itemsize for factor in factors)
 
 
 @dataclass(frozen=True)

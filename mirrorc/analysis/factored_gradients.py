@@ -75,9 +75,10 @@ def left_to_shares(pack: fx.Node) -> list[fx.Node]:
     return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
 
 
-def factor_values(gradient: Any) -> tuple[torch.Tensor, ...]:
-    """The (fake) tensors of a gradient's factors."""
-    return tuple(factor.meta["val"] for factor in gradient.args)
+def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
+    """The (fake) tensors of a gradient's factors, of each of its parts."""
+    factors: Any = gradient.args
+    return form_of(gradient).parts([factor.meta["val"] for factor in factors])
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:

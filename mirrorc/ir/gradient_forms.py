@@ -1,23 +1,26 @@
 """Forms of gradient: how a gradient is represented by factors, and how the whole gradient is made from them.
 
 A gradient that is one tensor is whole. A gradient with a form is represented by a few smaller tensors, its factors, until its
-bucket is packed or each device makes its share of it. A form has one class here, and one in `mirrorc.runtime.state` that
-makes the shares.
+bucket is packed or each device makes its share of it. A gradient that several microbatches make has the factors of each, its
+parts, and is the sum over them. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.operation import operation_of
 from mirrorc.ir.rearrangements import SAME_MEMORY
 
+_T = TypeVar("_T")
 Apply = Callable[..., Any]
 """A function that applies its first argument, an operator of torch, to values: to tensors or to representations of them."""
 
@@ -44,7 +47,8 @@ class GradientForm(ABC):
 
     Args:
         operation: the operation of the IR that stands for a gradient of this form. Its arguments are the factors, its
-            keywords ``bucket``, ``variable``, ``replica`` and the form's own details.
+            keywords ``bucket``, ``variable``, ``replica`` and the form's own details. If it takes any number of arguments,
+            those are the factors of one part after the other.
 
     Attributes:
         operation: see above.
@@ -67,21 +71,40 @@ class GradientForm(ABC):
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the whole gradient with the operators that the captured graph had, because the verifier compares both.
+        """Makes the gradient of one part with the operators that the captured graph had, because the verifier compares both.
 
         Args:
             apply: applies an operator; the verifier's gives an expression in place of a tensor.
-            factors: the factors.
+            factors: the part's factors.
             shape: the gradient's.
             details: the form's own keywords, where the gradient has them.
         """
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a gradient of this form may have the factors of several microbatches."""
+        declared = operation_of(self.operation)
+        return declared is not None and declared.operands is None
+
+    def parts(self, factors: Sequence[_T]) -> list[tuple[_T, ...]]:
+        """The factors of each part of a gradient, given all arguments of its operation."""
+        number = len(self.factor_names)
+        return [tuple(factors[i : i + number]) for i in range(0, len(factors), number)]
+
+    def make_sum(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
+        """Makes the whole gradient of the factors of all its parts, in their order; arguments as for `make_whole`."""
+        wholes = [self.make_whole(apply, part, shape, **details) for part in self.parts(factors)]
+        return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
         """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
-        """The number of elements of the factors, which are held and moved instead of the gradient's; tensors may be fake."""
+        """The number of elements of the factors of all parts, which are held and moved instead of the gradient's.
+
+        Tensors may be fake.
+        """
         return sum(factor.numel() for factor in factors)
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mirrorc.ir.factored_types import of_index_add, of_product
 from mirrorc.ir.operation import Effect, Kind, Printed, Selection, operation
 from mirrorc.ir.program import Stage
 from mirrorc.ir.type_rules import (
@@ -23,13 +24,11 @@ from mirrorc.ir.type_rules import (
     of_commit,
     of_finiteness,
     of_gather,
-    of_index_add,
     of_loss_scale,
     of_microbatch,
     of_norm,
     of_operand,
     of_packed,
-    of_product,
     of_region,
     of_slot,
     of_told,
@@ -104,17 +103,19 @@ def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
-def product(left: Any, right: Any, *, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A variable's gradient as the factors ``left @ right``: `pack` makes it whole, or each device makes its share of it."""
+def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
+    """A variable's gradient as the factors ``left, right`` of ``left @ right``: `pack` makes it, or each device its share of it.
+
+    Microbatches have a pair of factors each, one pair after the other, and the gradient is the sum of the products.
+    """
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
-def index_add(
-    rows: Any, indices: Any, *, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None
-) -> Any:
+def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
-    Rows for the index ``padding_idx`` are not added. As for `product`, `pack` makes the gradient, or each device its share.
+    Rows for the index ``padding_idx`` are not added. As for `product`, `pack` makes the gradient, or each device its share, and
+    microbatches have a pair of rows and indices each.
     """
 
 

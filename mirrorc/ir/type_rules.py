@@ -79,33 +79,6 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
     return ("tensor", slot.shape, slot.strides, bucket.dtype, any_value(node.graph).device)
 
 
-def of_product(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot, which must be the type of the matrices' product."""
-    factors = [noted_type(factor) for factor in node.args]
-    slot = of_slot(program, node)
-    shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
-    if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
-        given = " and ".join(say_type(kind) for kind in factors)
-        raise TypeError(f"it multiplies {given}: it needs two matrices of {say_type(slot)} that fit each other")
-    if (shapes[0][0], shapes[1][1]) != slot[1]:
-        raise TypeError(f"its product is {[shapes[0][0], shapes[1][1]]}, but the slot is {say_type(slot)}")
-    return slot
-
-
-def of_index_add(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot. The first factor must have rows of the slot's width, and the second one an index for each row."""
-    slot = of_slot(program, node)
-    rows, indices, *more = [noted_type(factor) for factor in node.args]
-    given = [kind for kind in (rows, indices) if isinstance(kind, tuple) and kind[0] == "tensor"]
-    fits = len(given) == 2 and not more and given[1][3] in (torch.int32, torch.int64) and given[0][3] == slot[3]
-    if not fits or given[0][1] != (*given[1][1], *slot[1][1:]) or len(slot[1]) != 2:
-        said = " at ".join(say_type(kind) for kind in (rows, indices))
-        raise TypeError(
-            f"it adds {said}: it needs rows of {say_type(slot)}, and as many integers that name their places"
-        )
-    return slot
-
-
 def of_region(program: Program, node: fx.Node) -> ValueType:
     """A tuple of the types of the region's results."""
     return ("tuple", tuple(noted_type(result) for result in region_results(program, node)))

@@ -134,7 +134,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
         return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
-        arguments = ", ".join(values.factor_names(node))
+        arguments = values.factors(node)
     if node.target in ops.COLLECTIVES:
         arguments = _distinct(values, node)
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.gradient_forms import FORMS
+from mirrorc.ir.gradient_forms import FORMS, GradientForm
 from mirrorc.ir.nodes import (
     bucket_of,
     calls_to,
@@ -69,7 +70,7 @@ class LineComments:
         if is_forward:
             loss = " and the loss" if _gives_loss(program, call) else ""
             return f"forward of {span}{loss}" if span else f"forward{loss}"
-        has_loss = any(_is_loss_weight(program, node) for node in call.all_input_nodes)
+        has_loss = any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
         return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
 
 
@@ -168,10 +169,19 @@ def _made_by(call: fx.Node) -> set[str]:
 def _factored(program: Program, node: fx.Node) -> str:
     """Says the types of the factors, and where the gradient is made from them."""
     form = FORMS.get(node.target)
-    types = [type_of(factor.meta.get("val")) for factor in node.all_input_nodes]
-    made_of = form.expression(*types) if form is not None else ", ".join(types)
+    types = [type_of(factor.meta.get("val")) for factor in node.args if isinstance(factor, fx.Node)]
+    made_of = _sum(form, types) if form is not None else ", ".join(types)
     maker = maker_of(node)
     return f"{made_of}, made {maker.value}" if maker is not None else made_of
+
+
+def _sum(form: GradientForm, types: Sequence[str]) -> str:
+    """The sum over the parts of a gradient, as a product of a number where parts are alike: ``4 x (f32[8, 2] @ f32[2, 8])``."""
+    parts = [form.expression(*part) for part in form.parts(types)]
+    if len(parts) == 1:
+        return parts[0]
+    counts = [(part, sum(1 for _ in alike)) for part, alike in itertools.groupby(parts)]
+    return " + ".join(f"{number} x ({part})" if number > 1 else part for part, number in counts)
 
 
 def _packed(program: Program, node: fx.Node) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -28,6 +27,8 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.templates import filled
+
+aten = torch.ops.aten
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -134,16 +135,22 @@ class PrintedValues:
         """The value's own name, which is the same on all replicas, even if values of its kind are counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
-    def factor_names(self, gradient: fx.Node) -> list[str]:
-        """The names of the factors of a gradient, such as ``left`` and ``right``; arguments and variables keep their names."""
+    def factors(self, gradient: fx.Node) -> str:
+        """The names of a gradient's factors, such as ``left, right``, and how many microbatches have them.
+
+        Arguments and variables keep their names.
+        """
         form = FORMS.get(gradient.target)
-        factors = gradient.all_input_nodes
-        roles = form.factor_names if form is not None else [self.own_name(factor) for factor in factors]
+        factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
+        if form is None:
+            return ", ".join(map(self.own_name, factors))
+        first, *others = form.parts(factors) or [()]
         has_own_name = ("argument", "variable")
-        return [
-            self.own_name(factor) if role is None or self.kinds[factor][0] in has_own_name else role
-            for factor, role in itertools.zip_longest(factors, roles[: len(factors)])
+        names = [
+            self.own_name(factor) if self.kinds[factor][0] in has_own_name else role
+            for factor, role in zip(first, form.factor_names, strict=False)
         ]
+        return ", ".join(names) + (f" of {1 + len(others)} microbatches" if others else "")
 
     def typed(self, node: fx.Node) -> str:
         """The name and the type of a value where it is defined."""
@@ -204,7 +211,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
                 yield "write", str(node.kwargs["variable"]), source
     output: Any = graph.output_node().args[0]
     if not isinstance(output, dict):
-        yield from [("loss", "loss", output)] if output is not None else []
+        yield from _losses(program, output) if output is not None else ()
         return
 
     def as_nodes(value: Any) -> Sequence[fx.Node]:
@@ -213,4 +220,20 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     for key, kind in (("gradients", "gradient"), ("writes", "write")):
         for name, value in output.get(key, {}).items():
             yield from ((kind, name, node) for node in as_nodes(value))
-    yield from (("loss", "loss", node) for node in as_nodes(output.get("losses", output.get("loss"))))
+    for node in as_nodes(output.get("losses", output.get("loss"))):
+        yield from _losses(program, node)
+
+
+def _losses(program: Program, loss: fx.Node) -> Iterator[tuple[str, str, fx.Node]]:
+    """A loss. If it is the sum over microbatches, also their losses and the sums up to each, numbered from 1."""
+    sums = [loss]
+    while program.microbatches and sums[-1].target is aten.add.Tensor and len(sums[-1].all_input_nodes) == 2:
+        sums.append(sums[-1].all_input_nodes[0])
+    for number, total in enumerate(reversed(sums), 1) if len(sums) > 1 else ():
+        own: Any = total.args[1] if number > 1 else total
+        if own.target is aten.mul.Tensor:
+            yield "loss", f"weighted_loss_microbatch_{number}", own
+            own = own.args[0]
+        yield "loss", f"loss_microbatch_{number}", own
+        yield "loss", f"loss_sum_microbatch_{number}", total
+    yield "loss", "loss", loss

@@ -182,7 +182,7 @@ class Expressions:
             first, _ = self.roots.get(source, (source, None))
             return Number(self.number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
 
-        whole = form_of(gradient).make_whole(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
+        whole = form_of(gradient).make_sum(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
         assert isinstance(whole, Number), "a form of gradient makes it by operators"
         return whole.number
 

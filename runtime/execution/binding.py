@@ -27,7 +27,7 @@ from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, exa
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
@@ -154,8 +154,8 @@ class Binder:
     def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         form, details, shape = form_of(node), details_of(node), node.meta["val"].shape
         if stays_factored(node):
-            return _factors
-        return lambda *factors, **_: form.make_whole(_apply, factors, shape, **details)
+            return lambda *factors, **_: form.parts(factors)
+        return lambda *factors, **_: form.make_sum(_apply, factors, shape, **details)
 
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
@@ -288,10 +288,6 @@ def _zeros(
         return whole if of_shares is None else of_shares
 
     return pack
-
-
-def _factors(*factors: torch.Tensor, **_: Any) -> Factors:
-    return factors
 
 
 def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:

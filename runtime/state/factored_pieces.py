@@ -47,7 +47,7 @@ class ProductPiece(Rectangle):
     """A rectangle of the sum of matrix products."""
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Multiplies the factors of all replicas in one product, or in one product for each replica, whichever moves less memory.
+        """Multiplies the factors of all parts in one product, or in one product for each part, whichever moves less memory.
 
         One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
         """
@@ -62,11 +62,11 @@ class ProductPiece(Rectangle):
         for left, right in pairs[1:]:
             torch.addmm(out, left, right, out=out)
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         m, n = (part.stop - part.start for part in (self.rows, self.columns))
-        lefts = [own[self.factored][0] for own in factors]
+        lefts = [left for own in factors for left, _ in own[self.factored]]
         num_inner = sum(left.shape[1] for left in lefts)
-        is_copied = _is_one_product(m, n, num_inner, len(factors))
+        is_copied = _is_one_product(m, n, num_inner, len(lefts))
         return num_inner * (m + n) * lefts[0].itemsize if is_copied else 0
 
 
@@ -81,7 +81,7 @@ class TablePiece(Rectangle):
 
     Attributes:
         padding_idx: the row of the table that is left out.
-        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each replica;
+        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each part;
             None if the content of the memory is unknown.
     """
 
@@ -109,7 +109,7 @@ class TablePiece(Rectangle):
     def forget(self) -> None:
         self.written = None
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
-        """The bytes of the rows that are selected from one replica's; assumes that the shares get equal parts of them."""
-        rows = max((own[self.factored][0] for own in factors), key=torch.Tensor.numel)
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        """The bytes of the rows that are selected from one part's; assumes that the shares get equal parts of them."""
+        rows = max((rows for own in factors for rows, _ in own[self.factored]), key=torch.Tensor.numel)
         return rows.numel() // len(factors) * rows.itemsize

@@ -69,11 +69,11 @@ def make_whole(bucket: FactoredBucket) -> None:
     make_share([bucket], 0)
 
 
-def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Factors]]) -> int:
+def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
     """The most temporary bytes that `make_share` allocates.
 
     Args:
         pieces: of the share.
-        factors: of each replica with examples, of the bucket's gradients as factors; tensors may be fake.
+        factors: of each replica with examples, of the bucket's gradients as factors, of each part; tensors may be fake.
     """
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

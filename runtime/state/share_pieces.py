@@ -13,7 +13,7 @@ from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
 Factors = tuple[torch.Tensor, ...]
-"""The factors of a gradient, in the order of its form's `factor_names`."""
+"""The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class FactoredBucket:
 
     Attributes:
         tensor: the bucket, 1-D; the slots of gradients as factors are not written.
-        factors: the factors of these gradients, in order of their slots; none on a replica without examples.
+        factors: the factors of each part of these gradients, in order of their slots; none on a replica without examples.
         pieces: the pieces of which the replica's share consists.
     """
 
     tensor: torch.Tensor
-    factors: Sequence[Factors]
+    factors: Sequence[Sequence[Factors]]
     pieces: Sequence[Piece]
 
 
@@ -55,11 +55,11 @@ class Piece(ABC):
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Forgets what earlier steps have written, because the bucket may have been overwritten since."""
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Factors]]) -> int:
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """The most temporary bytes that `make` allocates.
 
         Args:
-            factors: of each replica with examples, of the bucket's gradients as factors; tensors may be fake.
+            factors: of each replica with examples, of the bucket's gradients as factors, of each part; tensors may be fake.
         """
         return 0
 
@@ -101,12 +101,13 @@ class FactoredPiece(Piece):
         """Writes the sum over all replicas.
 
         Args:
-            factors: the gradient's factors on each replica that has examples, in order.
+            factors: the gradient's factors on each replica that has examples, in order, those of one part after the other.
             total: the piece's elements, 1-D; they hold what the last step left there.
         """
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        self.add_up([bucket.factors[self.factored] for bucket in buckets if bucket.factors], total)
+        parts = [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
+        self.add_up(parts, total)
 
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")

@@ -112,6 +112,30 @@ def test_compiled_regions_add_to_slots_too() -> None:
     assert_same_training(found, expected, TOLERANCE)
 
 
+class Factored(nn.Module):
+    """A table and a layer whose gradients are larger than their factors, and a layer whose gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.wide, self.head = nn.Embedding(40, 9, padding_idx=2), nn.Linear(9, 31), nn.Linear(31, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        words = (input[:, :2] * 3).long().abs()
+        return self.head(torch.tanh(self.wide(self.table(words).sum(1))))
+
+
+@pytest.mark.parametrize(("num_devices", "microbatches"), [(2, 3), *slow((2, 2), (3, 2), (4, 3))])
+def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = Factored().double()
+    expected = train_on_one_device(model, SGD, batches(), F.cross_entropy)
+    passes = default_pipeline(min_factored_elements=0, microbatches=microbatches)
+    found = train_mirrored(
+        model, SGD, batches(), num_devices, F.cross_entropy, passes=passes, microbatches=microbatches
+    )
+    assert_same_training(found, expected, TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -133,6 +133,13 @@ def test_after_it_is_taken_back_its_gradients_stay_whole() -> None:
     assert "shift" not in factored(FactorGradients(min_elements=0).run(outlined))
 
 
+def test_gradients_of_microbatches_are_whole_if_its_operation_takes_the_factors_of_one(row_sum: Symbol) -> None:
+    captured = captured_model(Shifted(), rows=4, microbatches=2)
+    program = run_passes(captured, default_pipeline(min_factored_elements=0, microbatches=2), [Verify()])
+    assert factored(program) == {"linear.weight"}
+    assert "a sum of rows that is made of the factors of one microbatch alone" in str(program.remarks)
+
+
 def test_it_is_printed_and_saved(row_sum: Symbol, tmp_path: Path) -> None:
     program = compiled()
     assert "shift" in factored(program) and "row_sum(" in program.to_text()

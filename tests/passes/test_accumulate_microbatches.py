@@ -1,15 +1,15 @@
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, captured_two_layers, every_stage, outputs, targets
-from torch import fx
+from tiny_programs import SMALL_BUCKETS, captured_model, captured_two_layers, every_stage, outputs, targets
+from torch import fx, nn
 
 from mirrorc.analysis.slots_of_values import slot_of
 from mirrorc.custom_ops import matmul
-from mirrorc.errors import PassError, VerifyError
+from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
-from mirrorc.passes import AccumulateMicrobatches, FactorGradients, default_pipeline
-from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.passes import AccumulateMicrobatches
+from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 
 PASS = AccumulateMicrobatches()
@@ -19,6 +19,12 @@ def microbatched(num_devices: int = 2, rows: int = 13, microbatches: int = 3) ->
     """The programs after each pass, by its name; every gradient has a bucket of its own."""
     captured = captured_two_layers(num_devices, rows, microbatches)
     return every_stage(captured, microbatches=microbatches, **SMALL_BUCKETS)
+
+
+def factored(rows: int) -> dict[str, Program]:
+    """The same of a layer whose gradient stays factors."""
+    captured = captured_model(nn.Linear(40, 30), 2, rows, columns=40, microbatches=3)
+    return every_stage(captured, microbatches=3, min_factored_elements=0, **SMALL_BUCKETS)
 
 
 def called(graph: fx.Graph) -> list[str]:
@@ -67,6 +73,34 @@ def test_a_region_that_adds_gives_the_sum() -> None:
         torch.testing.assert_close(slot_then, slot + written)
 
 
+def test_gradients_that_stay_factors_have_those_of_all_microbatches() -> None:
+    found = factored(rows=13)
+    before, after, lowered = found["factor-gradients"], found[PASS.name], found["lower-devices"]
+    verify(after, before=found["place-gradients"], after=PASS.name)
+    assert before.microbatches == ((3, 2, 2), (2, 2, 2))
+    shapes = [
+        [tuple(factor.meta["val"].shape) for factor in targets(g, ops.product)[0].args] for g in after.shard_graphs
+    ]
+    assert shapes[0] == [(30, 3), (3, 40), (30, 2), (2, 40), (30, 2), (2, 40)]
+    assert shapes[1] == [(30, 2), (2, 40)] * 3
+    text = lowered.to_text()
+    (one, other) = [line for line in text.splitlines() if " = product(" in line]
+    assert "d(weight)" in one and "= product(bucket=0, left, right of 3 microbatches)" in one
+    assert "# f32[30, 3] @ f32[3, 40] + 2 x (f32[30, 2] @ f32[2, 40]), made by shares" in one
+    assert "# 3 x (f32[30, 2] @ f32[2, 40]), made by shares" in other
+    assert len(read_program_text(text).lines_of("cpu:1")) == len(
+        read_program_text(lowered.to_text(fold=False)).lines_of("cpu:1")
+    )
+
+
+def test_the_factors_of_all_microbatches_are_to_be_smaller() -> None:
+    """40 x 30 elements; the factors have 70 for each row: 17 rows of a shard are fewer, 18 are not, whatever each part has."""
+    assert targets(factored(rows=34)[PASS.name].shard_graphs[0], ops.product)
+    stages = factored(rows=35)
+    assert not any(targets(graph, ops.product) for graph in stages[PASS.name].shard_graphs)
+    assert "no larger than their factors" in str(stages["factor-gradients"].remarks[-1])
+
+
 def test_the_verifier_refuses_a_microbatch_that_is_missing_twice_or_another() -> None:
     found = microbatched(1, 6, 2)
     before, after = found["place-gradients"], found[PASS.name]
@@ -99,11 +133,6 @@ def test_the_verifier_refuses_a_microbatch_that_is_missing_twice_or_another() ->
 
 def test_what_it_cannot_take_is_refused() -> None:
     captured = captured_two_layers(2, 8, 2)
-    with pytest.raises(PassError, match="leave 'factor-gradients' out"):
-        whole = captured.evolve(shard_of_microbatch=(), microbatches=())
-        first = [one for one in default_pipeline(**SMALL_BUCKETS) if one.name in ("plan-buckets", "outline-regions")]
-        factored = FactorGradients(min_elements=0).run(run_passes(whole, first))
-        PASS.run(factored.evolve(shard_of_microbatch=captured.shard_of_microbatch, microbatches=captured.microbatches))
     with pytest.raises(VerifyError, match="run 'accumulate-microbatches' before 'replicate'"):
         verify(every_stage(captured, **SMALL_BUCKETS)["replicate"])
     alone = captured_two_layers(2, 2, 2)

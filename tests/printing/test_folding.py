@@ -178,5 +178,5 @@ def test_microbatches_that_run_the_same_are_told_once_and_come_back(microbatches
     lines, short = (program.to_text(fold=fold).splitlines() for fold in (False, True))
     found = [line for line in short if line.startswith("    … microbatch")]
     last = f" … {microbatches - 2}" if microbatches > 4 else ""
-    assert found == [f"    … microbatch 2{last}: as microbatch 1 (the 4 lines above)"] * marks
+    assert found == [f"    … microbatch 2{last}: as microbatch 1 (the 6 lines above)"] * marks
     assert [" ".join(text.split()) for _, text in unfolded(short)] == [" ".join(line.split()) for line in lines]

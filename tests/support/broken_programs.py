@@ -24,7 +24,7 @@ from tiny_programs import (
     run_up_to,
     targets,
 )
-from torch import fx
+from torch import fx, nn
 
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
@@ -191,6 +191,20 @@ def microbatched(pass_name: str, change: Callable[[Program], Program]) -> Mutati
         program = every_stage(captured_two_layers(2, 8, 2), microbatches=2, **SMALL_BUCKETS)[pass_name]
         verify(program)
         return change(program)
+
+    return "pack-gradients", mutate
+
+
+def factored(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Mutation:
+    """A change of a factored gradient's operands, on two devices, each of which runs two microbatches."""
+
+    def mutate(_: Program) -> Program:
+        captured = captured_model(nn.Linear(40, 30), 2, 8, columns=40, microbatches=2)
+        program = every_stage(captured, microbatches=2, min_factored_elements=0)["lower-devices"]
+        verify(program)
+        return change_of(lambda graph: set_args(first(graph, ops.product), change(first(graph, ops.product).args)))(
+            program
+        )
 
     return "pack-gradients", mutate
 
@@ -1024,6 +1038,11 @@ BAD: dict[str, list[Mutation]] = {
         microbatched("place-gradients", lambda program: program.evolve(microbatches=((2, 3), (2, 2)))),
         microbatched("place-gradients", lambda program: program.evolve(shard_of_microbatch=((0, 0), (0, 1)))),
         microbatched("lower-devices", lambda program: program.evolve(microbatches=((2, 2),))),
+    ],
+    "each_microbatch_gives_its_factors": [
+        factored(lambda factors: factors[:2]),
+        factored(lambda factors: factors + factors[:2]),
+        factored(lambda factors: factors[:2] * 2),
     ],
     "each_microbatch_is_taken_once": [
         microbatched("replicate", change_of(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),

@@ -12,9 +12,10 @@ from torch import fx
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.routes import place_of
+from mirrorc.ir.routes import place_of, replica_at
 from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
@@ -68,6 +69,21 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
                         f"{where(replica)} takes the microbatches {indices} of {argument.name}, which has {len(sizes)}",
                         argument,
                     )
+
+
+@rule(since=Stage.REPLICATED)
+def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
+    """A gradient that is left as factors has those of each microbatch of its replica, once."""
+    for _, graph, _ in scopes(program):
+        for node in calls_to(graph, *FORMS):
+            parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)
+            number = max(1, len(program.microbatches[replica])) if program.microbatches else 1
+            if len(parts) != number:
+                yield Violation(
+                    f"{node.name} has the factors of {len(parts)} microbatches, where {number} are run", node
+                )
+            elif len(set(parts)) < number:
+                yield Violation(f"{node.name} has the factors of one microbatch twice", node)
 
 
 @rule(since=Stage.OUTLINED)

@@ -49,7 +49,9 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
             place = slice(slot.offset, slot.offset + slot.num_elements)
             expected[place] += gradient
             flat[place] = 777.0 if which[i] else gradient  # what nobody made is not looked at
-            factors += [(left, right)] if which[i] else []
+            cut = k // 2  # two microbatches
+            parts = [(left[:, :cut], right[:cut]), (left[:, cut:], right[cut:])]
+            factors += [parts] if which[i] else []
         buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
     for replica in reversed(range(num_replicas)):
         before = buckets[0].tensor.clone()
@@ -71,7 +73,7 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
     pairs = [(torch.rand(k, 96, dtype=dtype).t(), torch.rand(k, 64, dtype=dtype)) for _ in range(2)]
     flats = [torch.zeros(bucket.num_elements, dtype=dtype) for _ in pairs]
     buckets = [
-        FactoredBucket(flat, [pair], pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], replica, 2))
+        FactoredBucket(flat, [[pair]], pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], replica, 2))
         for replica, (flat, pair) in enumerate(zip(flats, pairs, strict=True))
     ]
     for replica in range(2):
@@ -85,7 +87,7 @@ def test_no_rows_at_all_give_zeros() -> None:
     bucket = bucket_of([(8, 4)])
     flat = torch.full((bucket.num_elements,), 7.0)
     pieces = pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], 0, 1)
-    make_share([FactoredBucket(flat, [(torch.rand(8, 0), torch.rand(0, 4))], pieces)], 0)
+    make_share([FactoredBucket(flat, [[(torch.rand(8, 0), torch.rand(0, 4))]], pieces)], 0)
     assert torch.equal(flat[:32], torch.zeros(32))
 
 
@@ -121,7 +123,8 @@ def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
             expected[after] += 2.0
             gradient = torch.ops.aten.embedding_dense_backward(rows, indices, shape[0], padding_idx, False)
             expected[table] += gradient.flatten()
-            buckets.append(FactoredBucket(flat, [(rows, indices)], own))
+            parts = [(rows[: size // 2], indices[: size // 2]), (rows[size // 2 :], indices[size // 2 :])]
+            buckets.append(FactoredBucket(flat, [parts], own))
         for own in pieces:
             if forget:
                 flats[0][table] = 777.0
@@ -137,11 +140,11 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     bucket = bucket_of([(50, 4)])
     pieces = pieces_of_share(bucket, [FactoredSlot(0, TABLE)], 0, 1)
     flat = torch.full((bucket.num_elements,), 777.0)
-    made = FactoredBucket(flat, [(torch.ones(2, 4), torch.tensor([3, 7]))], pieces)
+    made = FactoredBucket(flat, [[(torch.ones(2, 4), torch.tensor([3, 7]))]], pieces)
     make_share([made], 0)
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [3, 7]
     flat[4 * 20] = 5.0  # as no step would
-    make_share([FactoredBucket(flat, [(torch.ones(1, 4), torch.tensor([9]))], pieces)], 0)
+    make_share([FactoredBucket(flat, [[(torch.ones(1, 4), torch.tensor([9]))]], pieces)], 0)
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
 
 
@@ -155,12 +158,17 @@ def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows
     bucket, num_replicas = bucket_of(shapes), len(rows)
     factored = [FactoredSlot(i, PRODUCT) for i in range(len(shapes))]
     pairs = [
-        [(torch.ones(m, k, dtype=torch.float64), torch.ones(k, n, dtype=torch.float64)) for m, n in shapes]
+        [
+            [(torch.ones(m, part).double(), torch.ones(part, n).double()) for part in (k, 1)]  # two microbatches
+            for m, n in shapes
+        ]
         for k in rows
     ]
     for replica in range(num_replicas):
         pieces = pieces_of_share(bucket, factored, replica, num_replicas)
         buckets = [FactoredBucket(torch.zeros(bucket.num_elements, dtype=torch.float64), own, pieces) for own in pairs]
-        given_ = [own.tensor for own in buckets] + [factor for own in pairs for pair in own for factor in pair]
+        given_ = [own.tensor for own in buckets] + [
+            factor for own in pairs for parts in own for pair in parts for factor in pair
+        ]
         taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
         assert taken == temporary_bytes(pieces, pairs)

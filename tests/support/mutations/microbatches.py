@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
 from mutations.places import placed_nodes, with_keywords
@@ -48,3 +50,42 @@ def add_to_an_empty_slot(program: Program) -> Iterator[Edit]:
             own = f"{name}_adding{f'_shard{shard}' if shard else ''}"
             if call.op == "call_function" and own in program.regions and given_slots(call):
                 yield partial(with_keywords, call, region=own)
+
+
+def _parts(node: Any) -> list[tuple[Any, ...]]:
+    return form_of(node).parts(node.args)
+
+
+@breaks
+def leave_out_the_factors_of_a_microbatch(program: Program) -> Iterator[Edit]:
+    """A gradient is made of the factors of all microbatches but one."""
+    for node in placed_nodes(program, *ops.FACTORED):
+        parts = _parts(node)
+        for index in range(len(parts)) if len(parts) > 1 else ():
+            rest = (*parts[:index], *parts[index + 1 :])
+            yield partial(setattr, node, "args", tuple(factor for part in rest for factor in part))
+
+
+@breaks
+def take_the_factors_of_a_microbatch_twice(program: Program) -> Iterator[Edit]:
+    """A gradient is made of the factors of one microbatch in place of another's, or once more than there are."""
+    for node in placed_nodes(program, *ops.FACTORED):
+        first, *others = _parts(node)
+        yield partial(setattr, node, "args", (*first, *node.args))
+        for index, part in enumerate(others):
+            if [factor.meta["val"].shape for factor in part] == [factor.meta["val"].shape for factor in first]:
+                taken = (first, *others[:index], first, *others[index + 1 :])
+                yield partial(setattr, node, "args", tuple(factor for part in taken for factor in part))
+
+
+@breaks
+def exchange_a_factor_of_two_microbatches(program: Program) -> Iterator[Edit]:
+    """A factor of one microbatch stands beside one of another's."""
+    for node in placed_nodes(program, *ops.FACTORED):
+        first, *others = _parts(node)
+        for index, part in enumerate(others):
+            if part[0].meta["val"].shape == first[0].meta["val"].shape and part[1:] != first[1:]:
+                args = list(node.args)
+                place = len(first) * (index + 1)
+                args[0], args[place] = args[place], args[0]
+                yield partial(setattr, node, "args", tuple(args))

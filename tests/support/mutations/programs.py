@@ -257,6 +257,7 @@ def handmade_sources() -> Iterator[Source]:
     parts = {"microbatches": 2}
     torch.manual_seed(0)
     yield Source("products, microbatches on 2", captured_model(Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
+    yield Source("tables, microbatches on 2", captured_model(Tables(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
     for kind in (Accumulation.ADDS, Accumulation.ENDS):
         bounds = clipped | {"check_finite": True}
         yield Source(f"pairs, {kind} on 2", handmade(2, pairs, buffer=True).evolve(accumulation=kind), caps | bounds)
