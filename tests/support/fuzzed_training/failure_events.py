@@ -20,7 +20,7 @@ import mirrorc
 from fuzzed_training.events import draw_batch, event
 from fuzzed_training.models import POISON, POISON_IN_BACKWARD
 from fuzzed_training.pair import REFUSALS, Pair
-from fuzzed_training.settings import OPTIONAL_PASSES, Distribution
+from fuzzed_training.settings import MAX_GRAD_NORMS, MAX_GRAD_VALUES, MICROBATCHES, OPTIONAL_PASSES, Distribution
 from mirrorc.runtime.devices.thread_pool import DevicePool
 
 _ROOT = Path(mirrorc.__file__).parents[1]
@@ -51,7 +51,7 @@ def fail_an_assert(pair: Pair, draw: Random) -> None:
 
 
 def _fail(pair: Pair, batch: dict[str, Any], pattern: str) -> None:
-    before = pair.begin()
+    before = pair.begin(batch)
     try:
         pair.step(**batch)
     except REFUSALS as error:
@@ -72,7 +72,8 @@ def fail_to_allocate(pair: Pair, draw: Random) -> None:
         name = draw.choice([name for name in pair.twin.parameters() if "head" not in name])
         for side in pair.sides:
             side.parameters()[name].requires_grad_(not side.parameters()[name].requires_grad)
-    batch, before = draw_batch(pair, draw), pair.begin()
+    batch = draw_batch(pair, draw)
+    before = pair.begin(batch)
     place = draw.choice(("", "state/variables.py", "state/flat_state.py"))
     with failing_allocations(draw.randrange(4 if place else 30), f"{_RUNTIME}/{place}") as has_failed:
         try:
@@ -122,7 +123,7 @@ def interrupt(pair: Pair, draw: Random) -> None:
 
 
 def _interrupt(pair: Pair, batch: dict[str, Any], interrupted: Any) -> None:
-    before = pair.begin()
+    before = pair.begin(batch)
     is_interrupted = False
     with interrupted as has_come:
         try:
@@ -137,7 +138,7 @@ def _interrupt(pair: Pair, batch: dict[str, Any], interrupted: Any) -> None:
     assert is_interrupted == bool(has_come), f"raised: {is_interrupted}, but the signal has come: {bool(has_come)}"
     if is_interrupted:
         pair.log.append(f"interrupted at {has_come[0]}; then, compared with the state before: {pair.differences()[:3]}")
-    if is_interrupted and not pair.differences():
+    if is_interrupted and not pair.differences() and pair.keeps_the_same():
         assert not pair.has_drawn(), "an interrupted step has drawn from torch's generator"
         return
     pair.follow(batch)
@@ -236,6 +237,9 @@ def draw_distribution(draw: Random) -> Distribution:
         factors=draw.random() < 0.3,
         exact_order=draw.random() < 0.2,
         is_checked=draw.random() < 0.3,
+        microbatches=draw.choice(MICROBATCHES),
+        max_grad_norm=draw.choice(MAX_GRAD_NORMS),
+        max_grad_value=draw.choice(MAX_GRAD_VALUES),
     )
 
 

@@ -20,6 +20,7 @@ from fuzzed_training.settings import OPTIMIZERS, Distribution, Setting
 from mirrorc import MirrorcError
 
 REFUSALS = (MirrorcError, ValueError, TypeError)
+_KEPT_IN_VAIN = "has kept a gradient of .*, which this step does not train"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Pair:
         num_steps: steps that mirrorc has made.
         num_calls: calls of the present step object.
         num_steps_of_step: those that were made.
+        has_run: whether it has run anything.
         log: what happened, for the message of a failure.
     """
 
@@ -79,12 +81,13 @@ class Pair:
     def _compile(self, distribution: Distribution) -> None:
         self.distribution = distribution
         self.num_calls = self.num_steps_of_step = 0
+        self.has_run = False
         self.step = self._step_for(self.mine, distribution)
         if self.setting.is_repeated:
             self._trainer = Repetition(self._step_for(self.twin, distribution))
         else:
             own = self.twin
-            self._trainer = PlainTraining(own.model, own.optimizer, distribution.num_devices, not self._is_sum)
+            self._trainer = PlainTraining(own.model, own.optimizer, distribution, not self._is_sum)
 
     def _step_for(self, side: Side, distribution: Distribution) -> mirrorc.Step:
         reduction = "sum" if self._is_sum else "mean"
@@ -106,7 +109,7 @@ class Pair:
     def is_held_once(self, name: str) -> bool:
         """Whether all replicas read the user's own memory of a parameter, so that writes that no version counts reach them."""
         own = self.mine.parameters()[name]
-        if self.num_steps_of_step == 0:
+        if not self.has_run:
             return True
         variable = self.step.variables.get(name)  # None if the last program does not read it
         return variable is not None and all(value.data_ptr() == own.data_ptr() for value in variable.values)
@@ -117,18 +120,66 @@ class Pair:
 
     def train(self, batch: Mapping[str, Any]) -> None:
         """Trains both on a batch. What is refused has changed nothing; it is taken back, and the step is repeated."""
-        before = self.begin()
-        try:
-            loss = self.step(**batch).item()
-        except REFUSALS as error:
-            self.take_back_what_was_refused(error, before)
-            self.train(batch)
-            return
+        lost = self._kept_in_vain(batch)
+        loss = self._call("", batch)
+        assert not lost or not self.doubts, f"a step that does not train {lost} was not refused"
         self.follow(batch, loss)
 
-    def begin(self) -> Snapshot:
-        """Before a call of the step: what it may have to leave as it is."""
+    def accumulate(self, batch: Mapping[str, Any]) -> None:
+        """Keeps the gradients of a batch on both sides."""
+        self._follow("accumulate", batch, self._call("accumulate", batch))
+
+    def evaluate(self, batch: Mapping[str, Any]) -> None:
+        """Compares the losses of a batch, by forward alone."""
+        self._follow("evaluate", batch, self._call("evaluate", batch))
+
+    def _call(self, what: str, batch: Mapping[str, Any]) -> float:
+        """Calls the step, or one of its methods, until nothing is refused any more; returns the loss."""
+        while True:
+            before, call = self.begin(None if what else batch), getattr(self.step, what or "__call__")
+            try:
+                loss: float = call(**batch).item()
+            except REFUSALS as error:
+                self.take_back_what_was_refused(error, before)
+            else:
+                return loss
+
+    def _kept_in_vain(self, batch: Mapping[str, Any]) -> list[str]:
+        """The parameters of which gradients are kept, but which a step on a batch does not train."""
+        own = {id(p): name for name, p in self.twin.parameters().items()}
+        names = {own[id(p)]: p for p in self._trainer.kept() if id(p) in own}
+        heads = {"a": "head.", "b": "other_head."}
+        unused = tuple(start for key, start in heads.items() if "head" in batch and key != batch["head"])
+        return [name for name, p in names.items() if not p.requires_grad or name.startswith(unused)]
+
+    def keeps_the_same(self) -> bool:
+        """Whether both sides have accumulated as many examples."""
+        return self.step.num_accumulated == self._trainer.num_accumulated
+
+    def drop_accumulated(self, side: Side, module: nn.Module | None = None) -> None:
+        """The user calls `zero_grad` of a side's model, or of a part of it."""
+        module = side.model if module is None else module
+        module.zero_grad()
+        if side is self.twin:
+            self._trainer.drop(list(module.parameters()))
+
+    def drop_accumulated_by_optimizer(self, side: Side) -> None:
+        """The user calls `zero_grad` of a side's optimizer."""
+        side.optimizer.zero_grad()
+        if side is self.twin:
+            self._trainer.drop([p for group in side.optimizer.param_groups for p in group["params"]])
+
+    def drop_all_accumulated(self) -> None:
+        """Drops what is kept on both sides."""
+        self.step.zero_grad()
+        self._trainer.drop_all()
+
+    def begin(self, batch: Mapping[str, Any] | None = None) -> Snapshot:
+        """Before a call: what it may have to leave as it is. A step, which has a batch, may refuse what is kept."""
         self.num_calls += 1
+        is_unknown = self.setting.is_repeated and self.step.num_accumulated
+        if batch is not None and (is_unknown or self._kept_in_vain(batch)):
+            self.doubt(_KEPT_IN_VAIN, self.drop_all_accumulated)
         self._generator = torch.random.get_rng_state()
         return Snapshot(self.mine)
 
@@ -138,19 +189,26 @@ class Pair:
 
     def follow(self, batch: Mapping[str, Any], loss: float | None = None) -> None:
         """Makes the step that mirrorc has made on the other side, and checks that they agree."""
-        after = torch.random.get_rng_state()
-        torch.random.set_rng_state(self._generator)
-        expected = self._trainer.step(batch, self.loss_fn)
-        assert torch.equal(after, torch.random.get_rng_state()), "random streams differ"
-        assert loss is None or is_close(loss, expected, self._tolerance), f"the loss is {loss}, not {expected}"
+        self._follow("step", batch, loss)
         self.num_steps += 1
         self.num_steps_of_step += 1
-        self.check()
+        if self.distribution.max_grad_norm is not None:
+            own, expected = self.step.grad_norm, self._trainer.grad_norm
+            assert is_close(own, expected, self._tolerance), f"the norm is {own}, not {expected}"
         self.check_replicas()
+
+    def _follow(self, what: str, batch: Mapping[str, Any], loss: float | None) -> None:
+        self.has_run = True
+        after = torch.random.get_rng_state()
+        torch.random.set_rng_state(self._generator)
+        expected = getattr(self._trainer, what)(batch, self.loss_fn)
+        assert torch.equal(after, torch.random.get_rng_state()), "random streams differ"
+        assert loss is None or is_close(loss, expected, self._tolerance), f"the loss is {loss}, not {expected}"
+        self.check()
 
     def must_refuse(self, batch: Mapping[str, Any], pattern: str) -> None:
         """A call that is refused, whatever state the run is in."""
-        before = self.begin()
+        before = self.begin(batch)
         try:
             self.step(**batch)
         except REFUSALS as error:
@@ -183,6 +241,8 @@ class Pair:
     def check(self) -> None:
         """Both sides agree."""
         found = self.differences()
+        if not self.keeps_the_same():
+            found.append(f"{self.step.num_accumulated} examples are kept, not {self._trainer.num_accumulated}")
         assert not found, "\n  ".join(["mirrorc and plain PyTorch differ:", *found])
 
     def differences(self) -> list[str]:

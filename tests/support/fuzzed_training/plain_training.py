@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fuzzed_training.models import FunctionalNorm
+from fuzzed_training.settings import Distribution
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -22,18 +24,85 @@ class PlainTraining:
 
     Args:
         model, optimizer: in float64.
-        num_replicas: the number of shards of a batch.
+        distribution: the number of shards of a batch and of parts of each, and the bounds of gradients.
         is_mean: whether the loss is a mean over examples, otherwise it is a sum.
+
+    Attributes:
+        num_accumulated: the number of examples whose gradients are kept for the next step.
+        grad_norm: the norm of the last step's gradients, before it is bounded.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, num_replicas: int, is_mean: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, distribution: Distribution, is_mean: bool
+    ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.num_replicas, self.is_mean = num_replicas, is_mean
+        self.distribution, self.is_mean = distribution, is_mean
+        self.num_accumulated = 0
+        self.grad_norm = math.nan
+        self._kept: dict[nn.Parameter, torch.Tensor] = {}  # the gradients of a sum over examples
         self._own: dict[str, list[torch.Tensor]] = {}
         self._shown: dict[str, tuple[int, torch.Tensor]] = {}  # version and value after the last step
 
     def step(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
         """Trains on one batch; returns its loss. If it raises, the model and the optimizer are as before."""
+        loss, own = self._run(batch, loss_fn), len(batch["target"])
+        together = own + self.num_accumulated if self.is_mean else 1
+        for parameter in self._held() if self.num_accumulated else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(own / together if self.is_mean else 1.0)
+                parameter.grad.add_(self._kept.get(parameter, torch.zeros_like(parameter)) / together)
+        self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.drop_all()
+        return loss
+
+    def accumulate(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
+        """Keeps the gradients of one batch for the next step; returns its loss."""
+        loss, own = self._run(batch, loss_fn), len(batch["target"])
+        for parameter in self._held():
+            if parameter.grad is not None:
+                weighted = parameter.grad * (own if self.is_mean else 1)
+                self._kept[parameter] = weighted + self._kept.get(parameter, torch.zeros_like(parameter))
+        self.num_accumulated += own
+        self.optimizer.zero_grad()
+        return loss
+
+    def evaluate(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
+        """The loss of one batch, by forward alone."""
+        with torch.no_grad():
+            return self._run(batch, loss_fn)
+
+    def kept(self) -> Collection[nn.Parameter]:
+        """The parameters of which gradients are kept."""
+        return self._kept
+
+    def drop(self, parameters: Collection[nn.Parameter]) -> None:
+        """The user drops the gradients of parameters."""
+        self._kept = {kept: value for kept, value in self._kept.items() if all(kept is not p for p in parameters)}
+        if not self._kept:
+            self.num_accumulated = 0
+
+    def drop_all(self) -> None:
+        """All gradients that were kept are dropped."""
+        self.drop(list(self._kept))
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def _held(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def _clip(self) -> None:
+        own = [parameter for parameter in self._held() if parameter.grad is not None]
+        most, bound = self.distribution.max_grad_norm, self.distribution.max_grad_value
+        if most is not None:
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(own, most).item()
+        if bound is not None:
+            torch.nn.utils.clip_grad_value_(own, bound)
+
+    def _run(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
+        """Forward of all shards, and backward unless that is disabled; returns the loss of the batch."""
         buffers = dict(self._buffers())
         self._take_over(buffers)
         before = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -48,14 +117,9 @@ class PlainTraining:
                 buffer.detach().copy_(before[name])
             self.optimizer.zero_grad()
             raise
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self._own = own
         self._show(buffers, len(shards))
         return total
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of modules in training mode; the others' are not written."""
@@ -68,14 +132,16 @@ class PlainTraining:
         for name, buffer in buffers.items():
             version, value = self._shown.get(name, (-1, buffer))
             if version != buffer._version or not torch.equal(value, buffer):
-                self._own[name] = [buffer.clone() for _ in range(self.num_replicas)]
+                self._own[name] = [buffer.clone() for _ in range(self.distribution.num_devices)]
+
+    def _fewest(self) -> int:
+        """The fewest examples of a shard, or of a part of one: two where examples are normalized together."""
+        modules = self.model.modules()
+        return 2 if any(isinstance(m, nn.BatchNorm1d | FunctionalNorm) and m.training for m in modules) else 1
 
     def _shards(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The batch of each replica that has examples: where they are normalized together, each has two or more."""
-        is_together = any(isinstance(m, nn.BatchNorm1d | FunctionalNorm) and m.training for m in self.model.modules())
-        number = min(self.num_replicas, len(batch["target"]) // (2 if is_together else 1))
-        split = {k: v.tensor_split(number) if isinstance(v, torch.Tensor) else [v] * number for k, v in batch.items()}
-        return [{key: values[i] for key, values in split.items()} for i in range(number)]
+        """The batch of each replica that has examples."""
+        return _split(batch, min(self.distribution.num_devices, len(batch["target"]) // self._fewest()))
 
     def _run_replica(
         self,
@@ -86,19 +152,30 @@ class PlainTraining:
         buffers: Mapping[str, torch.Tensor],
         own: Mapping[str, list[torch.Tensor]],
     ) -> float:
-        """Forward and backward of a shard; returns its part of the loss."""
+        """Forward and backward of a shard, one part after the other; returns its part of the loss."""
         for name, buffer in buffers.items():
             buffer.copy_(own[name][replica])
-        target = shard.pop("target")
-        weight = len(target) / num_examples if self.is_mean else 1.0
-        loss = loss_fn(self.model(**shard), target) * weight
-        loss.backward()
+        most = self.distribution.microbatches if torch.is_grad_enabled() else 1
+        total = 0.0
+        for part in _split(shard, max(1, min(most, len(shard["target"]) // self._fewest()))):
+            target = part.pop("target")
+            weight = len(target) / num_examples if self.is_mean else 1.0
+            loss = loss_fn(self.model(**part), target) * weight
+            if torch.is_grad_enabled():
+                loss.backward()
+            total += loss.item()
         for name, buffer in buffers.items():
             own[name][replica] = buffer.clone()
-        return loss.item()
+        return total
 
     def _show(self, buffers: Mapping[str, torch.Tensor], num_shards: int) -> None:
         for name, buffer in buffers.items():
             values = self._own[name][:num_shards]
             buffer.copy_(torch.stack(values).mean(0) if buffer.is_floating_point() else values[0])
             self._shown[name] = buffer._version, buffer.clone()
+
+
+def _split(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """The tensors of a batch in so many parts, whose sizes differ by at most one; all else in each of them."""
+    split = {k: v.tensor_split(number) if isinstance(v, torch.Tensor) else [v] * number for k, v in batch.items()}
+    return [{key: values[i] for key, values in split.items()} for i in range(number)]

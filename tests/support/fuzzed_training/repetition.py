@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 import mirrorc
 
@@ -23,6 +24,33 @@ class Repetition:
     def step(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
         """Trains on one batch; returns its loss."""
         return self._step(**batch).item()
+
+    def accumulate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
+        """Keeps the gradients of one batch; returns its loss."""
+        return self._step.accumulate(**batch).item()
+
+    def evaluate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
+        """The loss of one batch, by forward alone."""
+        return self._step.evaluate(**batch).item()
+
+    @property
+    def num_accumulated(self) -> int:
+        return self._step.num_accumulated
+
+    @property
+    def grad_norm(self) -> float:
+        norm: float = self._step.grad_norm
+        return norm
+
+    def kept(self) -> Collection[nn.Parameter]:
+        """Not known: both sides refuse the same."""
+        return ()
+
+    def drop(self, parameters: Collection[nn.Parameter]) -> None:
+        """The step sees what the user drops."""
+
+    def drop_all(self) -> None:
+        self._step.zero_grad()
 
     def close(self) -> None:
         """Ends the step."""

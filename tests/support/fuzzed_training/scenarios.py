@@ -7,13 +7,29 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from fuzzed_training import failure_events, model_events, optimizer_events, python_events, users_steps
+from fuzzed_training import (
+    failure_events,
+    habit_events,
+    model_events,
+    optimizer_events,
+    python_events,
+    users_steps,
+)
 from fuzzed_training.events import EVENTS, Event
 from fuzzed_training.models import DROPOUT, FEATURES, LOSSES
 from fuzzed_training.pair import Pair
-from fuzzed_training.settings import OPTIMIZERS, OPTIONAL_PASSES, Distribution, Setting
+from fuzzed_training.settings import (
+    MAX_GRAD_NORMS,
+    MAX_GRAD_VALUES,
+    MICROBATCHES,
+    OPTIMIZERS,
+    OPTIONAL_PASSES,
+    Distribution,
+    Setting,
+)
 
 GROUPS = (
+    habit_events,
     model_events,
     optimizer_events,
     users_steps,
@@ -89,6 +105,9 @@ def draw_scenario(
         factors=factors,
         exact_order=exact_order,
         is_checked=random.choice((False, True)),
+        microbatches=random.choice(MICROBATCHES),
+        max_grad_norm=random.choice(MAX_GRAD_NORMS),
+        max_grad_value=random.choice(MAX_GRAD_VALUES),
     )
     setting = Setting(
         features=(*((DROPOUT,) if is_repeated else ()), *sorted(features)),

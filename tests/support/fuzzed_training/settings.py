@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,7 @@ OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "f
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes and checks."""
+    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes, checks and bounds."""
 
     num_devices: int = 2
     link: str | None = None
@@ -65,6 +66,9 @@ class Distribution:
     factors: bool = False
     exact_order: bool = False
     is_checked: bool = False
+    microbatches: int = 1
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
 
     def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
         """A step over the model."""
@@ -80,13 +84,22 @@ class Distribution:
                 link=self.link,
                 min_factored_elements=smallest,
                 check_finite=self.is_checked,
+                microbatches=self.microbatches,
+                max_grad_norm=self.max_grad_norm,
+                max_grad_value=self.max_grad_value,
             ),
+            microbatches=self.microbatches,
             disable_passes=self.left_out,
             exact_order=self.exact_order,
             check_replicas_every=int(self.is_checked),
             timeout_seconds=60.0,
             **options,
         )
+
+
+MICROBATCHES = (1, 1, 1, 2, 3)
+MAX_GRAD_NORMS = (None, None, None, 0.1, 10.0, math.inf)
+MAX_GRAD_VALUES = (None, None, None, None, 0.05)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def train_with_another_optimizer(pair: Pair, draw: Random) -> None:
 
 
 def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
-    side.model.zero_grad()
+    pair.drop_accumulated(side)
     arguments = dict(batch)
     target = arguments.pop("target")
     with torch.random.fork_rng(devices=()):  # dropout draws the same numbers on both sides
