@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from mirrorc.errors import ExecutionError
 from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.state.callers import Callers
 
 _T = TypeVar("_T")
 _LONGEST_CLOSING_SECONDS = 5.0
@@ -19,13 +20,13 @@ class ExclusiveCalls:
 
     Args:
         guard: handles Ctrl-C during a call.
-        callers: the thread whose call runs now, and the `ExclusiveCalls` to which the call belongs; shared by those steps.
+        callers: says whose call runs now, an `ExclusiveCalls` of one of those steps; they have it in common.
 
     Attributes:
         is_closed: whether the step is closed.
     """
 
-    def __init__(self, guard: InterruptGuard, callers: dict[str, tuple[int, object]]) -> None:
+    def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
         self._guard = guard
         self._pid = os.getpid()
         self._callers = callers
@@ -50,9 +51,9 @@ class ExclusiveCalls:
                 "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
                 "the child, or start the process with the 'spawn' method"
             )
-        guard, own = self._guard, (threading.get_ident(), self)
+        guard, own, callers = self._guard, (threading.get_ident(), self), self._callers.now
         try:
-            running = self._callers.setdefault("now", own)
+            running = callers.setdefault("now", own)
             if running is not own:
                 which = "the step" if running[1] is self else "another step over the same parameters"
                 raise ExecutionError(
@@ -63,9 +64,9 @@ class ExclusiveCalls:
             guard.begin()
             return function()
         finally:
-            if "now" in self._callers and self._callers["now"] is own:
+            if callers.get("now") is own:
                 guard.is_ending = True
-                del self._callers["now"]
+                del callers["now"]
                 if self.is_closed:
                     end_threads()
                     self._has_ended.set()
@@ -74,7 +75,7 @@ class ExclusiveCalls:
     @property
     def is_any_running(self) -> bool:
         """Whether a call runs, of this step or of another one over the same variables."""
-        return "now" in self._callers
+        return "now" in self._callers.now
 
     def check_open(self) -> None:
         """Raises `ExecutionError` if the step is closed."""
@@ -89,7 +90,7 @@ class ExclusiveCalls:
             end_threads: called if no call runs then; one that still does calls it when it ends.
         """
         self.is_closed = True
-        running = self._callers.get("now")
+        running = self._callers.now.get("now")
         if running is not None and running[1] is self and running[0] != threading.get_ident():
             interrupt()
             self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
@@ -97,5 +98,5 @@ class ExclusiveCalls:
             end_threads()
 
     def _is_running(self) -> bool:
-        running = self._callers.get("now")
+        running = self._callers.now.get("now")
         return running is not None and running[1] is self

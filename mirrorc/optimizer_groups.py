@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ class OptimizerGroups:
         if len(self._numbered) != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
             self._number_groups()
         return len(self._numbered)
+
+    def numbers_as(self, other: OptimizerGroups) -> bool:
+        """Whether these are the same optimizers, in the same order, whose groups have the same numbers."""
+        are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))
+        return are_same and len(self) == len(other) and self._numbered == other._numbered
+
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that they hold."""
+        return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
         """The optimizer of a group, and the group's index there."""
@@ -157,7 +167,7 @@ def update_rules(
     """
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
-    classes: dict[Any, int] = {}
+    classes: dict[int, dict[Any, int]] = {}  # of each group, so that a group's do not follow from the state of others
     rules = {}
     for name in updated:
         parameter = parameters[name]
@@ -165,7 +175,8 @@ def update_rules(
         optimizer, _ = groups[number]
         state_class, is_flat = 0, elementwise[id(optimizer)]
         if is_flat:
-            state_class = classes.setdefault(state_signature(optimizer.state.get(parameter, {})), len(classes))
+            known = classes.setdefault(number, {})
+            state_class = known.setdefault(state_signature(optimizer.state.get(parameter, {})), len(known))
         rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat)
     return rules
 

@@ -72,7 +72,7 @@ class Specializer:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
         self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
-        self._states = states_of(state)
+        self._state, self._states = state, states_of(state)
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
@@ -225,6 +225,7 @@ class Specializer:
             front_end=options.front_end,
         )
         self._check_memory(captured)
+        self._state.reads(captured.constants.values())
         times.append(time.perf_counter())
         if options.cuda_graphs and purpose.trains:
             check_captured_program(captured.program, options.optimizers)

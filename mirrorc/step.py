@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -44,7 +45,9 @@ class Step(StepReports):
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
-        super().__init__(options, model, make_state(held, options.check_replicas_every))
+        store, optimizers = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
+        options = replace(options, optimizers=optimizers.groups)  # whose groups have one count for all steps with them
+        super().__init__(options, model, make_state(held, store, optimizers, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers)
@@ -152,6 +155,7 @@ class Step(StepReports):
         """Compiles for a batch like this one, without training on it."""
 
         def compiled() -> Program:
+            self._state.begin_use()
             call, shards = self._signature.split(args, kwargs)
             is_stale = self._state.optimizers.is_stale()
             found, _ = self._specializer.specialization_for(
@@ -173,6 +177,7 @@ class Step(StepReports):
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
+        self._state.begin_use()
         if purpose.updates:
             self._habits.refuse_gradients_of_others()
         call, shards = self._signature.split(args, kwargs)
@@ -189,6 +194,7 @@ class Step(StepReports):
         return found.trained(loss, call)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._state.begin_use()
         call, shards = self._signature.split(args, kwargs, trains=False)
         found, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
         self._calls.check_open()

@@ -56,8 +56,10 @@ class StepReports(ABC):
     def variables(self) -> Mapping[str, MirroredVariable]:
         """The variables of the last call's program, by name; tied weights by each of their names."""
         program, last = self.program, self._last
-        if last is not None and not self._state.store.holds(program):
+        if last is not None and not self._state.store.has(program):
             self._exclusively(lambda: last.state.take_over(program))
+        elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
+            self._exclusively(self._state.catch_up)
         return mirrored_variables(program, self._state.store, self._model.tensors, self._model.names)
 
     @property
@@ -108,7 +110,7 @@ class StepReports(ABC):
         """
         program, last = self.program, self._last
         assert last is not None, "a step with a program has an executor"
-        return report_memory(program, last.regions, self._state.optimizers)
+        return report_memory(program, last.regions, self._state)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.

@@ -47,8 +47,9 @@ def untrained_tensors(
     many = f" and {len(names) - 3} others" if len(names) > 3 else ""
     note = (
         f"the loss of {what} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a parameter of the "
-        "model nor of a loss that is a module. A step gives no gradient to it, so that no optimizer can train it. Make it a "
-        "parameter of the model, or of a loss that is a module; if it is not to be trained, call requires_grad_(False) on it"
+        "model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer cannot train it. Make it "
+        "a parameter of the model, or of a loss that is a module; if another step trains it, as that of a critic, give both "
+        "steps a module that holds both models; if nothing is to train it, call requires_grad_(False) on it"
     )
     return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
 

@@ -116,7 +116,7 @@ class Binder:
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
         flat = self.state.store.buckets[bucket_of(node)]
-        names = [slot.variable for slot in flat.bucket.slots]
+        names = [slot.variable for slot in self.program.buckets[bucket_of(node)].slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     @binds(ops.pack)

@@ -16,8 +16,8 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
 from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.flat_optimizer import UpdateMemory
+from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak
 _LEAST_LISTED = 0.01  # of the peak
@@ -25,20 +25,18 @@ _LEAST_LISTED = 0.01  # of the peak
 Owners = tuple[str, ...]
 
 
-def report_memory(
-    program: Program, regions: Sequence[Mapping[str, RegionFunction]], optimizers: BucketOptimizers
-) -> MemoryReport:
+def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunction]], state: StepState) -> MemoryReport:
     """The memory of a step of a LOWERED program; no step need have run before.
 
     Args:
         program: the program.
         regions: for each device, its compiled regions by name.
-        optimizers: the optimizers of its buckets.
+        state: the state that it runs on.
     """
     tally = _Tally(program)
     for variable in program.variables.values():
         tally.add_variable(variable)
-    updates = {b.index: optimizers.update_memory(b) for b in program.buckets if b.rule.elementwise}
+    updates = {b.index: state.update_memory(b) for b in program.buckets if b.rule.elementwise}
     for bucket in program.buckets:
         tally.add_bucket(bucket)
         if bucket.index in updates:
@@ -46,9 +44,9 @@ def report_memory(
     alone: dict[int, list[Bucket]] = {}  # by optimizer
     for bucket in program.buckets:
         if not bucket.rule.elementwise:
-            alone.setdefault(id(optimizers.groups[bucket.rule.group][0]), []).append(bucket)
+            alone.setdefault(id(state.optimizers.groups[bucket.rule.group][0]), []).append(bucket)
     for own in alone.values():
-        tally.add_own_state(own, optimizers.own_state_bytes(own))
+        tally.add_own_state(own, state.own_state_bytes(own))
     found = _dry_runs(program, regions)
     temporaries = {index: update.temporary_bytes for index, update in updates.items()}
     walks = [activations_of(program, replica, found, temporaries) for replica in range(program.num_replicas)]

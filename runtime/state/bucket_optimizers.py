@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,9 +19,11 @@ from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, up
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownNumbers, ShownState, are_the_same
-from mirrorc.runtime.state.user_steps import UserSteps
+from mirrorc.runtime.state.user_steps import OwnSteps, UserSteps
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import storage_key
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,25 @@ class BucketOptimizers:
     Args:
         groups: the user's optimizers.
         store: the variables.
+        own_steps: tells the steps that mirrorc makes with optimizers of these variables.
         is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
             as torch's fused kernels require.
 
     Attributes:
         groups: the user's optimizers.
         user_steps: the steps that the user makes with them.
+        owner: the number under which the store has their buckets.
+        is_whole: whether the state is consistent.
     """
 
-    def __init__(self, groups: OptimizerGroups, store: VariableStore, *, is_captured: bool = False) -> None:
+    def __init__(
+        self, groups: OptimizerGroups, store: VariableStore, own_steps: OwnSteps, *, is_captured: bool = False
+    ) -> None:
         self.groups = groups
-        self.user_steps = UserSteps(groups.optimizers)
+        self.user_steps = UserSteps(groups.optimizers, own_steps)
+        self.owner = next(_numbers)
+        self.is_whole = True
+        self._own_steps = own_steps
         self._store = store
         self._state = FlatState((), self._flat_optimizer, self._user_states)
         self._shown = ShownState()
@@ -83,7 +94,7 @@ class BucketOptimizers:
         self._show(laid.shown)
 
     def _note_whether_fresh(self) -> None:
-        is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets)
+        is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets_of(self.owner))
         self.is_fresh = is_elementwise and not self._state.is_complete
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
@@ -229,20 +240,24 @@ class BucketOptimizers:
 
     def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
         """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would."""
-        owners = {id(self.groups[self._store.buckets[index].bucket.rule.group][0]) for index in buckets}
+        flats = self._store.buckets_of(self.owner)
+        owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
         running = [optimizer for optimizer in self.groups.optimizers if id(optimizer) in owners]
         for optimizer in running:
             optimizer.zero_grad(set_to_none=True)
         members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for index, gradient in zip(buckets, gradients, strict=True):
-            flat = self._store.buckets[index]
+            flat = flats[index]
             homes = slot_views(flat.parameters[0], flat.bucket)
             for slot, home, view in zip(flat.bucket.slots, homes, slot_views(gradient, flat.bucket), strict=True):
                 parameter = self._parameter(slot.variable)
                 parameter.grad = view
                 members.append((parameter, home))
         try:
-            with torch.enable_grad(), self.user_steps.are_ours():  # as in a training loop: its hooks may use autograd
+            with (
+                torch.enable_grad(),
+                self._own_steps.running(running),
+            ):  # as in a training loop: its hooks may use autograd
                 for optimizer in running:
                     optimizer.step()
             self._has_run_by_itself = True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -51,7 +52,7 @@ class Moved(enum.Enum):
 
     NOTHING = enum.auto()
     BUFFERS = enum.auto()  # buffers that this program is the first to write
-    BUCKETS = enum.auto()  # parameters and gradients, and maybe buffers
+    BUCKETS = enum.auto()  # parameters and gradients of the program's own buckets, and maybe buffers
 
 
 @dataclass
@@ -60,7 +61,8 @@ class Layout:
 
     Attributes:
         moved: which variables get other memory than in the layout before.
-        buckets: the memory of the buckets.
+        planned: the memory of the buckets, by the number of the optimizers that update them. Two have parameters in common
+            only if their buckets lie alike: then they have the memory in common.
         values: for each variable, its tensor on every replica.
         aggregates: per-replica variables as they are shown.
         own: the variables with a tensor for every replica.
@@ -69,7 +71,7 @@ class Layout:
     """
 
     moved: Moved = Moved.NOTHING
-    buckets: list[FlatBucket] = field(default_factory=list)
+    planned: dict[int, list[FlatBucket]] = field(default_factory=dict)
     values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     aggregates: list[ShownBuffers] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
@@ -77,6 +79,39 @@ class Layout:
     program: Callable[[], Program | None] = lambda: None
 
     @property
-    def plan(self) -> tuple[Bucket, ...]:
-        """The bucket plan that the memory is laid out for."""
-        return tuple(flat.bucket for flat in self.buckets)
+    def buckets(self) -> Iterator[FlatBucket]:
+        """All buckets."""
+        return itertools.chain.from_iterable(self.planned.values())
+
+    @property
+    def in_buckets(self) -> set[str]:
+        """The parameters that lie in buckets."""
+        return {name for flats in self.planned.values() for name in names_in(flats)}
+
+    def plan_of(self, owner: int) -> tuple[Bucket, ...]:
+        """The bucket plan of some optimizers that memory is laid out for; empty if it is not."""
+        return tuple(flat.bucket for flat in self.planned.get(owner, ()))
+
+    def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
+        """Takes out buckets that cannot stay beside those that optimizers get now.
+
+        Returns:
+            Other optimizers' buckets whose memory the new ones may have in common, if there are any.
+        """
+        self.planned.pop(owner, None)
+        for other, flats in list(self.planned.items()):
+            if _lie_alike([flat.bucket for flat in flats], plan):
+                return [replace(flat, bucket=bucket) for flat, bucket in zip(flats, plan, strict=True)]
+            if not names_in(flats).isdisjoint(slot.variable for bucket in plan for slot in bucket.slots):
+                del self.planned[other]
+        return None
+
+
+def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
+    """The parameters that lie in some buckets."""
+    return {slot.variable for flat in buckets for slot in flat.bucket.slots}
+
+
+def _lie_alike(one: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
+    """Whether the parameters and gradients of two plans lie alike, whoever updates them."""
+    return len(one) == len(other) and all(replace(a, rule=b.rule) == b for a, b in zip(one, other, strict=True))

@@ -9,7 +9,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Role, Variable
-from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.runtime.state.step_variables import StepVariables
 
 
 class MirroredVariable:
@@ -21,7 +21,7 @@ class MirroredVariable:
         aggregation: how a per-replica variable is read as one.
     """
 
-    def __init__(self, variable: Variable, devices: Sequence[Device], store: VariableStore) -> None:
+    def __init__(self, variable: Variable, devices: Sequence[Device], store: StepVariables) -> None:
         self.name = variable.name
         self.role: Role = variable.role
         self.synchronization = variable.synchronization
@@ -59,7 +59,7 @@ class MirroredVariable:
 
 
 def mirrored_variables(
-    program: Program, store: VariableStore, tensors: Container[str], names: Mapping[str, str]
+    program: Program, store: StepVariables, tensors: Container[str], names: Mapping[str, str]
 ) -> dict[str, MirroredVariable]:
     """The variables of a program, by name; tied weights by each of their names.
 

@@ -12,9 +12,11 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.held_state import HeldState
 from mirrorc.runtime.state.layout import slot_views
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.step_variables import StepVariables
 
 _ROW = 1024  # words that are added up together
 
@@ -53,19 +55,21 @@ class ComparedState(StepState):
     """The state of a step that compares the replicas' copies before every so many steps.
 
     Args:
-        held: variables and optimizers.
+        held, store, optimizers: see `StepState`.
         every: the number of steps.
     """
 
-    def __init__(self, held: HeldState, every: int) -> None:
-        super().__init__(held)
+    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, every: int) -> None:
+        super().__init__(held, store, optimizers)
         self._every = every
         self._num_begun = 0
         self._unwritten: list[Variable] = []  # by the present program
+        self._plan: Sequence[Bucket] = ()  # of the present program
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """See `StepState`."""
         super().take_over(program, is_stale=is_stale)
+        self._plan = program.buckets
         self._unwritten = [
             variable
             for name, variable in program.variables.items()
@@ -95,10 +99,10 @@ class ComparedState(StepState):
 
     def _all_copies(self) -> Iterator[Copies]:
         for flat in self.store.buckets:
-            yield Copies("", flat.parameters, flat.bucket)
+            yield Copies("", flat.parameters, self._plan[flat.bucket.index])
         yield from (Copies(variable.name, self.store.read_by(variable)) for variable in self._unwritten)
         for bucket, key, tensors in self.optimizers.copies():
-            yield Copies(key, tensors, bucket)
+            yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
         """Raises an error that names the first variable with copies that differ, if any does: gaps between them may, too."""
@@ -127,9 +131,9 @@ class ComparedState(StepState):
         )
 
 
-def make_state(held: HeldState, every: int) -> StepState:
+def make_state(held: HeldState, store: StepVariables, optimizers: BucketOptimizers, every: int) -> StepState:
     """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
-    return ComparedState(held, every) if every else StepState(held)
+    return ComparedState(held, store, optimizers, every) if every else StepState(held, store, optimizers)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

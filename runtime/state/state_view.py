@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.runtime.state.step_variables import StepVariables
 
 
 class StateView:
@@ -18,7 +18,7 @@ class StateView:
         self._state = state
 
     @property
-    def store(self) -> VariableStore:
+    def store(self) -> StepVariables:
         """See `StepState`."""
         return self._state.store
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
-from mirrorc.runtime.state.bucket_optimizers import Laid
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
+from mirrorc.runtime.state.callers import Callers
 from mirrorc.runtime.state.completion import completed
+from mirrorc.runtime.state.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.held_state import HeldState
 from mirrorc.runtime.state.layout import Layout, Moved
 from mirrorc.runtime.state.loss_scale import LossScale
+from mirrorc.runtime.state.step_variables import StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -24,20 +28,20 @@ class StepState:
     committed; then `take_over` makes the state whole again.
 
     Args:
-        held: variables and optimizers, which other steps may hold, too.
+        held: the variables, which other steps may hold, too.
+        store: what the step sees of them.
+        optimizers: the optimizers' state and updates.
 
     Attributes:
-        store: the variables of all replicas.
-        optimizers: the optimizers' state and updates.
+        store, optimizers: the same.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
         accumulated: the gradients of calls since the last update.
         told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
-    def __init__(self, held: HeldState) -> None:
-        self.store = held.store
-        self.optimizers = held.optimizers
+    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers) -> None:
+        self.store, self.optimizers = store, optimizers
         self.num_skipped = 0
         self.told: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
@@ -52,7 +56,7 @@ class StepState:
         return self._held.layout
 
     @property
-    def callers(self) -> dict[str, tuple[int, object]]:
+    def callers(self) -> Callers:
         """Who calls a step over these variables now."""
         return self._held.callers
 
@@ -60,7 +64,29 @@ class StepState:
         """Called when the step is closed, perhaps several times; other steps go on with what they hold."""
         if not self._is_closed:
             self._is_closed = True
-            self._held.let_go()
+            self._held.let_go(self.optimizers)
+
+    def begin_use(self) -> None:
+        """Called before each call.
+
+        Raises:
+            ExecutionError: see `HeldState.refuse_other_devices`.
+        """
+        self._held.refuse_other_devices()
+
+    def reads(self, constants: Collection[torch.Tensor]) -> None:
+        """See `HeldState.reads`."""
+        self._held.reads(constants)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the user, or a step that holds a state of its own, has written to variables since the last call."""
+        return not self._is_closed and self._held.store.has_changes()
+
+    def catch_up(self) -> None:
+        """Mirrors what was written, so that all replicas have it."""
+        if self._held.store.mirror_changes():
+            self._held.layout += 1
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last step.
@@ -76,26 +102,26 @@ class StepState:
         else:
             self.accumulated.release()
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
-        was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
-        was_whole = was_whole and not self.optimizers.user_steps.have_written
+        was_whole = self._held.is_whole and self.optimizers.is_whole and not self.optimizers.user_steps.have_written
+        self._held.is_whole = self.optimizers.is_whole = False  # an error or an interrupt on the way leaves it so
         if not was_whole:
-            self.store.mirror_all()
+            self._held.store.mirror_all()
         layout = self.store.lay_out(program)
         if layout.moved is Moved.BUCKETS or not was_whole or is_stale:
-            laid = self.optimizers.lay_out(layout.buckets)
+            laid = self.optimizers.lay_out(layout.planned[self.optimizers.owner])
             completed(lambda: self._put_in_place(layout, laid))
             return_freed_memory()  # parameters and state have moved into buckets
         elif layout.homes:
             completed(lambda: self._put_in_place(layout, None))
         else:
-            self.store.adopt(layout)
+            self._held.store.adopt(layout)
         user_steps = self.optimizers.user_steps
-        if self.store.mirror_changes(user_steps.of_others):
+        if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
         self.optimizers.sync_hyperparameters()
         user_steps.have_written = False
         user_steps.of_others.clear()
-        self._held.is_whole = True
+        self._held.is_whole = self.optimizers.is_whole = True
 
     def take_over_variables(self, program: Program) -> None:
         """Takes over what the user wrote to variables, for a program that evaluates: it reads them where they lie.
@@ -105,24 +131,24 @@ class StepState:
         """
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         if not was_whole:
-            self.store.mirror_all()
+            self._held.store.mirror_all()
         layout = self.store.lay_out(program)
         if layout.moved is Moved.BUCKETS:
-            laid = self.optimizers.lay_out(layout.buckets)
+            laid = self.optimizers.lay_out(layout.planned.get(self.optimizers.owner, ()))
             completed(lambda: self._put_in_place(layout, laid))
         elif layout.homes:
             completed(lambda: self._put_in_place(layout, None))
         else:
-            self.store.adopt(layout)
+            self._held.store.adopt(layout)
         user_steps = self.optimizers.user_steps
-        if self.store.mirror_changes(user_steps.stepped()):
+        if self._held.store.mirror_changes(user_steps.stepped()):
             self._held.layout += 1
         user_steps.of_others.clear()
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
         """Puts a layout in place that was made aside; allocates nothing, and may be repeated from any point."""
-        self.store.adopt(layout)
+        self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
         self._held.layout += 1
@@ -132,8 +158,16 @@ class StepState:
 
         ``is_stale`` is what `BucketOptimizers.is_stale` says.
         """
-        is_to_move = is_stale or self.store.plan != program.buckets
-        return is_to_move and not self.optimizers.fits(program.buckets)
+        is_to_move = is_stale or not self.store.has_buckets_of(program)
+        return is_to_move and not self.optimizers.fits(self.store.in_store(program).buckets)
+
+    def update_memory(self, bucket: Bucket) -> UpdateMemory:
+        """See `BucketOptimizers.update_memory`; of a bucket of a program."""
+        return self.optimizers.update_memory(self.store.bucket_in_store(bucket))
+
+    def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        """See `BucketOptimizers.own_state_bytes`; of buckets of a program."""
+        return self.optimizers.own_state_bytes([self.store.bucket_in_store(bucket) for bucket in buckets])
 
     def weight_of_loss(self, program: Program, num_examples: int) -> float:
         """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""
@@ -159,7 +193,7 @@ class StepState:
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=False)
         self.accumulated.clear()
-        self._held.is_whole = True
+        self._held.is_whole = self.optimizers.is_whole = True
 
     def skip(self, number: int) -> None:
         """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated.
@@ -184,7 +218,7 @@ class StepState:
         kept, self._kept = self._kept, None
         if not has_committed:
             return True
-        self._held.is_whole = False
+        self._held.is_whole = self.optimizers.is_whole = False
         for own, copy in kept or ():
             own.copy_(copy)
         if kept is None:

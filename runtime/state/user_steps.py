@@ -12,6 +12,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 
+class OwnSteps:
+    """The optimizers whose steps mirrorc itself calls now, over variables that several steps may hold."""
+
+    def __init__(self) -> None:
+        self._running: Sequence[torch.optim.Optimizer] = ()
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is one of them."""
+        return any(optimizer is running for running in self._running)
+
+    @contextmanager
+    def running(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+        """A block in which mirrorc itself calls the steps of these optimizers."""
+        self._running = optimizers
+        try:
+            yield
+        finally:
+            self._running = ()
+
+
 class UserSteps:
     """Watches the steps of optimizers, and of others that have their parameters, by hooks that do not keep the watcher alive.
 
@@ -20,6 +40,7 @@ class UserSteps:
 
     Args:
         optimizers: the user's, whose updates the compiled step makes.
+        own_steps: tells the steps that mirrorc makes with them, or with others of the same variables.
 
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
@@ -28,19 +49,18 @@ class UserSteps:
             gradient.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], own_steps: OwnSteps) -> None:
         self.have_written = False
         self.when_idle: list[Callable[[], bool]] = []
         self._optimizers = tuple(optimizers)
         self._had_gradients: set[int] = set()  # the ids of optimizers whose parameters had some when their step began
-        self._are_ours = False
         self.of_others: set[int] = set()
         itself = weakref.ref(self)
 
         def call(method: Callable[[UserSteps, torch.optim.Optimizer], None]) -> UncountedHook:
             def hook(optimizer: torch.optim.Optimizer) -> None:
                 watcher = itself()
-                if watcher is not None and not watcher._are_ours:
+                if watcher is not None and not own_steps.has(optimizer):
                     method(watcher, optimizer)
 
             return UncountedHook(hook)
@@ -50,15 +70,6 @@ class UserSteps:
             self._handles.append(optimizer.register_step_pre_hook(call(UserSteps._begin)))
             self._handles.append(optimizer.register_step_post_hook(call(UserSteps._end)))
         self._closing = weakref.finalize(self, _remove, self._handles)
-
-    @contextmanager
-    def are_ours(self) -> Iterator[None]:
-        """A block in which mirrorc itself calls the optimizers' steps."""
-        self._are_ours = True
-        try:
-            yield
-        finally:
-            self._are_ours = False
 
     def stepped(self) -> set[int]:
         """The ids of the parameters that some optimizer has made a step with, those of the watched ones included."""

@@ -10,10 +10,11 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
+from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state.layout import FlatBucket, Layout, Moved, memory_for_gradients, slot_views
-from mirrorc.runtime.state.shown_buffers import CopiesOfShown, ShownBuffers, counted_by, counter_of
+from mirrorc.runtime.state.allocation import allocate_buckets, allocate_per_replica, mirror_first
+from mirrorc.runtime.state.layout import FlatBucket, Layout, Moved, names_in
+from mirrorc.runtime.state.shown_buffers import CopiesOfShown, counted_by, counter_of
 from mirrorc.runtime.state.watched_tensor import Watched
 from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory, warn_of_holders
 
@@ -25,33 +26,53 @@ class VariableStore:
     by devices of one memory. Buffers that the forward writes are each replica's own; the user's buffer shows them
     aggregated, after every step. What the user writes between steps is noticed and mirrored.
 
+    Several steps may hold it, see `mirrorc.runtime.state.step_variables`; ``owner`` is the number of a step's optimizers.
+
     Args:
         tensors: the user's parameters and buffers, by name of their variable.
         devices: the devices, in order of replicas.
+
+    Attributes:
+        tensors, devices, names: the same; the name of each tensor, by its id.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
-        self.tensors = dict(tensors)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.add(tensors)
         self.devices = devices
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
-        self._trained: list[Watched] = []  # parameters that lie in buckets
+        self._trained: dict[int, list[Watched]] = {}  # parameters that lie in buckets, by the buckets' owner
         self._written: frozenset[str] = frozenset()  # per-replica variables that the program that runs now writes
         self._writing: tuple[int, ...] = ()  # the replicas that write them
+        self._freed: set[int] = set()  # the owners of buckets that are needed no more
         self._has_moved_parameters = False  # whether they have been in buckets
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
 
-    @property
-    def buckets(self) -> Sequence[FlatBucket]:
-        """The memory of the buckets."""
-        return self._layout.buckets
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds variables, by name; some may be there already, under the same name."""
+        self.tensors.update(tensors)
+        self.names.update({id(tensor): name for name, tensor in tensors.items()})
 
-    @property
-    def plan(self) -> tuple[Bucket, ...]:
-        """The bucket plan that the memory is laid out for."""
-        return self._layout.plan
+    def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
+        """The memory of some optimizers' buckets."""
+        return self._layout.planned.get(owner, ())
+
+    def plan_of(self, owner: int) -> tuple[Bucket, ...]:
+        """The bucket plan of some optimizers that memory is laid out for."""
+        return self._layout.plan_of(owner)
+
+    def free_buckets(self, owner: int) -> None:
+        """Frees the memory of gradients of optimizers that update no more; parameters stay where they are."""
+        self._freed.add(owner)
+        layout = self._layout  # another step may read it now: nothing in it is changed in place
+        layout.planned = {other: flats for other, flats in layout.planned.items() if other != owner}
+        self._trained = {other: trained for other, trained in self._trained.items() if other != owner}
+        parameters = {name for name in layout.own if isinstance(self.tensors[name], torch.nn.Parameter)}
+        layout.own = layout.own - (parameters - layout.in_buckets)
 
     def values(self, name: str) -> list[torch.Tensor]:
         """A variable on every replica, in order. A shared tensor is listed once for each replica."""
@@ -70,61 +91,78 @@ class VariableStore:
         assert home is not None, f"{name} is per-replica, so it is shown somewhere"
         return self._copies.of(name, home)
 
-    def lay_out(self, program: Program) -> Layout:
+    def lay_out(self, program: Program, owner: int = 0) -> Layout:
         """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are.
 
-        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later. A
-        program that evaluates takes the buckets that there are; there are none if parameters have been given other memory.
+        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later.
+        Buckets of other optimizers stay, if they have no parameter in common with those that are new, and none that has been
+        given other memory. A program that evaluates takes the buckets that there are.
 
         Raises:
             ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
                 other processes.
         """
-        old, has_new_memory = self._layout, self._has_been_given_memory()
-        if old.program() is program and not has_new_memory:
+        old, given = self._layout, self._given_memory()
+        if old.program() is program and not given:
             return old
-        plan = program.buckets if program.trains else () if has_new_memory else old.plan
-        moved = old.plan != plan or has_new_memory
-        new = Layout(Moved.NOTHING, old.buckets, dict(old.values), list(old.aggregates), set(old.own))
+        planned = {other: flats for other, flats in old.planned.items() if given.isdisjoint(names_in(flats))}
+        new = Layout(Moved.NOTHING, planned, dict(old.values), list(old.aggregates), set(old.own))
         new.program = weakref.ref(program)
-        if moved:
-            planned = {slot.variable: (slot.shape, b.dtype) for b in plan for slot in b.slots}
-            members = [name for name in self.tensors if name in planned]
-            for name in members:
-                self._check_type(name, *planned[name])
-            refuse_shared_memory(self.tensors, members)
-            refuse_memory_of_processes(self.tensors, members)
-            first = planned.keys() - (old.values.keys() if self._has_moved_parameters else set())
-            held = {name: own for name, own in self._known_to_this_alone() if name in first}
-            warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
-            return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
-            gradients = [[memory_for_gradients(b, device.torch_device) for device in self.devices] for b in plan]
-            new.buckets = [self._make_bucket(new, *pair) for pair in zip(plan, gradients, strict=True)]
+        if program.trains and (owner not in planned or new.plan_of(owner) != program.buckets):
+            self._lay_out_buckets(new, program.buckets, owner)
+        has_other_buckets = planned.keys() != old.planned.keys() or any(
+            flats is not old.planned[other] for other, flats in planned.items()
+        )
+        if has_other_buckets:
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
-            new.own |= {slot.variable for flat in new.buckets for slot in flat.bucket.slots}
+            new.own |= new.in_buckets
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
         self._written, self._writing = frozenset(variable.name for variable in written), program.present
         first_written = [variable for variable in written if variable.name not in new.own]
         if first_written:
-            self._make_per_replica(new, first_written)
+            allocate_per_replica(new, first_written, self.tensors, self.devices)
         counters = [counter_of(name) for name in program.variables] if self._has_copies else []
         for name in (*program.variables, *counters):
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
-            if not is_constant and name not in new.own and (name not in new.values or moved):
+            if not is_constant and name not in new.own and (name not in new.values or has_other_buckets):
                 new.values[name] = self._shared(name)
                 new.homes[name] = None
-        new.moved = Moved.BUCKETS if moved else Moved.BUFFERS if first_written else Moved.NOTHING
+        has_moved = planned.get(owner) is not old.planned.get(owner)
+        new.moved = Moved.BUCKETS if has_moved else Moved.BUFFERS if first_written else Moved.NOTHING
         return new
 
-    def _has_been_given_memory(self) -> bool:
-        """Whether the user has given a parameter other memory; steps over the same model do so in turn, which does not count."""
-        moved = [watched.tensor for watched in self._trained if watched.has_moved()]
+    def _lay_out_buckets(self, new: Layout, plan: tuple[Bucket, ...], owner: int) -> None:
+        """Allocates memory for a plan of buckets, unless that of other optimizers' buckets fits."""
+        fitting = new.make_room(plan, owner)
+        if fitting is not None:
+            new.planned[owner] = fitting
+            return
+        old, planned = self._layout, {slot.variable: (slot.shape, b.dtype) for b in plan for slot in b.slots}
+        members = [name for name in self.tensors if name in planned]
+        for name in members:
+            self._check_type(name, *planned[name])
+        refuse_shared_memory(self.tensors, members)
+        refuse_memory_of_processes(self.tensors, members)
+        first = planned.keys() - (old.values.keys() if self._has_moved_parameters else set())
+        held = {name: own for name, own in self._known_to_this_alone() if name in first}
+        warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
+        return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
+        new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
+
+    def _given_memory(self) -> set[str]:
+        """The parameters in buckets to which the user has given other memory; steps over the same model do so in turn, which does
+        not count.
+        """
+        moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
-            return False
+            return set()
         others = {
-            _memory_of(flat.parameters[0]) for store in list(_stores) if store is not self for flat in store.buckets
+            _memory_of(flat.parameters[0])
+            for store in list(_stores)
+            if store is not self
+            for flat in store._layout.buckets
         }
-        return any(_memory_of(tensor) not in others for tensor in moved)
+        return {self.names[id(tensor)] for tensor in moved if _memory_of(tensor) not in others}
 
     def _known_to_this_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
         others = {id(tensor) for store in list(_stores) if store is not self for tensor in store.tensors.values()}
@@ -137,48 +175,12 @@ class VariableStore:
                 self.tensors[name].data = home
             self._watch(name, home)
         self._layout = layout
-        self._trained = [self._watched[slot.variable] for flat in layout.buckets for slot in flat.bucket.slots]
-        self._has_moved_parameters = self._has_moved_parameters or bool(layout.buckets)
-        layout.homes, layout.moved = {}, Moved.NOTHING
-
-    def _make_bucket(self, layout: Layout, bucket: Bucket, gradients: list[torch.Tensor]) -> FlatBucket:
-        owners = [bucket.owner_of_parameters(replica) for replica in range(len(self.devices))]
-        copies = {
-            owner: torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=self.devices[owner].torch_device)
-            for owner in dict.fromkeys(owners)
+        self._trained = {
+            owner: [self._watched[slot.variable] for flat in flats for slot in flat.bucket.slots]
+            for owner, flats in layout.planned.items()
         }
-        parameters = [copies[owner] for owner in owners]
-        views = [slot_views(flat, bucket) for flat in parameters]
-        for i, slot in enumerate(bucket.slots):
-            views[0][i].copy_(self.tensors[slot.variable].detach())
-            layout.values[slot.variable] = [view[i] for view in views]
-            layout.homes[slot.variable] = views[0][i]
-        _mirror_first(parameters)
-        return FlatBucket(bucket, parameters, gradients, [slot_views(flat, bucket) for flat in gradients])
-
-    def _make_per_replica(self, layout: Layout, variables: Sequence[Variable]) -> None:
-        """Puts buffers of one dtype side by side, so that one addition aggregates them all."""
-        kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
-        for variable in variables:
-            kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)
-        for (dtype, aggregation), members in kinds.items():
-            sizes = [self.tensors[v.name].numel() for v in members]
-            flats = [torch.empty(sum(sizes), dtype=dtype, device=d.torch_device) for d in self.devices]
-            seen = flats[0] if len(flats) == 1 else torch.empty_like(flats[0])
-            offset = 0
-            for variable, size in zip(members, sizes, strict=True):
-                own = self.tensors[variable.name].detach()
-                views = [flat[offset : offset + size].view(variable.shape) for flat in flats]
-                shown = seen[offset : offset + size].view(variable.shape)
-                for view in (*views, shown):
-                    view.copy_(own)
-                layout.values[variable.name], layout.homes[variable.name] = views, shown
-                layout.own.add(variable.name)
-                offset += size
-            if len(flats) > 1:
-                by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
-                counted = [name for name in by_name if counter_of(name) in self.tensors]
-                layout.aggregates.append(ShownBuffers(aggregation, by_name, seen, flats, counted))
+        self._has_moved_parameters = self._has_moved_parameters or any(layout.planned.values())
+        layout.homes, layout.moved = {}, Moved.NOTHING
 
     def _shared(self, name: str) -> list[torch.Tensor]:
         """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
@@ -193,12 +195,15 @@ class VariableStore:
         tensor = self.tensors[name]
         self._watched[name] = Watched(tensor, tensor._version, tensor.data_ptr(), home)
 
-    def holds(self, program: Program) -> bool:
+    def holds(self, program: Program, owner: int) -> bool:
         """Whether memory is laid out for a program."""
         names = [name for name in program.variables if name in self.tensors]
-        return (not program.trains or self.plan == program.buckets) and all(
-            name in self._layout.values for name in names
-        )
+        has_plan = not program.trains or owner in self._freed or self.plan_of(owner) == program.buckets
+        return has_plan and all(name in self._layout.values for name in names)
+
+    def has_changes(self) -> bool:
+        """Whether `mirror_changes` has something to do, as far as torch counts writes."""
+        return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
@@ -226,16 +231,16 @@ class VariableStore:
             self._copies.renew()
         return any(has_moved)
 
-    def written(self) -> list[torch.Tensor]:
+    def written(self, owner: int) -> list[torch.Tensor]:
         """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""
         names = [name for name in self._layout.own if not isinstance(self.tensors[name], torch.nn.Parameter)]
-        parameters = [flat.parameters[0] for flat in self.buckets]
+        parameters = [flat.parameters[0] for flat in self.buckets_of(owner)]
         return [*parameters, *(value for name in names for value in self._layout.values[name])]
 
     def mirror_all(self) -> None:
         """Copies replica 0's parameters to all replicas, after a step that did not finish."""
-        for flat in self.buckets:
-            _mirror_first(flat.parameters)
+        for flat in self._layout.buckets:
+            mirror_first(flat.parameters)
 
     def _leave_homes_of_others(self, changed: Sequence[str]) -> None:
         """Gives memory of its own to each tensor that the user has put where another variable belongs, as by an exchange."""
@@ -272,25 +277,20 @@ class VariableStore:
         watched.note()
         return has_moved
 
-    def count_update(self) -> None:
+    def count_update(self, owner: int) -> None:
         """Counts a version of each parameter that the step has updated, as torch's optimizers do; may be repeated.
 
         So autograd refuses a backward through what it has saved of them before, and other steps over them see the update.
         """
-        torch.autograd.graph.increment_version([watched.tensor for watched in self._trained])
-        for watched in self._trained:
+        trained = self._trained.get(owner, [])
+        torch.autograd.graph.increment_version([watched.tensor for watched in trained])
+        for watched in trained:
             watched.version = watched.tensor._version
 
     def aggregate(self) -> None:
         """Shows the per-replica variables that the step has written, aggregated, in the user's model."""
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
-
-
-def _mirror_first(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors[1:]:
-        if tensor is not tensors[0]:
-            tensor.copy_(tensors[0])
 
 
 _stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,12 +13,12 @@ import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
 from selections import slow, slow_but
+from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.ir import devices
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
@@ -46,19 +45,8 @@ class Game(nn.Module):
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of compile; devices with memory of their own, such as GPUs, are CPUs that say so."""
     if request.param == "two memories":
-        monkeypatch.setattr(devices, "_parse_device", with_memory_of_its_own(devices._parse_device))
+        separate_memories(monkeypatch)
     return {} if request.param == "shared" else COPIES
-
-
-def with_memory_of_its_own(parse: Callable[[str], devices.Device]) -> Callable[[str], devices.Device]:
-    """Torch tells cpu:1 from cpu and copies from one to the other."""
-
-    def parse_device(text: str) -> devices.Device:
-        device = parse(text)
-        number = int(text.rpartition(":")[2])
-        return dataclasses.replace(device, torch_device=torch.device("cpu", number)) if number else device
-
-    return parse_device
 
 
 @pytest.mark.parametrize("who_is_compiled", slow_but(["both"], ["both", "generator"]))

@@ -188,28 +188,6 @@ def test_two_threads_cannot_run_them_at_once() -> None:
     turns.close()
 
 
-@pytest.mark.slow
-def test_steps_that_differ_in_more_than_the_loss_keep_a_state_of_their_own() -> None:
-    """Other devices, another optimizer, or the same parameters under other names; and each is right after the other."""
-    turns = Turns()
-    held = turns.steps[0]._state.store
-    wrapped = nn.Sequential(turns.net)
-    other = torch.optim.AdamW(turns.net.parameters(), lr=0.05)
-    assert turns.steps[1]._state.store is held
-    for model, optimizer, devices in (
-        (turns.net, turns.optimizer, 3),
-        (turns.net, other, 2),
-        (wrapped, turns.optimizer, 2),
-    ):
-        with mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
-            assert step._state.store is not held
-    turns.train(0)
-    turns.steps[1].close()
-    turns.steps[1] = mirrorc.compile(wrapped, 2, optimizer=turns.optimizer, loss_fn=F.l1_loss, backend="eager")
-    turns.train(1, 0, 1)
-    turns.close()
-
-
 def test_each_has_its_own_counts_and_losses() -> None:
     """A skipped step counts where it was skipped, and a loss with parameters that are not trained joins the variables."""
 

@@ -1,0 +1,363 @@
+"""Steps over common parameters hold one set of variables, whatever their optimizers and names are; and where that cannot be."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_model, assert_same_state
+from selections import slow
+from separate_memories import separate_memories
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mirrorc
+from mirrorc import ExecutionError
+
+aten = torch.ops.aten
+ADAMW, SGD = partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
+COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class Game(nn.Module):
+    """The loss of a generator, or of its critic, which reads the other one."""
+
+    def __init__(self, nets: nn.ModuleList, is_critics: bool) -> None:
+        super().__init__()
+        self.generator, self.critic, self.is_critics = nets[0], nets[1], is_critics
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.critic(self.generator(x))
+        return (made - self.critic(x)).mean() if self.is_critics else -made.mean()
+
+
+class Loss(nn.Module):
+    """A loss of the first of two nets, under a name of its own."""
+
+    def __init__(self, nets: nn.ModuleList, power: int) -> None:
+        super().__init__()
+        self.add_module(f"net{power}", nets[0])
+        self.power = power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (getattr(self, f"net{self.power}")(x) - 1).abs().pow(self.power).mean()
+
+
+class Stack(nn.Module):
+    """The loss of the second net behind the first one, under the name that the first one has elsewhere."""
+
+    def __init__(self, nets: nn.ModuleList) -> None:
+        super().__init__()
+        self.net1, self.inner = nets[1], nets[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net1(self.inner(x)).square().mean()
+
+
+def games(nets: nn.ModuleList) -> list[tuple[nn.Module, Optimizers]]:
+    return [(Game(nets, bool(i)), ADAMW(nets[i].parameters())) for i in range(2)]
+
+
+def losses(nets: nn.ModuleList, one: Callable[..., Any], other: Callable[..., Any] | None) -> list[Any]:
+    first = one(nets[0].parameters())
+    return [(Loss(nets, 1), first), (Loss(nets, 2), other(nets[0].parameters()) if other else first)]
+
+
+def lists(nets: nn.ModuleList) -> list[Any]:
+    weights, biases = ([p for p in nets[0].parameters() if p.dim() == n] for n in (2, 1))
+    optimizers = [ADAMW(weights), SGD(biases)]
+    return [(Loss(nets, 1), optimizers), (Loss(nets, 2), list(optimizers))]
+
+
+def stacked(nets: nn.ModuleList) -> list[Any]:
+    return [(Loss(nets, 1), ADAMW(nets[0].parameters())), (Stack(nets), SGD(nets[1].parameters()))]
+
+
+def in_part(nets: nn.ModuleList) -> list[Any]:
+    return [(Loss(nets, 1), ADAMW(nets[0].parameters())), (Loss(nets, 2), SGD(list(nets[0].parameters())[2:]))]
+
+
+WAYS: dict[str, Callable[[nn.ModuleList], list[Any]]] = {
+    "a game": games,
+    "one optimizer, other names": partial(losses, one=ADAMW, other=None),
+    "two optimizers": partial(losses, one=ADAMW, other=SGD),
+    "one that runs by itself": partial(losses, one=ADADELTA, other=ADAMW),
+    "equal lists": lists,
+    "names that are taken": stacked,
+}
+
+
+def all_of(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+
+
+class CountedCopies(TorchDispatchMode):
+    """Counts what the caller's thread copies, where variables are taken over; within it, a step runs in the devices' threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (aten.copy_.default, aten.clone.default, aten._to_copy.default)
+        return function(*args, **(kwargs or {}))
+
+
+class Turns:
+    """Two steps over common parameters, and a plain loop that takes the same turns."""
+
+    def __init__(self, way: Callable[[nn.ModuleList], list[Any]], num_devices: int = 2, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1))
+        self.plain_nets = copy.deepcopy(self.nets)
+        self.own, self.plain = way(self.nets), way(self.plain_nets)
+        self.steps = [
+            mirrorc.compile(model, num_devices, optimizer=optimizer, backend="eager", **options)
+            for model, optimizer in self.own
+        ]
+
+    def train(self, *turns: int) -> int:
+        """Takes turns and compares; returns how often something was copied on the way to a step."""
+        counted = CountedCopies()
+        for turn in turns:
+            x = torch.randn(5, 3).double()
+            with counted:
+                loss = self.steps[turn](x)
+            model, optimizers = self.plain[turn]
+            self.plain_nets.zero_grad()
+            expected = model(x)
+            expected.backward()
+            for optimizer in all_of(optimizers):
+                optimizer.step()
+            torch.testing.assert_close(loss, expected.detach())
+        self.check()
+        return counted.count
+
+    def check(self) -> None:
+        assert_same_model(self.nets, self.plain_nets, 1e-9)
+        for (_, own), (_, plain) in zip(self.own, self.plain, strict=True):
+            for one, other in zip(all_of(own), all_of(plain), strict=True):
+                assert_same_state(one, other, 1e-9)
+        for step in self.steps:
+            for variable in step.variables.values():
+                assert all(torch.equal(value, variable.value) for value in variable.values), variable
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for step in self.steps:
+            step.close()
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    if request.param == "two memories":
+        separate_memories(monkeypatch)
+    yield COPIES if request.param == "two memories" else {}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("a game", "two memories"),
+        ("two optimizers", "one memory"),
+        ("one optimizer, other names", "two memories"),
+        *slow(
+            ("a game", "one memory"), ("two optimizers", "two memories"), ("one optimizer, other names", "one memory")
+        ),
+        *slow(*((way, memory) for way in list(WAYS)[3:] for memory in ("one memory", "two memories"))),
+    ],
+    indirect=["options"],
+)
+def test_nothing_is_copied_and_no_replica_is_stale(way: str, options: dict[str, Any]) -> None:
+    with Turns(WAYS[way], **options) as turns:
+        assert turns.train(0, 1) > 0, "memory is laid out"
+        assert turns.train(1, 0, 1, 0) == 0
+        turns.steps[0].close()
+        turns.train(1)
+
+
+@pytest.mark.slow
+def test_what_the_user_does_between_turns_reaches_both() -> None:
+    """A step of one optimizer, a loaded state, a frozen parameter, other memory, and an evaluation."""
+
+    def step_of_one(nets: nn.ModuleList, both: list[Any]) -> None:
+        model, optimizer = both[0]
+        nets.zero_grad()
+        model(torch.ones(2, 3).double()).backward()
+        optimizer.step()
+        nets.zero_grad()
+
+    def load(nets: nn.ModuleList, both: list[Any]) -> None:
+        nets.load_state_dict({name: 0.5 * value for name, value in nets.state_dict().items()})
+        for _, optimizer in both:
+            state = copy.deepcopy(optimizer.state_dict())
+            state["param_groups"][0]["lr"] /= 2
+            optimizer.load_state_dict(state)
+
+    def freeze(nets: nn.ModuleList, both: list[Any]) -> None:
+        nets[0][2].bias.requires_grad_(not nets[0][2].bias.requires_grad)
+
+    def new_memory(nets: nn.ModuleList, both: list[Any]) -> None:
+        nets[0][0].weight.data = 2 * nets[0][0].weight.data
+
+    with Turns(WAYS["two optimizers"], disable_passes=("share-parameters",)) as turns:
+        turns.train(0, 1)
+        for change in (step_of_one, load, new_memory, freeze, freeze):
+            for nets, both in ((turns.nets, turns.own), (turns.plain_nets, turns.plain)):
+                change(nets, both)
+            x = torch.randn(4, 3).double()
+            torch.testing.assert_close(turns.steps[0].evaluate(x), turns.plain[0][0](x).detach())
+            turns.train(1, 0, 1)
+
+
+@pytest.mark.parametrize("options", ["two memories", *slow(["one memory"])], indirect=True)
+def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(options: dict[str, Any]) -> None:
+    with Turns(in_part, **options) as turns:
+        turns.train(0, 1, 1, 0, 1)
+        assert turns.steps[0]._state.callers.now is turns.steps[1]._state.callers.now
+
+
+def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
+    with Turns(partial(losses, one=ADADELTA, other=SGD), disable_passes=("share-parameters",)) as turns:
+        turns.train(0, 1)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("a hook fails")
+
+        hook = turns.own[0][1].register_step_post_hook(fail)
+        with pytest.raises(ExecutionError, match="It had committed"):
+            turns.steps[0](torch.randn(6, 3).double())
+        hook.remove()
+        turns.plain_nets.load_state_dict(turns.nets.state_dict())
+        turns.plain[0][1].load_state_dict(copy.deepcopy(turns.own[0][1].state_dict()))
+        turns.train(1, 0, 1)
+
+
+@pytest.mark.parametrize("way", [games, *slow([in_part])])
+def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list[Any]]) -> None:
+    with Turns(way) as turns:
+        assert_one_at_a_time(turns.steps[0], turns.steps[1], turns.own[0][1], torch.randn(6, 3).double())
+
+
+def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
+    """Whichever step is compiled first, and whichever is called first."""
+    nets = [nn.Linear(3, 3).double() for _ in range(2)]
+    optimizers = [ADAMW(net.parameters()) for net in nets]
+    nets[0].requires_grad_(True)
+    x, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+
+    def compiled(index: int, *read: nn.Module) -> mirrorc.Step:
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for net in read:
+                    target = net(target)
+            return F.mse_loss(output, target)
+
+        return mirrorc.compile(nets[index], 2, optimizer=optimizers[index], loss_fn=loss_fn, backend="eager")
+
+    with compiled(0) as trained, compiled(1, nets[0]) as reader:
+        reader(x, target=target)
+        assert_one_at_a_time(trained, reader, optimizers[0], x, target=target)
+        trained.close()
+        with compiled(0) as again:
+            assert_one_at_a_time(again, reader, optimizers[0], x, target=target)
+
+
+def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
+    """Such as those of a teacher: its students train at once, and on other devices."""
+    teacher, x = nn.Linear(3, 2).requires_grad_(False), torch.randn(6, 3)
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.teacher = nn.Linear(3, 2), teacher
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.own(x), self.teacher(x))
+
+    students = [Student() for _ in range(2)]
+    one, other = (
+        mirrorc.compile(student, number, optimizer=SGD(student.own.parameters()), backend="eager")
+        for number, student in enumerate(students, 1)
+    )
+    losses = [[step(x).item(), step(x).item()] for step in (one, other)]
+    assert all(second < first for first, second in losses) and one._state.callers.now is not other._state.callers.now
+    one.close()
+    other.close()
+
+
+def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any, x: torch.Tensor, **more: Any) -> None:
+    """While one step runs in a thread, another one is refused; to close it waits for nothing."""
+    entered, released = threading.Event(), threading.Event()
+
+    def hook(*_: Any) -> None:
+        entered.set()
+        released.wait(30)
+
+    handle = optimizer.register_step_pre_hook(hook)
+    thread = threading.Thread(target=lambda: one(x, **more))
+    thread.start()
+    try:
+        assert entered.wait(30)
+        with pytest.raises(ExecutionError, match="another step over the same parameters is running in another thread"):
+            other(x, **more)
+    finally:
+        released.set()
+        thread.join(30)
+        handle.remove()
+    other(x, **more)
+
+
+def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    optimizers = [SGD(net.parameters(), lr=0.0), ADAMW(net.parameters(), lr=0.0)]
+    steps = [mirrorc.compile(net, 2, optimizer=o, loss_fn=F.mse_loss, backend="eager") for o in optimizers]
+    expected = [torch.zeros(2).double() for _ in range(2)]
+    for turn in range(4):
+        x = torch.randn(6, 3).double()
+        steps[turn % 2](x, target=torch.zeros(6, 2).double())
+        expected = [
+            0.9 * kept + 0.1 * net[0](part).mean(0).detach() for kept, part in zip(expected, x.chunk(2), strict=True)
+        ]
+        for step in steps[: turn + 1]:
+            torch.testing.assert_close(list(step.variables["1.running_mean"].values), expected)
+    for step in steps:
+        step.close()
+
+
+def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
+    net, x = nn.Linear(3, 2), torch.randn(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def compiled(num_devices: int) -> mirrorc.Step:
+        return mirrorc.compile(net, num_devices, optimizer=optimizer, loss_fn=lambda y, _: y.mean(), backend="eager")
+
+    def step_once(step: mirrorc.Step) -> None:
+        step(x, target=x)
+
+    first, second = compiled(2), compiled(3)
+    before = net.weight.detach().clone()
+    step_once(second)  # whichever comes first
+    for call in (step_once, lambda step: step.evaluate(x), lambda step: step.prepare(x, target=x)):
+        with pytest.raises(
+            ExecutionError, match=r"'weight' on cpu:0, cpu:1 and cpu:2, and this one runs on cpu:0 and cpu:1"
+        ):
+            call(first)
+    assert not torch.equal(net.weight, before)
+    second.close()
+    step_once(first)
+    first.close()
+    for num_devices in (1, 2):  # what nobody has any more holds nothing
+        step = compiled(num_devices)
+        step_once(step)
+    step.close()
