@@ -23,6 +23,7 @@ from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
 from mirrorc.passes.replicate import Replicate
+from mirrorc.passes.reserve_memory import ReserveMemory
 from mirrorc.passes.reuse_arguments import ReuseArguments
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
@@ -48,6 +49,7 @@ __all__ = [
     "ReadRowElements",
     "RecomputeElementwise",
     "Replicate",
+    "ReserveMemory",
     "ReuseArguments",
     "ScheduleOverlap",
     "ShareParameters",
@@ -67,6 +69,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "place-gradients": PlaceGradients,
     "accumulate-microbatches": AccumulateMicrobatches,
     "reuse-arguments": ReuseArguments,
+    "reserve-memory": ReserveMemory,
     "replicate": Replicate,
     "pack-gradients": PackGradients,
     "insert-all-reduce": InsertAllReduce,
@@ -93,6 +96,7 @@ def default_pipeline(
     microbatches: int = 1,
     recomputes: bool = False,
     reuses_arguments: bool = False,
+    reserves_memory: bool = False,
     max_grad_norm: float | tuple[float | None, ...] | None = None,
     grad_norm_type: float | tuple[float, ...] = 2.0,
     max_grad_value: float | None = None,
@@ -106,9 +110,9 @@ def default_pipeline(
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments: whether these make the generated code faster, see
-            `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise` and `ReuseArguments`; `mirrorc.compile` determines it from
-            backend and devices.
+        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
+            `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile`
+            determines it from backend and devices.
         microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
@@ -129,6 +133,7 @@ def default_pipeline(
         PlaceGradients(),
         *([AccumulateMicrobatches()] if microbatches > 1 else []),
         ReuseArguments(wanted=reuses_arguments),
+        ReserveMemory(wanted=reserves_memory),
         Replicate(),
         PackGradients(),
         InsertAllReduce(),

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import origins, viewed
+from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.program import Program
 
@@ -38,20 +39,45 @@ def _dies(program: Program, call: fx.Node, given: fx.Node) -> bool:
     if not given.meta["val"].is_contiguous():  # elements of an expanded value share their memory
         return False
     same = [part for part in maker.users if part.args[1] == given.args[1]]
-    return same == [given] and _is_own(program.regions[region_of(maker)].graph_module.graph, given.args[1])
+    return same == [given] and _is_own(program, maker, given.args[1])
 
 
-def _is_own(body: fx.Graph, place: Any) -> bool:
-    """Whether a region's result is a product that shares its memory with no other result and no argument."""
+def _is_own(program: Program, maker: fx.Node, place: Any) -> bool:
+    """Whether a result of a region's call lies in memory of its own, or in memory that is reserved for it."""
+    body = program.regions[region_of(maker)].graph_module.graph
+    if own_product(body, place) is not None:
+        return True
+    given = reserved_argument(body, place)
+    return given is not None and getattr(maker.args[given], "target", None) is ops.reserved
+
+
+def own_product(body: fx.Graph, place: Any) -> fx.Node | None:
+    """The product that a region's result is, if it shares its memory with no other result and no argument."""
     results: Any = body.output_node().args[0]
     product = stored_product(results[place])
     if product is None or any(origin.op == "placeholder" for origin in origins(results[place])):
-        return False
+        return None
+    return None if _may_be_of_others(body, place, product) else product
+
+
+def reserved_argument(body: fx.Graph, place: Any) -> int | None:
+    """The place of the argument in whose memory a region's result lies, if it is a view of one and no other result is."""
+    results: Any = body.output_node().args[0]
+    found = origins(results[place])
+    argument = next(iter(found))
+    if len(found) > 1 or argument.op != "placeholder" or _may_be_of_others(body, place, argument):
+        return None
+    return body.find_nodes(op="placeholder").index(argument)
+
+
+def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
+    """Whether another result of a region than this one may lie in a value's memory."""
+    results: Any = body.output_node().args[0]
     numbers = _numbers(body)
     others = [
         origin for i, other in enumerate(results) if i != place and other is not None for origin in origins(other)
     ]
-    return all(numbers[origin] != numbers[product] for origin in others)
+    return any(numbers[origin] == numbers[value] for origin in others)
 
 
 def stored_product(value: Any) -> fx.Node | None:

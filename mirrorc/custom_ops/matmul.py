@@ -19,6 +19,21 @@ mm_into = torch.ops.mirrorc.mm_into.default
 """``mm_into(out, left, right)`` computes ``left @ right`` [m, n] into ``out``, contiguous [m, n] of the same dtype."""
 
 
+def _linear_into(out: torch.Tensor, bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.addmm(bias, left, right, out=out)
+
+
+_LIBRARY.define(
+    "linear_into(Tensor(a!) out, Tensor bias, Tensor left, Tensor right) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl("linear_into", _linear_into, "CompositeExplicitAutograd")
+torch.library.register_fake("mirrorc::linear_into", lambda out, bias, left, right: None, lib=_LIBRARY)
+
+linear_into = torch.ops.mirrorc.linear_into.default
+"""``linear_into(out, bias, left, right)`` computes ``bias + left @ right`` [m, n] into ``out``, contiguous, of their dtype."""
+
+
 def _addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     out.addmm_(left, right)
 

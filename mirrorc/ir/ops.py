@@ -30,6 +30,7 @@ from mirrorc.ir.type_rules import (
     of_operand,
     of_packed,
     of_region,
+    of_reserved,
     of_slot,
     of_told,
     of_update,
@@ -77,6 +78,14 @@ def read(*, variable: str, replica: int | None = None) -> Any:
 )
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient's place in its bucket; the region that takes it as an argument writes the gradient there."""
+
+
+@operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
+def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
+    """Memory that stays from step to step, for a large result of the region that takes it as an argument.
+
+    Values of a replica that have the same ``number`` lie in the same memory, one after the other.
+    """
 
 
 @operation(
@@ -358,6 +367,9 @@ UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 
 WRITERS = Selection(lambda found: bool(found.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES}))
 """Operations that write what stays from call to call: parameters, other variables, accumulated gradients."""
+
+GIVEN_MEMORY = Selection(lambda found: found.symbol in (slot, reserved))
+"""Operations that give a region memory to write into."""
 
 OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
 """Operations that come right behind the forward that gives their value, outside of regions."""

@@ -1,8 +1,12 @@
-"""Infers the type of each operation's value from the types of its arguments and from the program's tables."""
+"""Infers the type of each operation's value from the types of its arguments and from the program's tables.
+
+It is one table, and long for one file.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -77,6 +81,17 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
     if slot is None:
         raise TypeError(f"bucket {bucket.index} has no slot for {node.kwargs['variable']}")
     return ("tensor", slot.shape, slot.strides, bucket.dtype, any_value(node.graph).device)
+
+
+def of_reserved(program: Program, node: fx.Node) -> ValueType:
+    """A contiguous tensor of the shape and the dtype that it has as keywords."""
+    shape, dtype = node.kwargs["shape"], node.kwargs["dtype"]
+    if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise TypeError(f"it has the shape {shape}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"it has the dtype {dtype}")
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]  # type: ignore[arg-type]
+    return ("tensor", tuple(shape), tuple(strides), dtype, any_value(node.graph).device)
 
 
 def of_region(program: Program, node: fx.Node) -> ValueType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from mirrorc.ir.operation import Kind, operations
+from mirrorc.ir.operation import Kind, Printed, operations
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,9 +19,9 @@ _STYLES = (
 _OF_KINDS = {
     "bold yellow": (Kind.LAUNCH, Kind.WAIT),
     "bold green": (Kind.CHECK, Kind.GATHER, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
-    "bold cyan": (Kind.COMPUTE,),
+    "bold cyan": (Kind.COMPUTE, Kind.SOURCE),
 }
-"""Colors of operations, by their kind. Sources and regions have none, because their names are not printed."""
+"""Colors of operations with a line, by their kind. Regions have none, because the operation's name is not printed."""
 
 
 def colored(text: str) -> Text:
@@ -36,7 +36,8 @@ def colored(text: str) -> Text:
 
 def _operation_styles() -> Iterator[tuple[str, str]]:
     for style, kinds in _OF_KINDS.items():
-        names = [found.name for found in operations() if found.kind in kinds]
+        listed = (found for found in operations() if found.kind in kinds)
+        names = [found.name for found in listed if found.printed is not Printed.WHERE_USED]
         if names:
             yield rf"\b(?P<operation>{'|'.join(names)})(?=\()", style
 

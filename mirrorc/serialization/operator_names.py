@@ -14,7 +14,12 @@ from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
-_OWN_OPERATORS = matmul.mm_into, matmul.addmm_into, torch.ops.mirrorc.seeded_mask.default  # registered by the import
+_OWN_OPERATORS = (  # registered by the import
+    matmul.mm_into,
+    matmul.addmm_into,
+    matmul.linear_into,
+    torch.ops.mirrorc.seeded_mask.default,
+)
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
 _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are registered when Inductor is imported
 

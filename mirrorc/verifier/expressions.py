@@ -193,6 +193,9 @@ class Expressions:
         if node.target is matmul.mm_into:
             factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
             written = self.number(torch.ops.aten.mm.default, factors, ())
+        elif node.target is matmul.linear_into:
+            given = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self.number(torch.ops.aten.addmm.default, given, ())
         elif node.target is matmul.addmm_into:
             product = self.applied(torch.ops.aten.mm.default, *(numbered[source] for source in sources))  # type: ignore[index]
             written = self.applied(torch.ops.aten.add.Tensor, numbered[target], product)  # type: ignore[index]
@@ -201,13 +204,13 @@ class Expressions:
         numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
-        """The results of a region: by its name and its arguments except for slots; if inlined, a tuple of its expressions."""
+        """The results of a region: by its name and the arguments that it reads; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
-        given = [self.number("slot") if n.target is ops.slot else numbered[n] for n in nodes]
+        given = [self.number("slot") if n.target in ops.GIVEN_MEMORY else numbered[n] for n in nodes]
         if self.inlined:
             return self._inline(self.program.regions[region_of(node)], given)
-        without_slots = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target is not ops.slot]
-        return self.number("region", region_of(node), *without_slots)
+        read = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target not in ops.GIVEN_MEMORY]
+        return self.number("region", region_of(node), *read)
 
     def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
         body = region.graph_module.graph

@@ -33,7 +33,7 @@ class Backend(ABC):
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
         """The options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device."""
-        return {}
+        return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
         """Starts background work that the first region waits for; called before a program is captured."""

@@ -38,7 +38,8 @@ class InductorBackend(Backend):
         Everywhere it fuses elementwise operators with what reads their result.
         """
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
-        return {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
+        own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
+        return {**super().preferences(device), **own}
 
     def prepare(self, device: torch.device) -> None:
         if device.type == "cpu":

@@ -166,6 +166,7 @@ class _Walk:
         ops.read,
         ops.loss_scale,
         ops.slot,
+        ops.reserved,
         ops.recv,
         ops.step_optimizer,
         ops.store,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients
+from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import call_name
+from mirrorc.ir.nodes import call_name, calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Role, Synchronization, Variable
@@ -53,6 +55,7 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
     for device, walk in zip(program.devices, walks, strict=True):
         tally.bytes[device.name,]["gradients"] += walk.kept
         tally.bytes[device.name,]["activations"] += walk.peak
+    tally.add_reserved()
     tally.remarks += [run.remark for run in found.values() if run.remark]
     if not program.trains:
         tally.remarks.append(
@@ -123,6 +126,16 @@ class _Tally:
             accumulated = bucket.num_bytes if self.program.accumulation is not Accumulation.NONE else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
+    def add_reserved(self) -> None:
+        """Adds the memory that is reserved for large results of regions; those with one number lie in one block."""
+        for name, module in zip(self.names, self.program.device_graphs.values(), strict=True):
+            blocks: Counter[Any] = Counter()
+            for node in calls_to(module.graph, ops.reserved):
+                value = node.meta["val"]
+                number = node.kwargs["number"]
+                blocks[number] = max(blocks[number], value.numel() * value.itemsize)
+            self._add((name,), "reserved", blocks.total())
+
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
         """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
@@ -159,6 +172,7 @@ class _Tally:
             optimizer_state=None if owners in self.unknown else own["optimizer_state"],
             buffers=own["buffers"],
             activations=own["activations"],
+            reserved=own["reserved"],
         )
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mirrorc.printing.values import size_text
 
 _TEXT_WIDTH = 110
-_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class HeldMemory:
         optimizer_state: the present state, or the state after the first step; None if it cannot be known before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the values of a step, at their peak; they are freed within the step.
+        reserved: memory for large values of a step that stays until the step is closed, see `mirrorc.passes.ReserveMemory`.
     """
 
     devices: tuple[str, ...]
@@ -66,6 +67,7 @@ class HeldMemory:
     optimizer_state: int | None
     buffers: int
     activations: int
+    reserved: int = 0
 
     @property
     def total(self) -> int:
@@ -138,6 +140,11 @@ class MemoryReport:
         return sum(row.activations for row in self.rows)
 
     @property
+    def reserved(self) -> int:
+        """Of all devices."""
+        return sum(row.reserved for row in self.rows)
+
+    @property
     def total(self) -> int:
         """The sum of what is known, on all devices."""
         return sum(row.total for row in self.rows)
@@ -151,9 +158,10 @@ class MemoryReport:
         names = [textwrap.shorten(", ".join(row.devices), 40, placeholder=" …") for row in rows]
         names = [f"shared by {name}" if len(row.devices) > 1 else name for name, row in zip(names, rows, strict=True)]
         width = max(map(len, [*names, "device"]))
-        lines = [f"{'device':<{width}}{_cells([kind.replace('_', ' ') for kind in (*_KINDS, 'total')])}"]
+        kinds = [kind for kind in (*_KINDS, "total") if kind != "reserved" or self.reserved]
+        lines = [f"{'device':<{width}}{_cells([kind.replace('_', ' ') for kind in kinds])}"]
         for name, row in zip(names, rows, strict=True):
-            lines.append(f"{name:<{width}}{_cells([_size(getattr(row, kind)) for kind in (*_KINDS, 'total')])}")
+            lines.append(f"{name:<{width}}{_cells([_size(getattr(row, kind)) for kind in kinds])}")
         return lines
 
     def _peak_lines(self) -> list[str]:

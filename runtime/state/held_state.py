@@ -15,6 +15,7 @@ from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.printing.wording import listed
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.callers import Callers
+from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_variables import StepVariables, names_in_store
 from mirrorc.runtime.state.user_steps import OwnSteps
 from mirrorc.runtime.state.variables import VariableStore
@@ -28,6 +29,7 @@ class HeldState:
 
     Attributes:
         store: the variables of all replicas.
+        reserved: memory for large results of regions.
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
         is_whole: whether the variables are consistent.
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
@@ -37,6 +39,7 @@ class HeldState:
 
     def __init__(self, store: VariableStore, is_captured: bool) -> None:
         self.store = store
+        self.reserved = ReservedMemory(store.devices)
         self.layout = 0
         self.is_whole = True
         self.gradients_writer: Hashable = None
@@ -118,6 +121,8 @@ class HeldState:
             del self._optimizers[optimizers]
             optimizers.user_steps.close()
             self.store.free_buckets(optimizers.owner)
+            if not self._optimizers:
+                self.reserved.release()
 
     def refuse_other_devices(self) -> None:
         """Refuses to lay variables out that an open step has laid out on other devices.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.step_variables import StepVariables
 
@@ -26,6 +27,11 @@ class StateView:
     def optimizers(self) -> BucketOptimizers:
         """See `StepState`."""
         return self._state.optimizers
+
+    @property
+    def reserved(self) -> ReservedMemory:
+        """See `StepState`."""
+        return self._state.reserved
 
     @property
     def layout(self) -> int:

@@ -34,6 +34,7 @@ class StepState:
 
     Attributes:
         store, optimizers: the same.
+        reserved: memory for large results of regions, which no step reads that did not write it.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
         accumulated: the gradients of calls since the last update.
@@ -42,6 +43,7 @@ class StepState:
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers) -> None:
         self.store, self.optimizers = store, optimizers
+        self.reserved = held.reserved
         self.num_skipped = 0
         self.told: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None

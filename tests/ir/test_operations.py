@@ -7,7 +7,7 @@ import pytest
 import torch
 from asserting import Asserting
 from saved_programs import HANDMADE
-from tiny_programs import MUON, Weight, captured_model, every_stage, handmade, run_up_to
+from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
 
 from mirrorc.comparison.printed_schedule import schedule_of
@@ -27,6 +27,8 @@ from mirrorc.ir.operation import (
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_inference import is_inferable
 from mirrorc.ir.type_rules import of_operand
+from mirrorc.passes import ReserveMemory, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding import binds
@@ -58,6 +60,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
+    reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
+    found.append(run_passes(captured_model(Gated()), reserving))
     for kind in (Accumulation.ADDS, Accumulation.ENDS):
         found += every_stage(HANDMADE["buffer"]().evolve(accumulation=kind)).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
@@ -110,7 +114,7 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
                     other = "operator" if event.line.operation.startswith("aten.") else "region"
                     assert event.key[0] == (found.kind.value if found is not None else other), event.line.text
                     kinds.add(event.key[0])
-    assert kinds == {kind.value for kind in Kind} - {Kind.SOURCE.value}
+    assert kinds == {kind.value for kind in Kind}
 
 
 def test_selections_are_made_of_effects() -> None:

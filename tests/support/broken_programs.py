@@ -36,6 +36,7 @@ from mirrorc.passes import (
     CheckFinite,
     ClipGradients,
     PlaceGradients,
+    ReserveMemory,
     ReuseArguments,
     ShareParameters,
     UnscaleGradients,
@@ -554,6 +555,49 @@ def reusing(pass_name: str, change: Callable[[Program, fx.Node], None]) -> Mutat
     return "pack-gradients", mutate
 
 
+def reserving(pass_name: str, change: Callable[[Program], None]) -> Mutation:
+    """A change of a program in which two results of region fwd_0 lie in reserved memory at the same time."""
+
+    def mutate(_: Program) -> Program:
+        pipeline = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
+        place = [one.name for one in pipeline].index(pass_name)
+        program = run_passes(captured_model(Gated()), pipeline[: place + 1])
+        verify(program)
+        change(program)
+        return program
+
+    return "pack-gradients", mutate
+
+
+def reserve_one_memory_for_two(program: Program) -> None:
+    for graph in program.graphs():
+        for node in targets(graph, ops.reserved):
+            with_kwargs(node, number=0)
+
+
+def read_reserved_memory_outside(program: Program) -> None:
+    graph = program.graphs()[0]
+    call = targets(graph, ops.reserved)[0].next
+    while not is_region_call(call):
+        call = call.next
+    part = next(user for user in call.users if any(is_region_call(other) for other in user.users))
+    with graph.inserting_after(part):
+        graph.call_function(torch.ops.aten.neg.default, (part,)).meta["val"] = part.meta["val"]
+
+
+def reserve_for_two_calls(program: Program) -> None:
+    graph = program.graphs()[0]
+    one, other = targets(graph, ops.reserved)[:2]
+    other.replace_all_uses_with(one)
+
+
+def read_before_it_is_written(program: Program) -> None:
+    body = program.regions["fwd_0"].graph_module.graph
+    argument = next(node for node in body.nodes if node.name.startswith("reserved_"))
+    with body.inserting_after(body.find_nodes(op="placeholder")[-1]):
+        body.call_function(torch.ops.aten.neg.default, (argument,)).meta["val"] = argument.meta["val"]
+
+
 def read_the_overwritten(_: Program, write: fx.Node) -> None:
     reader = next(user for user in write.users if user.op == "call_function")
     reader.replace_input_with(write, write.args[0])  # type: ignore[arg-type]
@@ -837,6 +881,15 @@ BAD: dict[str, list[Mutation]] = {
         reusing("reuse-arguments", read_the_overwritten),
         reusing("lower-devices", read_the_overwritten),
         reusing("reuse-arguments", assert_the_written),
+    ],
+    "reserved_memory_has_one_value_at_a_time": [
+        *(
+            reserving(pass_name, reserve_one_memory_for_two)
+            for pass_name in ("reserve-memory", "replicate", "lower-devices")
+        ),
+        reserving("schedule-overlap", read_reserved_memory_outside),
+        reserving("reserve-memory", reserve_for_two_calls),
+        *(reserving(pass_name, read_before_it_is_written) for pass_name in ("reserve-memory", "lower-devices")),
     ],
     "some_replica_has_examples": [
         (ONE_BUCKET, lambda program: program.evolve(num_examples=(0, 0))),

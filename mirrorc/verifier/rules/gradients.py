@@ -202,9 +202,9 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 
 @rule(since=Stage.CAPTURED)
 def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
-    """A region writes into nothing but the slots that it is given, and into arguments that die there: results of other regions,
-    in memory of their own, which no other node reads and the region does not give back. What such an argument was is not read
-    after the write. Operators outside of regions write nothing at all.
+    """A region writes into nothing but the slots and the reserved memory that it is given, and into arguments that die there:
+    results of other regions, in memory of their own, which no other node reads and the region does not give back. What such an
+    argument was is not read after the write. Operators outside of regions write nothing at all.
     """
     writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}
     for graph in program.graphs():
@@ -221,14 +221,16 @@ def _writes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> Iterator[Violation]:
     placeholders = program.regions[region_of(call)].graph_module.graph.find_nodes(op="placeholder")
-    slots = {
-        placeholder for placeholder, given in zip(placeholders, call.args, strict=False) if slot_of(given) is not None
+    given_memory = {
+        placeholder
+        for placeholder, given in zip(placeholders, call.args, strict=False)
+        if slot_of(given) is not None or getattr(given, "target", None) is ops.reserved
     }
-    dying = {placeholders[place] for place in dying_places(program, call)} if len(writes) > len(slots) else set()
+    dying = {placeholders[place] for place in dying_places(program, call)} if len(writes) > len(given_memory) else set()
     body = program.regions[region_of(call)].graph_module.graph
     for node in writes:
         written: Any = node.args[0]
-        if written in slots:
+        if written in given_memory:
             continue
         if written not in dying:
             yield Violation(

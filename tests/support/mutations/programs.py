@@ -25,11 +25,11 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.passes import ReuseArguments, default_pipeline
+from mirrorc.passes import ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
 
-_REUSING = ReuseArguments(min_bytes=0)
+_WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
 _WHOLE = {"min_factored_elements": 2**40}
 
@@ -82,7 +82,7 @@ class Source:
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
         pipeline = default_pipeline(**{"min_factored_elements": 0, **self.caps})
-        pipeline = [_REUSING if one.name == _REUSING.name else one for one in pipeline]
+        pipeline = [_WITHOUT_LIMITS.get(one.name, one) for one in pipeline]
         pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
         pipeline = pipeline if self.captured.trains else for_evaluation(pipeline)
         unshared = select_passes(pipeline, ["share-parameters"])

@@ -1,0 +1,76 @@
+"""The rule on memory that stays from step to step for large results of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mirrorc.analysis.aliases import origins
+from mirrorc.analysis.dying_arguments import reserved_argument
+from mirrorc.analysis.lifetimes import last_reader
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, is_region_call, region_of, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rules.programs import Violation
+
+_INTO = (matmul.mm_into, matmul.linear_into)
+
+
+@rule(since=Stage.OUTLINED)
+def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violation]:
+    """Reserved memory is given to one call of a region, of the same replica, which computes one of its results into all of it
+    before it reads it. Regions alone read that result, and the last one before the memory's next value is computed.
+    """
+    for graph in program.graphs():
+        busy_until: dict[
+            Any, tuple[fx.Node, fx.Node]
+        ] = {}  # the last reader of each memory's value, and its memory's node
+        given = [(_user(node), node) for node in calls_to(graph, ops.reserved)]
+        for call, node in sorted(given, key=lambda pair: (pair[0] is not None, pair[0] or pair[1])):
+            if call is None:
+                yield Violation(f"{node.name} must be given once, to a region of its own replica", node)
+                continue
+            fault, last = _use(program, call, node)
+            if last is None:
+                yield Violation(fault, node)
+                continue
+            memory = (node.kwargs.get("replica"), node.kwargs["number"])
+            if memory in busy_until and not busy_until[memory][0] < call:
+                reader, earlier = busy_until[memory]
+                yield Violation(
+                    f"{reader.name} reads the value in {earlier.name} after {call.name} has begun the next one", node
+                )
+            busy_until[memory] = (last, node)
+
+
+def _user(node: fx.Node) -> fx.Node | None:
+    """The region's call that alone is given this memory, once; None if that is not so."""
+    users = list(node.users)
+    is_one = len(users) == 1 and is_region_call(users[0]) and sum(given is node for given in users[0].args) == 1
+    return users[0] if is_one and replica_of(users[0]) == replica_of(node) else None
+
+
+def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node | None]:
+    """What is wrong with what a call does with memory that it is given, and the last reader of the value that lies there."""
+    body = program.regions[region_of(call)].graph_module.graph
+    place = next(i for i, given in enumerate(call.args) if given is node)
+    argument = body.find_nodes(op="placeholder")[place]
+    users = sorted(argument.users)
+    if not users or users[0].target not in _INTO or users[0].args[0] is not argument:
+        return f"{region_of(call)} reads {argument.name} before it computes a product into it", None
+    if any(argument in user.args[1:] for user in users if user.target in _INTO):
+        return f"{region_of(call)} multiplies what is in {argument.name} into it", None
+    results: Any = body.output_node().args[0]
+    found = [i for i, result in enumerate(results) if result is not None and argument in origins(result)]
+    if len(found) != 1 or reserved_argument(body, found[0]) != place:
+        return (
+            f"{region_of(call)} must have exactly one result in {argument.name}, and nothing else in that result",
+            None,
+        )
+    parts = [part for part in call.users if part.args[1] == found[0]]
+    last = last_reader(parts[0]) if len(parts) == 1 else None
+    return f"the value in {node.name} is read by something else than regions, or by nothing", last

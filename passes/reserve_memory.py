@@ -1,0 +1,145 @@
+"""Keeps memory for large results of regions from step to step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.dying_arguments import own_product
+from mirrorc.analysis.lifetimes import last_reader
+from mirrorc.analysis.region_gradients import calls_by_region
+from mirrorc.custom_ops import matmul
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.nodes import region_calls, region_of
+from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import lazy_graph_module
+
+_INTO = MappingProxyType({torch.ops.aten.mm.default: matmul.mm_into, torch.ops.aten.addmm.default: matmul.linear_into})
+
+
+@dataclass(frozen=True)
+class ReserveMemory:
+    """Lets regions compute large products into memory that stays from step to step::
+
+        fwd_0 = call_region(x, w, region=fwd_0)           reserved_0 = reserved(number=0, shape=[1024, 16000], dtype=float32)
+        a     = fwd_0[0]                           ->     fwd_0 = call_region(x, w, reserved_0, region=fwd_0)
+                                                          a     = fwd_0[0]                # is the reserved memory
+
+        region fwd_0(x, w):                               region fwd_0(x, w, reserved_mm):
+            mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
+            return [mm]                                       return [reserved_mm]
+
+    The C library gives blocks of this size back to the system when they are freed. The next step gets others, which the system
+    clears while they are written for the first time, and all threads of a process wait for one another on the way: for logits
+    over 16,000 words, that takes a twentieth of the step. Results that do not exist at the same time have the same memory.
+
+    Needs: regions in their final form.
+    Guarantees: only products that regions alone read, of this step, lie in reserved memory (the rule
+        reserved_memory_has_one_value_at_a_time). Values stay the same expressions, bit for bit.
+
+    Attributes:
+        wanted: whether the devices' memory is given and taken by the C library; allocators of GPUs keep what is freed.
+        min_bytes: smaller results keep memory that is new in each step. glibc never gives back blocks of less than 32 MiB.
+    """
+
+    wanted: bool = True
+    min_bytes: int = 2**25
+    name: str = field(default="reserve-memory", init=False)
+    input_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    output_stage: Stage = field(default=Stage.OUTLINED, init=False)
+    trains_only: ClassVar = True
+
+    def run(self, program: Program) -> Program:
+        if not self.wanted:
+            return program.with_remarks(
+                "no memory is reserved: wanted is not set, as it is on GPUs, whose allocator keeps memory",
+                is_kept=False,
+            )
+        graphs = tuple(copied(graph) for graph in program.shard_graphs)
+        regions, places_of = dict(program.regions), {}
+        for name, calls in calls_by_region(graphs).items():
+            body = program.regions[name].graph_module.graph
+            found = [set(self._places(body, node)) for node in calls]
+            if places := sorted(set.intersection(*found)):
+                places_of[name] = places
+                regions[name] = _reserving(program.regions[name], places)
+        reserved = [list(_reserve(graph, regions, places_of)) for graph in graphs]
+        if not any(reserved):
+            return program.with_remarks("no result of a region is large enough to reserve memory for it", is_kept=False)
+        largest = max(_num_bytes(node) for nodes in reserved for node in nodes)
+        said = f"{counted(max(map(len, reserved)), 'result')} of regions in reserved memory, the largest of {size_text(largest)}"
+        return program.evolve(shard_graphs=graphs, regions=regions).with_remarks(said)
+
+    def _places(self, body: fx.Graph, node: fx.Node) -> Iterator[int]:
+        """The results of a call that may lie in reserved memory."""
+        for part in node.users:
+            place: Any = part.args[1]
+            product = own_product(body, place) if part.target is operator.getitem else None
+            if (
+                product is None
+                or product.target not in _INTO
+                or product.kwargs
+                or not _is_large(product, self.min_bytes)
+            ):
+                continue
+            if last_reader(part) is not None and sum(other.args[1] == place for other in node.users) == 1:
+                yield place
+
+
+def _is_large(product: fx.Node, min_bytes: int) -> bool:
+    value = product.meta["val"]
+    return value.is_contiguous() and _num_bytes(product) >= min_bytes
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.itemsize)
+
+
+def _reserving(region: Region, places: list[int]) -> Region:
+    """The region with an argument more for each of these results, into which it computes the result's product."""
+    graph = copied(region.graph_module.graph)
+    for place in places:
+        product = own_product(graph, place)
+        assert product is not None
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            argument = graph.placeholder(f"reserved_{product.name}")
+        argument.meta["val"] = product.meta["val"]
+        with graph.inserting_before(product):
+            into = graph.create_node(
+                "call_function", _INTO[product.target], (argument, *product.args), name=f"{product.name}_into"
+            )
+        into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
+        product.replace_all_uses_with(argument)
+        graph.erase_node(product)
+    graph.lint()
+    return replace(region, graph_module=lazy_graph_module({}, graph, region.name))
+
+
+def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[str, list[int]]) -> Iterator[fx.Node]:
+    """Gives each call the memory that its region takes; memory whose value is not read any more is given again."""
+    busy_until: list[fx.Node] = []  # for each number, the last reader of its present value
+    for node in region_calls(graph):
+        places = places_of.get(region_of(node), [])
+        arguments = regions[region_of(node)].graph_module.graph.find_nodes(op="placeholder")[len(node.args) :]
+        for place, argument in zip(places, arguments, strict=True):
+            part = next(user for user in node.users if user.args[1] == place)
+            last: Any = last_reader(part)
+            number = next((i for i, reader in enumerate(busy_until) if reader < node), len(busy_until))
+            busy_until[number:] = [last, *busy_until[number + 1 :]]
+            value = argument.meta["val"]
+            details = {"number": number, "shape": tuple(value.shape), "dtype": value.dtype}
+            with graph.inserting_before(node):
+                reserved = call(graph, ops.reserved, (), details)
+            reserved.meta["val"] = value
+            node.args = (*node.args, reserved)
+            yield reserved

@@ -1,0 +1,39 @@
+"""The memory that stays from step to step for large results of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mirrorc.ir.devices import Device
+
+
+class ReservedMemory:
+    """Blocks of memory by replica and number. All programs of a step use the same blocks, one after the other.
+
+    A block is allocated when it is first used, grows when a program needs more, and stays until the step is closed.
+
+    Args:
+        devices: the device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = [device.torch_device for device in devices]
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def block(self, replica: int, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor in a block, with whatever is there; replicas may ask at the same time."""
+        num_elements = torch.Size(shape).numel()
+        num_bytes = num_elements * dtype.itemsize
+        found = self._blocks.get((replica, number))
+        if found is None or found.numel() < num_bytes:
+            del found
+            self._blocks.pop((replica, number), None)  # freed before the larger one is allocated
+            found = torch.empty(num_bytes, dtype=torch.uint8, device=self._devices[replica])
+            self._blocks[replica, number] = found
+        return found[:num_bytes].view(dtype).view(tuple(shape))
+
+    def release(self) -> None:
+        """Frees all blocks."""
+        self._blocks.clear()
