@@ -90,7 +90,7 @@ def of_reserved(program: Program, node: fx.Node) -> ValueType:
         raise TypeError(f"it has the shape {shape}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"it has the dtype {dtype}")
-    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]  # type: ignore[arg-type]
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     return ("tensor", tuple(shape), tuple(strides), dtype, any_value(node.graph).device)
 
 
