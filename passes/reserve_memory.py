@@ -109,8 +109,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
     """The region with an argument more for each of these results, into which it computes the result's product."""
     graph = copied(region.graph_module.graph)
     for place in places:
-        product = own_product(graph, place)
-        assert product is not None
+        product: Any = own_product(graph, place)
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             argument = graph.placeholder(f"reserved_{product.name}")
         argument.meta["val"] = product.meta["val"]
