@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,46 +11,95 @@ import torch
 from mirrorc.torch_internals import one_of_torchs
 
 
+class DrawnScalarDecides:
+    """Stands for what a comparison of a `DrawnScalar` gives; whoever asks more of it than which way to go raises an error.
+
+    No bool: as tensors, two of them have a sum of one, and ``~`` is their opposite.
+    """
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+
+    def __bool__(self) -> bool:
+        return self.answer
+
+    def item(self) -> bool:
+        """The answer."""
+        return self.answer
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("what a DrawnScalar decides equals no other value")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class DrawnScalar:
     """Stands for a random tensor of one element in a trace; whoever asks more of it than to compare it raises an error.
 
     Args:
-        number: its value.
-        is_narrow: whether the tensor would have 32 bits, to which a number is rounded that is compared with it.
+        number: its value, of 0 to 1.
+        shape: that of the tensor.
+        dtype: that of the tensor, float32 or float64.
     """
 
-    def __init__(self, number: float, is_narrow: bool) -> None:
-        self.number, self.is_narrow = number, is_narrow
+    def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.number, self.shape, self.dtype = number, shape, dtype
 
     def item(self) -> float:
         """The value."""
         return self.number
 
-    def __lt__(self, other: float) -> bool:
-        return self.number < self._rounded(other)
+    def __bool__(self) -> bool:
+        return self.number != 0.0
 
-    def __le__(self, other: float) -> bool:
-        return self.number <= self._rounded(other)
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(operator.lt, other)
 
-    def __gt__(self, other: float) -> bool:
-        return self.number > self._rounded(other)
+    def __le__(self, other: Any) -> Any:
+        return self._compared(operator.le, other)
 
-    def __ge__(self, other: float) -> bool:
-        return self.number >= self._rounded(other)
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(operator.ge, other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(operator.ne, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
+        """What PyTorch gives: a tensor if the other is one, and otherwise what decides."""
+        if isinstance(other, torch.Tensor):
+            return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
+        if not isinstance(other, (int, float)):
+            raise TypeError("a DrawnScalar is compared with numbers and tensors only")
+        is_nan = other != other  # no traced number is compared with nan; all numbers answer alike
+        return DrawnScalarDecides(compare(0.0 if is_nan else self.number, self._rounded(other)))
 
     def _rounded(self, other: float) -> float:
-        """A number with 24 significant bits, as a tensor has it: a product with 2**29 + 1 leaves no place for others."""
-        if not self.is_narrow:
+        """A number as this tensor has it, where that can matter.
+
+        With 24 significant bits for float32: a product with 2**29 + 1 leaves no place for others.
+        """
+        if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
+        if other <= 2.0**-150:
+            return 0.0
         product = other * 536870913.0
         return product - (product - other)
 
 
 def _rand(*size: Any, **options: Any) -> Any:
     shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    if options or any(length != 1 for length in shape):
+    dtype = torch.get_default_dtype()
+    if options or any(length != 1 for length in shape) or dtype not in (torch.float32, torch.float64):
         return torch.empty(*size, **options).uniform_()
-    return DrawnScalar(one_of_torchs(), torch.get_default_dtype() == torch.float32)
+    return DrawnScalar(one_of_torchs(), tuple(shape), dtype)
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -88,18 +90,68 @@ def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) ->
     assert_same_model(model, twin, 1e-12)
 
 
+COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.7, 0.3, 1 / 3, 0.0])
+def test_scalars_are_compared_as_a_tensor_is(dtype: torch.dtype, value: float) -> None:
+    numbers = [value, 0.7, value + 1e-9, value - 1e-9, -1, 0, 1, True, 1e-300, 1e308, math.inf, -math.inf, math.nan]
+    others = [torch.tensor(number, dtype=own) for number in numbers for own in (torch.float32, torch.float64)]
+    others += [torch.tensor([0.2, value, 0.9]), torch.arange(3), torch.full((2, 1), value, dtype=torch.float64)]
+    for shape in ((), (1,), (1, 1)):
+        tensor = torch.full(shape, value, dtype=dtype)
+        drawn = DrawnScalar(tensor.item(), shape, dtype)
+        for compare in COMPARISONS:
+            for number in numbers:
+                assert bool(compare(drawn, number)) == bool(compare(tensor, number)), (compare, number)
+            for other in others:
+                assert torch.equal(compare(drawn, other), compare(tensor, other)), (compare, other)
+                assert torch.equal(compare(other, drawn), compare(other, tensor)), (compare, other)
+
+
+class ComparesScalars(nn.Module):
+    """Scales what its layer gives by the answers of comparisons, beside one that decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("p", torch.tensor(0.6))
+        self.register_buffer("wide", torch.tensor(0.4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answers = [
+            (torch.rand(()) < self.p) * 1.0,
+            torch.where(torch.rand(1) < self.p, 1.0, 0.0),
+            (torch.rand([]) <= self.wide) * 1.0,
+            (self.p > torch.rand(1)) * 1.0,
+            (torch.rand(()) < x[:, :1]) * 1.0,
+        ]
+        if torch.rand(()) < 0.5 and torch.rand(1) < math.inf and not torch.rand(1) > math.nan:
+            x = self.layer(x)
+        return self.layer(x) * sum(2.0**i * answer for i, answer in enumerate(answers))
+
+
+def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    model = ComparesScalars()
+    twin, target = copy.deepcopy(model), torch.zeros(5, 3)
+    batches = [torch.rand(5, 3) for _ in range(5)]
+    optimizers = [torch.optim.SGD(own.parameters(), lr=0.0) for own in (model, twin)]
+    torch.manual_seed(1)
+    expected = [float(train_step(twin, optimizers[1], {"x": x, "target": target}, F.mse_loss)) for x in batches]
+    torch.manual_seed(1)
+    with compiled(model, optimizers[0]) as step:
+        losses = [float(step(x, target=target)) for x in batches]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("narrow", "bound", "value"), [(True, 0.7, 0.7), (True, 0.3, 0.3), (True, 1 / 3, 1 / 3), (False, 0.7, 0.7)]
+    "asked",
+    [lambda: torch.rand([]), lambda: ~(torch.rand([]) < 0.5), lambda: (torch.rand(1) < 0.9) == (torch.rand(1) < 0.9)],
 )
-def test_numbers_are_compared_as_a_tensor_is(narrow: bool, bound: float, value: float) -> None:
-    tensor = torch.tensor(value, dtype=torch.float32 if narrow else torch.float64)
-    drawn = DrawnScalar(tensor.item(), narrow)
-    asked = [(one < bound, one <= bound, one > bound, one >= bound) for one in (drawn, tensor)]
-    assert list(asked[0]) == [bool(answer) for answer in asked[1]]
-
-
-def test_a_scalar_that_does_more_than_decide_is_no_number() -> None:
-    model = Does(lambda y: (y if torch.rand([]) < 0.5 else 2 * y) * torch.rand([]))
+def test_a_scalar_that_does_more_than_decide_is_no_number(asked: Callable[[], Any]) -> None:
+    model = Does(lambda y: (y if torch.rand([]) < 0.5 else 2 * y) * asked())
     refused = pytest.raises(CaptureError, match="cannot branch on tensor values")
     with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step, refused:
         step(torch.ones(4, 3), target=torch.zeros(4, 3))
