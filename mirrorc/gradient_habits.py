@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -63,14 +64,20 @@ class GradientHabits:
             ValueError: names the first of these parameters and the remedy.
         """
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
-        for other in list(_watching):
-            name = other.kept.first_of(ids) if other is not self and other.kept is not None else None
-            if name is not None:
-                raise ValueError(
-                    f"another step has kept a gradient of {name!r} by its accumulate(), and the update of this step would leave "
-                    "it out: let that step make its update first, or drop what it has kept with its zero_grad(). To train on "
-                    "the sum of two losses, compile one step whose loss_fn, or whose model, adds them"
-                )
+        if self._first_of_others(ids) is not None:
+            gc.collect()  # what a step has kept that nobody can reach any more is in nobody's way
+        name = self._first_of_others(ids)
+        if name is not None:
+            raise ValueError(
+                f"another step has kept a gradient of {name!r} by its accumulate(), and the update of this step would leave "
+                "it out: let that step make its update first, or drop what it has kept with its zero_grad(). To train on "
+                "the sum of two losses, compile one step whose loss_fn, or whose model, adds them"
+            )
+
+    def _first_of_others(self, ids: Collection[int]) -> str | None:
+        """Names the first of the parameters with these ids of which another step has kept a gradient."""
+        others = [other.kept for other in list(_watching) if other is not self and other.kept is not None]
+        return next((name for name in (kept.first_of(ids) for kept in others) if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.

@@ -45,13 +45,14 @@ class Step(StepReports):
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
-        store, optimizers = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
-        options = replace(options, optimizers=optimizers.groups)  # whose groups have one count for all steps with them
-        super().__init__(options, model, make_state(held, store, optimizers, options.check_replicas_every))
+        hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
+        groups = hold.optimizers.groups  # they have one count for all steps with them
+        options = replace(options, optimizers=groups)
+        super().__init__(options, model, make_state(held, hold, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers)
-        self._state.optimizers.user_steps.when_idle.append(self._habits.warn_of_idle_step)
+        self._state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         on_cpu = options.devices[0].torch_device.type == "cpu"
         self._num_threads = (
             max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()

@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,19 @@ from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_variables import StepVariables, names_in_store
 from mirrorc.runtime.state.user_steps import OwnSteps
 from mirrorc.runtime.state.variables import VariableStore
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """What one step has of a held state. Only the step's state refers to it: it ends when that is closed, or forgotten.
+
+    Attributes:
+        store: what the step sees of the variables.
+        optimizers: the state and the updates of its optimizers, which other steps may have, too.
+    """
+
+    store: StepVariables
+    optimizers: BucketOptimizers
 
 
 class HeldState:
@@ -48,17 +62,21 @@ class HeldState:
         self._own_steps = OwnSteps()
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no variables here, by id
         self._is_captured = is_captured
-        self._optimizers: dict[BucketOptimizers, int] = {}  # and how many open steps have each
+        self._optimizers: dict[BucketOptimizers, weakref.WeakSet[Hold]] = {}  # and the open steps' holds of each
         self._pid = os.getpid()
 
     @property
     def is_open(self) -> bool:
         """Whether an open step of this process holds it."""
-        return bool(self._optimizers) and self._pid == os.getpid()
+        return bool(self._open_optimizers()) and self._pid == os.getpid()
+
+    def _open_optimizers(self) -> list[BucketOptimizers]:
+        """Those that open steps have."""
+        return [optimizers for optimizers, holds in list(self._optimizers.items()) if holds]
 
     def _trained(self) -> set[int]:
         """The ids of the parameters that its steps may update."""
-        return set().union(*(optimizers.groups.parameters() for optimizers in self._optimizers))
+        return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], trained: Collection[int] = ()) -> str | None:
         """The first of its variables among some tensors that its steps may write, or others: parameters that neither trains
@@ -91,13 +109,11 @@ class HeldState:
         """Whether steps on these devices can go on in its memory: their optimizers update the same parameters as those that are
         there, or none of them. Parts of a bucket cannot be laid out for two.
         """
-        own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._optimizers]
+        own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(own == other or own.isdisjoint(other) for other in each)
         return not self._is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
 
-    def hold(
-        self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str
-    ) -> tuple[StepVariables, BucketOptimizers]:
+    def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
         """Lets one more step hold it, which may have further variables, such as those of its loss.
 
         Args:
@@ -107,29 +123,46 @@ class HeldState:
         """
         names = names_in_store(tensors, self.store, what)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()})
-        known = (optimizers for optimizers in self._optimizers if optimizers.groups.numbers_as(groups))
+        known = (optimizers for optimizers in self._open_optimizers() if optimizers.groups.numbers_as(groups))
         optimizers = next(known, None)
         if optimizers is None:
             optimizers = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self._is_captured)
-        self._optimizers[optimizers] = self._optimizers.get(optimizers, 0) + 1
-        return StepVariables(tensors, names, self.store, optimizers.owner), optimizers
+        hold = Hold(StepVariables(tensors, names, self.store, optimizers.owner), optimizers)
+        self._optimizers.setdefault(optimizers, weakref.WeakSet()).add(hold)
+        if not self.callers.now:  # otherwise, the next call does it
+            self._free_forgotten()
+        return hold
 
-    def let_go(self, optimizers: BucketOptimizers) -> None:
-        """Called when a step that has these optimizers is closed. After the last one, they are watched no more."""
-        self._optimizers[optimizers] -= 1
-        if not self._optimizers[optimizers]:
-            del self._optimizers[optimizers]
+    def let_go(self, hold: Hold) -> None:
+        """Called when a step is closed. After the last one that has its optimizers, they are watched no more."""
+        holds = self._optimizers[hold.optimizers]
+        holds.discard(hold)
+        if not holds:
+            self._free(hold.optimizers)
+        if not self._open_optimizers():
+            self._free_forgotten()
+            self.reserved.release()
+
+    def _free(self, optimizers: BucketOptimizers) -> None:
+        if self._optimizers.pop(optimizers, None) is not None:
             optimizers.user_steps.close()
             self.store.free_buckets(optimizers.owner)
-            if not self._optimizers:
-                self.reserved.release()
 
-    def refuse_other_devices(self) -> None:
-        """Refuses to lay variables out that an open step has laid out on other devices.
+    def _free_forgotten(self) -> None:
+        """Frees what steps have left that were forgotten, not closed. The garbage collector only empties their sets, as it may
+        run in any thread, during a call that reads what they had.
+        """
+        for optimizers, holds in list(self._optimizers.items()):
+            if not holds:
+                self._free(optimizers)
+
+    def begin_use(self) -> None:
+        """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices.
 
         Raises:
             ExecutionError: names the first variable, the devices and the remedy.
         """
+        self._free_forgotten()
         if self.is_used:
             return
         if self._first_elsewhere() is not None:

@@ -12,11 +12,9 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.held_state import HeldState
+from mirrorc.runtime.state.held_state import HeldState, Hold
 from mirrorc.runtime.state.layout import slot_views
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.step_variables import StepVariables
 
 _ROW = 1024  # words that are added up together
 
@@ -55,12 +53,12 @@ class ComparedState(StepState):
     """The state of a step that compares the replicas' copies before every so many steps.
 
     Args:
-        held, store, optimizers: see `StepState`.
+        held, hold: see `StepState`.
         every: the number of steps.
     """
 
-    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, every: int) -> None:
-        super().__init__(held, store, optimizers)
+    def __init__(self, held: HeldState, hold: Hold, every: int) -> None:
+        super().__init__(held, hold)
         self._every = every
         self._num_begun = 0
         self._unwritten: list[Variable] = []  # by the present program
@@ -131,9 +129,9 @@ class ComparedState(StepState):
         )
 
 
-def make_state(held: HeldState, store: StepVariables, optimizers: BucketOptimizers, every: int) -> StepState:
+def make_state(held: HeldState, hold: Hold, every: int) -> StepState:
     """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
-    return ComparedState(held, store, optimizers, every) if every else StepState(held, store, optimizers)
+    return ComparedState(held, hold, every) if every else StepState(held, hold)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,14 +10,13 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
+from mirrorc.runtime.state.bucket_optimizers import Laid
 from mirrorc.runtime.state.callers import Callers
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.flat_optimizer import UpdateMemory
-from mirrorc.runtime.state.held_state import HeldState
+from mirrorc.runtime.state.held_state import HeldState, Hold
 from mirrorc.runtime.state.layout import Layout, Moved
 from mirrorc.runtime.state.loss_scale import LossScale
-from mirrorc.runtime.state.step_variables import StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -29,11 +28,11 @@ class StepState:
 
     Args:
         held: the variables, which other steps may hold, too.
-        store: what the step sees of them.
-        optimizers: the optimizers' state and updates.
+        hold: the step's hold of them.
 
     Attributes:
-        store, optimizers: the same.
+        store: what the step sees of the variables.
+        optimizers: the optimizers' state and updates.
         reserved: memory for large results of regions, which no step reads that did not write it.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
@@ -41,13 +40,13 @@ class StepState:
         told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
-    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers) -> None:
-        self.store, self.optimizers = store, optimizers
+    def __init__(self, held: HeldState, hold: Hold) -> None:
+        self.store, self.optimizers = hold.store, hold.optimizers
         self.reserved = held.reserved
         self.num_skipped = 0
         self.told: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
-        self._held = held
+        self._held, self._hold = held, hold
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
@@ -66,15 +65,15 @@ class StepState:
         """Called when the step is closed, perhaps several times; other steps go on with what they hold."""
         if not self._is_closed:
             self._is_closed = True
-            self._held.let_go(self.optimizers)
+            self._held.let_go(self._hold)
 
     def begin_use(self) -> None:
         """Called before each call.
 
         Raises:
-            ExecutionError: see `HeldState.refuse_other_devices`.
+            ExecutionError: see `HeldState.begin_use`.
         """
-        self._held.refuse_other_devices()
+        self._held.begin_use()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
         """See `HeldState.reads`."""

@@ -45,13 +45,11 @@ class UserSteps:
     Attributes:
         have_written: whether the user has made a step with gradients since this was last set to False.
         of_others: the ids of other parameters that some optimizer has made a step with; whoever has seen to them clears this.
-        when_idle: called in turn, until one returns True, after a step of one of these optimizers for which no parameter had a
-            gradient.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], own_steps: OwnSteps) -> None:
         self.have_written = False
-        self.when_idle: list[Callable[[], bool]] = []
+        self._when_idle: list[weakref.WeakMethod[Callable[[], bool]]] = []
         self._optimizers = tuple(optimizers)
         self._had_gradients: set[int] = set()  # the ids of optimizers whose parameters had some when their step began
         self.of_others: set[int] = set()
@@ -85,7 +83,7 @@ class UserSteps:
         if id(optimizer) in self._had_gradients or _has_gradients(optimizer):  # a closure may have made them
             self.have_written = True
         else:
-            any(told() for told in list(self.when_idle))
+            any(told() for told in [method() for method in self._when_idle] if told is not None)
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
         """Called in every thread after every step of any optimizer but those that update whole buckets, which call no hooks."""
@@ -96,9 +94,15 @@ class UserSteps:
             self.have_written = True
         self.of_others |= stepped - own
 
+    def tell_when_idle(self, told: Callable[[], bool]) -> None:
+        """Has a method called after a step of one of these optimizers for which no parameter had a gradient, as long as the
+        method's object is there, and unless one that came before returns True.
+        """
+        self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(told)]
+
     def forget(self, told: Callable[[], bool]) -> None:
-        """Takes back what is called ``when_idle``, if it is there."""
-        self.when_idle = [other for other in self.when_idle if other != told]
+        """Takes back what is called when idle, if it is there."""
+        self._when_idle = [other for other in self._when_idle if other() not in (None, told)]
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -54,8 +54,8 @@ class VariableStore:
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds variables, by name; some may be there already, under the same name."""
-        self.tensors.update(tensors)
-        self.names.update({id(tensor): name for name, tensor in tensors.items()})
+        self.tensors = {**self.tensors, **tensors}  # a call in another thread may go over the old ones now
+        self.names = {**self.names, **{id(tensor): name for name, tensor in tensors.items()}}
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
         """The memory of some optimizers' buckets."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -361,3 +363,46 @@ def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
         step = compiled(num_devices)
         step_once(step)
     step.close()
+
+
+def test_steps_that_nobody_closed_hold_nothing() -> None:
+    """As when a cell of a notebook is run again: each step joins the last one, which is dropped then."""
+    net, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(6, 3)
+
+    def compiled(num_devices: int, optimizer: torch.optim.Optimizer) -> mirrorc.Step:
+        step = mirrorc.compile(net, num_devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+        step(x, target=torch.ones(6, 2))
+        return step
+
+    one, kept = SGD(net.parameters()), []
+    for optimizer in (one, one, ADAMW(net.parameters()), ADAMW(net.parameters())):
+        step = compiled(2, optimizer)
+        kept.append(weakref.ref(step._state.optimizers))
+        variable = step.variables["0.weight"]  # it needs the variables, not the step
+        gc.collect()
+    step(x, target=torch.ones(6, 2))
+    gc.collect()
+    assert [optimizers() is not None for optimizers in kept] == [False, False, False, True]
+    assert all(torch.equal(value, net[0].weight) for value in variable.values)
+    step.close()
+    step = compiled(3, SGD(net[0].parameters()))
+    with compiled(3, SGD(net[1].parameters())) as other:
+        del step
+        gc.collect()
+        with compiled(3, SGD([net[0].weight])) as joined:
+            assert joined._state.reserved is other._state.reserved
+
+
+def test_a_forgotten_step_keeps_no_gradients() -> None:
+    """Those that its `accumulate` has kept are in nobody's way, also if another step has its optimizer."""
+    net, x = nn.Linear(3, 2), torch.randn(6, 3)
+    optimizer = SGD(net.parameters())
+
+    def compiled() -> mirrorc.Step:
+        return mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+
+    step = compiled()
+    step.accumulate(x, target=torch.ones(6, 2))
+    with compiled() as other:
+        del step
+        other(x, target=torch.ones(6, 2))
