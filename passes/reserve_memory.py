@@ -43,7 +43,7 @@ class ReserveMemory:
     over 16,000 words, that takes a twentieth of the step. Results that do not exist at the same time have the same memory.
 
     Needs: regions in their final form.
-    Guarantees: only products that regions alone read, of this step, lie in reserved memory (the rule
+    Guarantees: only products that regions alone read, and of which none gives back a view, lie in reserved memory (the rule
         reserved_memory_has_one_value_at_a_time). Values stay the same expressions, bit for bit.
 
     Attributes:
@@ -68,7 +68,7 @@ class ReserveMemory:
         regions, places_of = dict(program.regions), {}
         for name, calls in calls_by_region(graphs).items():
             body = program.regions[name].graph_module.graph
-            found = [set(self._places(body, node)) for node in calls]
+            found = [set(self._places(program, body, node)) for node in calls]
             if places := sorted(set.intersection(*found)):
                 places_of[name] = places
                 regions[name] = _reserving(program.regions[name], places)
@@ -79,7 +79,7 @@ class ReserveMemory:
         said = f"{counted(max(map(len, reserved)), 'result')} of regions in reserved memory, the largest of {size_text(largest)}"
         return program.evolve(shard_graphs=graphs, regions=regions).with_remarks(said)
 
-    def _places(self, body: fx.Graph, node: fx.Node) -> Iterator[int]:
+    def _places(self, program: Program, body: fx.Graph, node: fx.Node) -> Iterator[int]:
         """The results of a call that may lie in reserved memory."""
         for part in node.users:
             place: Any = part.args[1]
@@ -91,7 +91,8 @@ class ReserveMemory:
                 or not _is_large(product, self.min_bytes)
             ):
                 continue
-            if last_reader(part) is not None and sum(other.args[1] == place for other in node.users) == 1:
+            is_used_up = last_reader(part, program.regions) is not None
+            if is_used_up and sum(other.args[1] == place for other in node.users) == 1:
                 yield place
 
 
@@ -132,7 +133,7 @@ def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[
         arguments = regions[region_of(node)].graph_module.graph.find_nodes(op="placeholder")[len(node.args) :]
         for place, argument in zip(places, arguments, strict=True):
             part = next(user for user in node.users if user.args[1] == place)
-            last: Any = last_reader(part)
+            last: Any = last_reader(part, regions)
             number = next((i for i, reader in enumerate(busy_until) if reader < node), len(busy_until))
             busy_until[number:] = [last, *busy_until[number + 1 :]]
             value = argument.meta["val"]

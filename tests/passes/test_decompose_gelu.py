@@ -93,7 +93,7 @@ def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -
 def test_only_compiled_code_gets_it() -> None:
     cpu = torch.device("cpu")
     assert backend_named("inductor").preferences(cpu)["gelu_by_sigmoid"]
-    assert not backend_named("eager").preferences(cpu)
+    assert "gelu_by_sigmoid" not in backend_named("eager").preferences(cpu)
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")

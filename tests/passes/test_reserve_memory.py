@@ -69,6 +69,32 @@ def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("min_factored_elements", [1, 2**40], ids=["factors", "whole"])
+@pytest.mark.parametrize(("num_devices", "num_parts"), [(1, 1), (2, 1), (3, 2)])
+def test_a_view_of_a_result_that_outlives_its_readers_is_not_overwritten(
+    min_factored_elements: int, num_devices: int, num_parts: int
+) -> None:
+    """Linear layers in a row: one product is multiplied into the next, and backward gives transposed ones as factors."""
+    caps = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6, "min_factored_elements": min_factored_elements}
+    parts = {"microbatches": num_parts} if num_parts > 1 else {}
+    found = []
+    for one in (RESERVING, ReserveMemory()):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(5)), nn.Linear(12, 3)).double()
+        x, target = torch.randn(9, 12, dtype=torch.float64), torch.arange(9) % 3
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given: dict[str, Any] = {
+            "loss_fn": F.cross_entropy,
+            "backend": "eager",
+            "passes": pipeline(one, **caps, **parts),
+        }
+        with mirrorc.compile(model, num_devices, optimizer=optimizer, **given, **parts) as step:
+            losses = [step(x, target=target) for _ in range(3)]
+            assert bool(reserved(step.program)) == (one is RESERVING)
+        found.append([*losses, *(parameter.detach() for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_values_that_exist_one_after_the_other_have_the_same_memory() -> None:
     """Each of two microbatches has two values at a time."""
     _, program = trained(1, pipeline(microbatches=2), microbatches=2)

@@ -26,6 +26,7 @@ from tiny_programs import (
 )
 from torch import fx, nn
 
+from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -575,14 +576,42 @@ def reserve_one_memory_for_two(program: Program) -> None:
             with_kwargs(node, number=0)
 
 
-def read_reserved_memory_outside(program: Program) -> None:
+def look_at_reserved_memory(program: Program) -> None:
     graph = program.graphs()[0]
     call = targets(graph, ops.reserved)[0].next
     while not is_region_call(call):
         call = call.next
     part = next(user for user in call.users if any(is_region_call(other) for other in user.users))
     with graph.inserting_after(part):
-        graph.call_function(torch.ops.aten.neg.default, (part,)).meta["val"] = part.meta["val"]
+        graph.call_function(torch.ops.aten.alias.default, (part,)).meta["val"] = part.meta["val"]
+
+
+def give_back_a_view_of_reserved_memory(program: Program) -> None:
+    """A region of backward gives its caller a view of what lies in reserved memory, besides what it gave before."""
+    graph = program.graphs()[0]
+    call = next(node for node in graph.nodes if is_region_call(node) and region_of(node) == "bwd_0")
+    body = program.regions["bwd_0"].graph_module.graph
+    reserved = _in_reserved_memory(program, graph)
+    place = next(i for i, given in enumerate(call.args) if given.name in reserved)  # type: ignore[union-attr]
+    output, argument = body.output_node(), body.find_nodes(op="placeholder")[place]
+    with body.inserting_before(output):
+        view = body.call_function(torch.ops.aten.alias.default, (argument,))
+    view.meta["val"] = argument.meta["val"]
+    output.args = ((*output.args[0], view),)  # type: ignore[misc]
+    for node in (node for each in program.graphs() for node in each.nodes):
+        if is_region_call(node) and region_of(node) == "bwd_0":
+            node.meta["val"] = (*node.meta["val"], argument.meta["val"])
+
+
+def _in_reserved_memory(program: Program, graph: fx.Graph) -> set[str]:
+    """The results of calls that lie in reserved memory, by name."""
+    found = set()
+    for call in {next(iter(node.users)) for node in targets(graph, ops.reserved)}:
+        body = program.regions[region_of(call)].graph_module.graph
+        places = {part.name: reserved_argument(body, part.args[1]) for part in call.users}
+        lying = {name: call.args[place] for name, place in places.items() if place is not None}
+        found |= {name for name, given in lying.items() if given.target is ops.reserved}  # type: ignore[union-attr]
+    return found
 
 
 def reserve_for_two_calls(program: Program) -> None:
@@ -887,8 +916,9 @@ BAD: dict[str, list[Mutation]] = {
             reserving(pass_name, reserve_one_memory_for_two)
             for pass_name in ("reserve-memory", "replicate", "lower-devices")
         ),
-        reserving("schedule-overlap", read_reserved_memory_outside),
+        reserving("schedule-overlap", look_at_reserved_memory),
         reserving("reserve-memory", reserve_for_two_calls),
+        reserving("reserve-memory", give_back_a_view_of_reserved_memory),
         *(reserving(pass_name, read_before_it_is_written) for pass_name in ("reserve-memory", "lower-devices")),
     ],
     "some_replica_has_examples": [

@@ -23,7 +23,8 @@ _INTO = (matmul.mm_into, matmul.linear_into)
 @rule(since=Stage.OUTLINED)
 def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violation]:
     """Reserved memory is given to one call of a region, of the same replica, which computes one of its results into all of it
-    before it reads it. Regions alone read that result, and the last one before the memory's next value is computed.
+    before it reads it. Regions and operators read that result, of which none gives back a view, and the last one before the
+    memory's next value is computed.
     """
     for graph in program.graphs():
         busy_until: dict[
@@ -62,8 +63,8 @@ def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node |
     users = sorted(argument.users)
     if not users or users[0].target not in _INTO or users[0].args[0] is not argument:
         return f"{region_of(call)} reads {argument.name} before it computes a product into it", None
-    if any(argument in user.args[1:] for user in users if user.target in _INTO):
-        return f"{region_of(call)} multiplies what is in {argument.name} into it", None
+    if sum(user.target in _INTO and user.args[0] is argument for user in users) > 1 or argument in users[0].args[1:]:
+        return f"{region_of(call)} writes more than one product into {argument.name}, or one of its old content", None
     results: Any = body.output_node().args[0]
     found = [i for i, result in enumerate(results) if result is not None and argument in origins(result)]
     if len(found) != 1 or reserved_argument(body, found[0]) != place:
@@ -72,5 +73,5 @@ def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node |
             None,
         )
     parts = [part for part in call.users if part.args[1] == found[0]]
-    last = last_reader(parts[0]) if len(parts) == 1 else None
-    return f"the value in {node.name} is read by something else than regions, or by nothing", last
+    last = last_reader(parts[0], program.regions) if len(parts) == 1 else None
+    return f"the value in {node.name} is read by nothing, or by what may look at it later", last

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.clipping import is_checked
+from mirrorc.analysis.slots_of_values import slot_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
@@ -210,10 +211,10 @@ def exchange_neighbors_of_two_replicas(program: Program) -> Iterator[Edit]:
 
 @keeps
 def repeat_a_region_for_nobody(program: Program) -> Iterator[Edit]:
-    """A region of forward, which writes no slot, runs twice; nobody uses what it gives the second time."""
+    """A region of forward, which writes into nothing, runs twice; nobody uses what it gives the second time."""
     for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
         for call in region_calls(graph.nodes):
-            if not any(given.target is ops.slot for given in call.all_input_nodes):
+            if not any(given.target in ops.GIVEN_MEMORY for given in call.all_input_nodes):
                 yield partial(_repeat, call)
 
 
@@ -233,10 +234,11 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
             made.meta["val"] = torch.neg(node.meta["val"])
 
     for timeline in timelines(program):
-        others = (ops.read, ops.argument, ops.add_accumulated)
+        others = (ops.read, ops.argument, ops.add_accumulated, ops.reserved)
         saved = [n for n in timeline if is_value(n) and n.target not in others]
         for node in saved:
             is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
+            is_gradient = is_gradient or slot_of(node) is not None  # microbatches may add to it yet
             if node.op != "placeholder" and node.meta["val"].is_floating_point() and not is_gradient:
                 yield partial(edit, node)
 
