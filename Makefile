@@ -20,11 +20,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
-# Every property, on a selection of models, devices and optimizers: five to nine minutes on two cores.
+# Every property, on a selection of models, devices and optimizers: about ten minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: at most 20 minutes.
+# The same properties on wider selections, and what needs real processes: about 20 minutes.
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
