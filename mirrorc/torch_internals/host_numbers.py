@@ -129,8 +129,10 @@ def _is_of(value: Any, kind: type) -> bool:
 
 
 def filled(args: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """Arguments with the numbers that were found in place of their slots."""
     return [fill(arg, found) for arg in args]
 
 
 def fill(arg: Any, found: Sequence[Any]) -> Any:
+    """The number that was found for a slot; anything else stays as it is."""
     return found[arg.index] if isinstance(arg, Slot) else arg

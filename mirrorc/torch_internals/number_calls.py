@@ -17,6 +17,7 @@ class Unsupported(Exception):
 
 
 def told(node: fx.Node) -> str:
+    """What a call is named in messages, such as ``clamp()``."""
     return f"{getattr(node.target, '__name__', node.target)}()"
 
 
@@ -99,4 +100,5 @@ def run(node: fx.Node) -> Any:
 
 
 def example_of(node: fx.Node) -> Any:
+    """The fake value that Dynamo has noted on a node."""
     return node.meta["example_value"]
