@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from mirrorc import cluster
 from mirrorc.api import compile
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.capture.traced_outputs import summed
@@ -38,6 +39,7 @@ __all__ = [
     "after",
     "before",
     "check_loss",
+    "cluster",
     "compile",
     "replicated",
     "summed",

@@ -13,6 +13,7 @@ from torch import nn
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
+from mirrorc.cluster import find_place
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
 from mirrorc.microbatches import checked_microbatches
@@ -26,6 +27,7 @@ from mirrorc.options import (
     LinkName,
     LossReduction,
     StepOptions,
+    Workers,
     check_bucket_sizes,
     check_cuda_graphs,
     check_finite_option,
@@ -77,6 +79,7 @@ def compile(
     check_finite: FiniteCheck = False,
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
+    workers: Workers = "auto",
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -135,6 +138,9 @@ def compile(
             have nothing to compare, a remark says so.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
+        workers: "auto" refuses to train in one of several workers (processes) that torchrun, TF_CONFIG or an initialised process
+            group describes, see `mirrorc.cluster`: each would train a model of its own, as steps do not reduce over workers
+            yet. None trains in this process alone, whatever the others do.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -142,6 +148,7 @@ def compile(
     asked = dict(locals())  # the arguments
     check_kinds(asked)
     check_loss_function(loss_fn)
+    _check_workers(workers)
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
@@ -213,3 +220,23 @@ def compile(
         args, kwargs = example_call(example_inputs)
         step.prepare(*args, **kwargs)
     return step
+
+
+def _check_workers(workers: Workers) -> None:
+    """Refuses to train alone among other workers, unless that is asked for.
+
+    Raises:
+        ValueError: says which worker this is, or what is wrong in the description, and the remedy.
+    """
+    if workers is None:
+        return
+    try:
+        place = find_place()
+    except ValueError as error:
+        raise ValueError(f"{error}; or give workers=None, to train in this process alone") from None
+    if place.num_workers > 1:
+        raise ValueError(
+            f"this is {place}, and each of them would train a model of its own: a step over several workers is not there yet. "
+            "Start one process, where devices=['cpu:0', 'cpu:1'] names several devices; or give workers=None, to train in this "
+            "process alone"
+        )

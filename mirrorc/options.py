@@ -29,6 +29,7 @@ BackendName = Literal["inductor", "eager"] | str
 LinkName = Literal["shared-memory", "nccl", "copy"] | str
 FrontEndName = Literal["auto", "dynamo"] | str
 FiniteCheck = bool | Literal["skip"]
+Workers = Auto | None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ _TAKES = {
         (tuple, dict, NoneType),
         "give a tuple of positional arguments, a dict of keyword arguments, or a pair of both",
     ),
+    "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }
 """By option. Not here is what is looked up or inspected, and refused there: model, optimizer, devices, and the names of backends,
 links and front ends."""

@@ -48,6 +48,7 @@ ORDER = (
     "runtime/state",
     "runtime/profiling",
     "runtime/devices",
+    "mirrorc/cluster",  # the workers, which steps refuse and runtimes will join
     "mirrorc/printing",  # which tells what analyses find
     "mirrorc/analysis",
     "mirrorc/pipeline",

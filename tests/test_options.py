@@ -100,6 +100,7 @@ TAKEN: dict[str, set[str]] = {
     "check_finite": {*BOOLS, "'skip'"},
     "check_replicas_every": {"None", "0", "1"},
     "example_inputs": {"None"},
+    "workers": {"None", "'auto'"},
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""

@@ -202,6 +202,17 @@ def test_data_parallel() -> None:
         pair.train(2)
 
 
+def test_process_group() -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
+    try:
+        model = net()
+        with pytest.raises(ValueError, match=quoted("process-group")):
+            compiled(model, SGD(model.parameters()))
+        compiled(model, SGD(model.parameters()), workers=None).close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_compile() -> None:
     model = net()
     before = model[0].weight.detach().clone()

@@ -1,0 +1,13 @@
+"""The workers that train together: which of them this process is, and joining them.
+
+A worker is a process. `join` reads how workers are described (an initialised process group, torchrun's variables, or TF_CONFIG),
+waits for the others, and says which worker this is; `find_place` only reads.
+"""
+
+from __future__ import annotations
+
+from mirrorc.cluster.joining import Cluster, find_place, join
+from mirrorc.cluster.place import Place
+from mirrorc.cluster.roll_call import Worker
+
+__all__ = ["Cluster", "Place", "Worker", "find_place", "join"]

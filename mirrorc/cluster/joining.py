@@ -1,0 +1,135 @@
+"""Finds this process's place among the workers, and joins them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+
+from mirrorc.cluster.place import Place
+from mirrorc.cluster.roll_call import Worker, call_roll
+from mirrorc.cluster.stores import open_store
+from mirrorc.cluster.tf_config import place_by_tf_config
+from mirrorc.cluster.torchrun import place_by_torchrun
+
+_BY_GROUP = "the process group"
+
+_joining = threading.Lock()
+_joined: dict[Any, Cluster] = {}  # by process, group and place
+_num_tries: dict[Any, int] = {}  # the same number on all workers, as they join together or not at all
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """The workers that have joined, seen from one of them; a process on its own is a cluster of one worker.
+
+    Attributes:
+        rank: the number of this worker, from 0.
+        num_workers: how many workers there are.
+        local_rank: the number of this worker among those of its machine; the GPU to use where each worker has one.
+        workers: all workers, by rank.
+        store: where they have met; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
+    """
+
+    rank: int = 0
+    num_workers: int = 1
+    local_rank: int = 0
+    workers: tuple[Worker, ...] = ()
+    store: Any = None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose values others take over at the start."""
+        return self.rank == 0
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker saves what all have: one of them does, the chief."""
+        return self.is_chief
+
+    def __repr__(self) -> str:
+        return f"<Cluster: worker {self.rank} of {self.num_workers}>"
+
+
+def find_place(process_group: Any = None, variables: Mapping[str, str] | None = None) -> Place:
+    """The place of this process, by what describes it first: a process group, torchrun's variables, or ``TF_CONFIG``.
+
+    Asks no other process. If nothing describes workers, this is a process on its own.
+
+    Args:
+        process_group: a group of `torch.distributed` with all workers; None for the default group, if that is initialised.
+        variables: the environment; None for that of this process.
+
+    Raises:
+        TypeError, ValueError: the group is none, or this process is not in it; or a variable or a field is wrong, which it names.
+    """
+    if process_group is not None or _is_initialised():
+        return _place_in(process_group)
+    variables = os.environ if variables is None else variables
+    return place_by_torchrun(variables) or place_by_tf_config(variables) or Place()
+
+
+def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
+    """Joins the workers that this process's place is among, see `find_place`, and returns when all have come.
+
+    Call it in every worker. A second call returns the same. Nothing of `torch.distributed` is initialised or changed.
+
+    Args:
+        process_group: as for `find_place`.
+        timeout_seconds: the longest time to wait for the others.
+
+    Raises:
+        TypeError, ValueError: as `find_place`; or the time is not positive.
+        CommunicationError: a worker does not come in time, a port is in use, or workers do not fit together: they were told
+            different numbers of workers, have one rank, or run different versions. All workers that are there raise it.
+    """
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+    place = find_place(process_group)
+    if place.num_workers == 1:
+        return Cluster(local_rank=place.local_rank or 0)
+    key = (os.getpid(), process_group, place)
+    with _joining:
+        if key not in _joined:
+            _joined[key] = _join(process_group, place, timeout_seconds, key)
+        return _joined[key]
+
+
+def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) -> Cluster:
+    deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+    group: Any = process_group if process_group is not None else distributed.group.WORLD
+    opened = open_store(place, deadline) if place.host else group.get_group_store()
+    number = _num_tries[key] = _num_tries.get(key, 0) + 1
+    store = distributed.PrefixStore(f"mirrorc/{place.num_restarts}/{number}", opened)
+    workers = call_roll(store, place, deadline)
+    own = workers[place.rank].machine
+    local_rank = place.local_rank
+    if local_rank is None:
+        local_rank = sum(worker.machine == own for worker in workers[: place.rank])
+    return Cluster(place.rank, place.num_workers, local_rank, tuple(workers), store)
+
+
+def _is_initialised() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _place_in(process_group: Any) -> Place:
+    """The place in a process group; None is the default group."""
+    if process_group is not None and not (
+        distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
+    ):
+        raise TypeError(
+            f"process_group is {process_group!r}: give a group of torch.distributed with this process in it, or None for the "
+            "default group"
+        )
+    rank, num_workers = distributed.get_rank(process_group), distributed.get_world_size(process_group)
+    if rank < 0:
+        raise ValueError(
+            "process_group does not have this process in it: give a group of all workers that train together"
+        )
+    return Place(rank, num_workers, _BY_GROUP)

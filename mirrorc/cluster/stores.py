@@ -1,0 +1,89 @@
+"""Opens the store through which workers meet, in a bounded time that Ctrl-C can cut short."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from mirrorc.cluster.place import Place
+from mirrorc.errors import CommunicationError
+
+_LONGEST_ANSWER_SECONDS = 20.0  # of a store that listens
+_SECONDS_BETWEEN_TRIES = 0.1
+
+
+def open_store(place: Place, deadline: float) -> Any:
+    """The store of the workers: opened by the worker that hosts it, awaited by all others.
+
+    Args:
+        place: of this worker.
+        deadline: the time, by ``time.monotonic()``, until which the store is awaited.
+
+    Raises:
+        CommunicationError: the port is in use, nobody listens in time, or what listens is no store.
+    """
+    if not place.hosts_store:
+        _await_listener(place, deadline)
+    seconds = min(_LONGEST_ANSWER_SECONDS, max(1.0, deadline - time.monotonic()))
+    opened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_open, args=(place, seconds, opened), name="mirrorc store", daemon=True).start()
+    try:
+        found = opened.get(timeout=seconds + 1.0)
+    except queue.Empty:
+        raise CommunicationError(f"{place}: {_why_not(place)} (no answer within {seconds:.0f} s)") from None
+    if isinstance(found, Exception):
+        raise CommunicationError(f"{place}: {_why_not(place)} ({_first_line(found)})") from found
+    return found
+
+
+def _open(place: Place, seconds: float, opened: queue.SimpleQueue[Any]) -> None:
+    """Opens the store in a thread of its own: torch waits without a bound for what listens and does not answer."""
+    try:
+        store = distributed.TCPStore(
+            place.host,
+            place.port,
+            is_master=place.hosts_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # torch.distributed may open it, too, in this process
+        )
+    except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits
+        opened.put(error)
+    else:
+        opened.put(store)
+
+
+def _why_not(place: Place) -> str:
+    if place.hosts_store:
+        return (
+            f"it cannot open the workers' store at {place.address}. If the port is in use, by an earlier run perhaps, end that "
+            "or choose another port for all workers; if the name is not that of this machine, correct it"
+        )
+    return f"what listens at {place.address} does not answer as a store. Choose a port for all workers that nothing else uses"
+
+
+def _await_listener(place: Place, deadline: float) -> None:
+    """Returns when something listens at the address."""
+    began = time.monotonic()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            with socket.create_connection((place.host, place.port), timeout=min(1.0, max(0.05, left))):
+                return
+        except OSError as error:  # also for a name that is not known yet
+            if left <= 0:
+                raise CommunicationError(
+                    f"{place}: nobody opened the workers' store at {place.address} within {time.monotonic() - began:.0f} s "
+                    f"({_first_line(error)}). See whether the worker with rank 0 runs, and whether this machine reaches it there"
+                ) from error
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

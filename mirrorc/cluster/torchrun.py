@@ -1,0 +1,72 @@
+"""The variables that torchrun sets for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mirrorc.cluster.place import Place
+
+TOLD_BY = "torchrun's variables"
+_ALL = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+_REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all"
+
+
+def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
+    """The place that torchrun's variables give; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
+
+    Whoever sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` by other means is understood, too. The store is
+    that of torchrun's agent, or one that worker 0 opens, as `torch.distributed.init_process_group` would have it.
+
+    Args:
+        variables: the environment.
+
+    Raises:
+        ValueError: a variable is missing or wrong; names it, its value and what is expected.
+    """
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+        return None
+    num_workers = _number(variables, "WORLD_SIZE", 1)
+    rank = _number(variables, "RANK", 0, num_workers - 1, "WORLD_SIZE")
+    num_restarts = _number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0)
+    num_local = _number(variables, "LOCAL_WORLD_SIZE", 1, num_workers, "WORLD_SIZE", default=num_workers)
+    has_local = "LOCAL_RANK" in variables
+    local_rank = _number(variables, "LOCAL_RANK", 0, num_local - 1, "LOCAL_WORLD_SIZE") if has_local else None
+    if num_workers == 1:
+        return Place(told_by=TOLD_BY, local_rank=local_rank, num_restarts=num_restarts)
+    if not variables.get("MASTER_ADDR", "").strip():
+        raise _wrong(variables, "MASTER_ADDR", "give the name or address of the machine of worker 0")
+    return Place(
+        rank=rank,
+        num_workers=num_workers,
+        told_by=TOLD_BY,
+        host=variables["MASTER_ADDR"].strip(),
+        port=_number(variables, "MASTER_PORT", 1, 65535),
+        hosts_store=rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        local_rank=local_rank,
+        num_restarts=num_restarts,
+    )
+
+
+def _number(
+    variables: Mapping[str, str],
+    name: str,
+    least: int,
+    most: int | None = None,
+    of: str = "",
+    *,
+    default: int | None = None,
+) -> int:
+    """The whole number that a variable holds; ``of`` names the variable that bounds it."""
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    number = int(text) if text is not None and text.strip().isdecimal() else None
+    if number is None or number < least or (most is not None and number > most):
+        bound = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise _wrong(variables, name, f"give a whole number {bound}" + (f", as {of} is" if of else ""))
+    return number
+
+
+def _wrong(variables: Mapping[str, str], name: str, expected: str) -> ValueError:
+    is_said = f"is {variables[name]!r}" if name in variables else "is not set, but others of torchrun's variables are"
+    return ValueError(f"the environment variable {name} {is_said}: {expected}; {_REMEDY}")

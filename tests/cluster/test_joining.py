@@ -1,0 +1,189 @@
+"""Joining, by three processes on this machine that run all cases one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from worker_processes import ENVIRONMENT, free_port, outcomes
+
+import mirrorc
+from mirrorc.cluster import Place, find_place, join
+
+
+def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets."""
+    size = str(num_workers)
+    return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def tf_config(kind: str, index: int, cluster: dict[str, list[str]]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def given(variables: dict[str, str], **more: Any) -> dict[str, Any]:
+    return {"variables": variables, **more}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    ports = iter([free_port() for _ in range(8)])
+
+    def each(ranks: tuple[int, ...] = (0, 1, 2), sizes: tuple[int, ...] = (3, 3, 3), **more: Any) -> list[Any]:
+        port = next(ports)
+        return [given(told(r, size, port), **more) for r, size in zip(ranks, sizes, strict=True)]
+
+    addresses = {"chief": [f"127.0.0.1:{next(ports)}"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
+    tasks = [("worker", 1), ("chief", 0), ("worker", 0)]
+    cases: dict[str, list[Any]] = {
+        "torchrun": each(),
+        "TF_CONFIG": [given(tf_config(kind, index, addresses)) for kind, index in tasks],
+        "never comes": [*each(timeout_seconds=1.0)[:2], None],
+        "no chief": [None, *each(timeout_seconds=1.0)[1:]],
+        "other size": each(sizes=(2, 2, 3)),
+        "same rank": each(ranks=(0, 1, 1)),
+        "other version": each(),
+        "group": [{"group": next(ports), "size": 3}] * 3,
+    }
+    cases["other version"][2]["torch"] = "1.0.0"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = int(listener.getsockname()[1])
+        cases["port in use"] = [given(told(r, 3, taken), timeout_seconds=2.0) for r in range(3)]
+        return outcomes(tmp_path_factory.mktemp("workers"), cases)
+
+
+def errors(own: list[Any]) -> list[str]:
+    return [each["error"] for each in own if each is not None]
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("torchrun", [0, 1, 2]), ("TF_CONFIG", [2, 0, 1]), ("group", [0, 1, 2])])
+def test_workers_join(found: dict[str, Any], case: str, ranks: list[int]) -> None:
+    assert [own["rank"] for own in found[case]] == ranks == [own["local_rank"] for own in found[case]]
+    assert [own["is_chief"] for own in found[case]] == [rank == 0 for rank in ranks]
+    assert [own["should_checkpoint"] for own in found[case]] == [rank == 0 for rank in ranks]
+    assert all(own["num_workers"] == 3 and own["ranks"] == [0, 1, 2] and own["is_same"] for own in found[case])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("never comes", "the workers cannot train together: worker 2 of 3 did not come in time"),
+        ("other size", "was told that there are 2, worker 2 ("),
+        ("same rank", "have one rank. Give each its own, and each job its own address"),
+        ("other version", " torch 1.0.0. Install the same version on all"),
+    ],
+)
+def test_all_that_are_there_raise_the_same_error(found: dict[str, Any], case: str, expected: str) -> None:
+    raised = errors(found[case])
+    assert expected in raised[0] and raised[0].startswith("CommunicationError: ")
+    assert set(raised) == {raised[0]} and len(raised) == (2 if case == "never comes" else 3)
+
+
+def test_without_worker_0_the_others_name_the_address(found: dict[str, Any]) -> None:
+    for rank, text in zip((1, 2), errors(found["no chief"]), strict=True):
+        assert f"worker {rank} of 3 by torchrun's variables: nobody opened the workers' store at 127.0.0.1:" in text
+        assert "Connection refused" in text
+
+
+def test_port_in_use_is_said_by_all(found: dict[str, Any]) -> None:
+    chief, *others = errors(found["port in use"])
+    assert "worker 0 of 3 by torchrun's variables: it cannot open the workers' store at 127.0.0.1:" in chief
+    assert "If the port is in use" in chief
+    assert all("does not answer as a store. Choose a port" in text for text in others)
+
+
+def test_waits_are_bounded(found: dict[str, Any]) -> None:
+    seconds = [own["seconds"] for case in found.values() for own in case if own is not None and "seconds" in own]
+    assert len(seconds) == 16 and max(seconds) < 20
+
+
+def test_process_without_description_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert find_place() == Place() and str(find_place()) == "a process on its own"
+    alone = join()
+    assert (alone.rank, alone.num_workers, alone.local_rank, alone.is_chief) == (0, 1, 0, True)
+    assert repr(alone) == "<Cluster: worker 0 of 1>"
+
+
+def test_torchrun_comes_before_tf_config() -> None:
+    variables = {**told(1, 2, 5), **tf_config("worker", 0, {"worker": ["a:1", "b:1", "c:1"]})}
+    assert find_place(variables=variables).told_by == "torchrun's variables"
+    del variables["RANK"], variables["WORLD_SIZE"]
+    assert find_place(variables=variables).num_workers == 3
+
+
+def test_wrong_group_and_wrong_time_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"process_group is 3: give a group of torch\.distributed"):
+        join(3)
+    with pytest.raises(ValueError, match="timeout_seconds is 0: give a positive number"):
+        join(timeout_seconds=0)
+
+
+def compiled(**options: Any) -> mirrorc.Step:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mirrorc.compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager", **options)
+
+
+def test_compile_refuses_to_train_alone_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in told(1, 4, 5).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"worker 1 of 4 by torchrun's variables.*is not there yet.*workers=None"):
+        compiled()
+    compiled(workers=None).close()
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(ValueError, match=r"RANK is '4'.*or give workers=None"):
+        compiled()
+    compiled(workers=None).close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    compiled().close()
+
+
+def test_compile_refuses_it_in_a_process_group_too() -> None:
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+    try:
+        with pytest.raises(ValueError, match="worker 0 of 2 by the process group"):
+            compiled()
+    finally:
+        distributed.destroy_process_group()
+
+
+TORCHRUN = """
+import torch, mirrorc
+cluster = mirrorc.cluster.join(timeout_seconds=60)
+assert mirrorc.cluster.join() is cluster
+torch.distributed.init_process_group("gloo")  # at the same address: they do not disturb each other
+ranks = [None, None]
+torch.distributed.all_gather_object(ranks, (cluster.rank, cluster.local_rank, cluster.num_workers))
+assert ranks == [(0, 0, 2), (1, 1, 2)], ranks
+try:
+    mirrorc.compile(torch.nn.Linear(2, 1), 2)
+except ValueError as error:
+    assert "is not there yet" in str(error)
+else:
+    raise AssertionError
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_torchrun_starts_join(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TORCHRUN)
+    options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,129 @@
+"""Processes that try to join as workers, for tests: each runs all cases one after the other, and tells what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
+
+
+def free_port() -> int:
+    """A port at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def outcomes(folder: Path, cases: dict[str, list[dict[str, Any] | None]], limit_seconds: float = 100) -> dict[str, Any]:
+    """What came of each case in each process: the attributes of the cluster, or the text of the error.
+
+    Args:
+        folder: for files.
+        cases: by name; for each process how it joins, see `_run`, or None if it does not.
+        limit_seconds: for all of it.
+    """
+    (folder / "cases.json").write_text(json.dumps(cases))
+    num_processes = len(next(iter(cases.values())))
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(folder), str(num_processes)],
+        env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told, _ = process.communicate(timeout=limit_seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, told
+    each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes)]
+    return {name: [own[name] for own in each] for name in cases}
+
+
+def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
+    """Returns when all processes have come as far."""
+    (folder / f"{name}-{number}").touch()
+    while not all((folder / f"{name}-{other}").exists() for other in range(num_processes)):
+        time.sleep(0.01)
+
+
+def _run(given: dict[str, Any], number: int) -> Any:
+    """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``."""
+    import torch
+
+    import mirrorc
+
+    for name in ENVIRONMENT:
+        os.environ.pop(name, None)
+    os.environ.update(given.get("variables", {}))
+    real, torch.__version__ = torch.__version__, given.get("torch", torch.__version__)
+    try:
+        if "group" in given:
+            address = f"tcp://127.0.0.1:{given['group']}"
+            torch.distributed.init_process_group("gloo", init_method=address, rank=number, world_size=given["size"])
+        began = time.monotonic()
+        cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
+        told = {
+            "rank": cluster.rank,
+            "num_workers": cluster.num_workers,
+            "local_rank": cluster.local_rank,
+            "is_chief": cluster.is_chief,
+            "should_checkpoint": cluster.should_checkpoint,
+            "ranks": [worker.rank for worker in cluster.workers],
+            "is_same": mirrorc.cluster.join() is cluster,
+        }
+        if "group" in given:
+            torch.distributed.barrier()
+        return told
+    except (mirrorc.CommunicationError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+    finally:
+        torch.__version__ = real
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _run_all(folder: Path, number: int, num_processes: int) -> None:
+    """What one of the processes does."""
+    found = {}
+    for name, given in json.loads((folder / "cases.json").read_text()).items():
+        _meet(folder, name, number, num_processes)
+        found[name] = _run(given[number], number) if given[number] is not None else None
+    (folder / f"outcome-{number}.json").write_text(json.dumps(found))
+    _meet(folder, "end", number, num_processes)  # the store of a case lives in one of them
+
+
+def _main() -> None:
+    """Forks the processes, so that what takes long, the import of torch, is done once."""
+    import mirrorc  # noqa: F401
+
+    folder, num_processes = Path(sys.argv[1]), int(sys.argv[2])
+    children = []
+    for number in range(num_processes):
+        child = os.fork()
+        if child == 0:
+            try:
+                _run_all(folder, number, num_processes)
+            except BaseException:  # noqa: BLE001 - the parent's output has it
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+
+
+if __name__ == "__main__":
+    _main()
