@@ -16,7 +16,19 @@ from distribution import Scheduler, longest_first
 
 from mirrorc.pipeline import reproducer
 
-logging.getLogger("torch.__trace").propagate = False  # its thousands of records would drown a failure's report
+_TRACE = logging.getLogger("torch.__trace")
+
+
+def _unless_pytests(handler: logging.Handler) -> None:
+    """Adds a handler to torch's structured trace, unless it is pytest's: a trace that has one is written.
+
+    It costs a fifth of the time of all tests, and its thousands of records would drown a failure's report.
+    """
+    if not type(handler).__module__.startswith("_pytest."):
+        logging.Logger.addHandler(_TRACE, handler)
+
+
+_TRACE.addHandler = _unless_pytests  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """What decides which tests run, where and when: a mistake there would leave tests out without a word."""
 
 from itertools import combinations, product
+from logging import getLogger
 
 import pytest
 import saved_programs
@@ -46,6 +47,10 @@ def test_long_tests_start_first_and_none_is_left_out() -> None:
     ]
     order = longest_first(nodeids)
     assert sorted(order) == [0, 1, 2, 3] and order == [1, 3, 0, 2]
+
+
+def test_torch_writes_no_structured_trace_for_pytest() -> None:
+    assert not any(type(handler).__module__.startswith("_pytest.") for handler in getLogger("torch.__trace").handlers)
 
 
 def test_a_shared_program_that_a_test_changes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

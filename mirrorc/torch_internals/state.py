@@ -15,11 +15,15 @@ from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
-    """Whether torch writes a structured trace: by the environment variable TORCH_TRACE, or by a handler of the user's."""
+    """Whether torch writes a structured trace: by the environment variable TORCH_TRACE, or by a handler of the user's.
+
+    pytest's own handlers, which newer versions give to every logger that does not propagate, are nobody's request.
+    """
     from torch._logging._internal import LazyTraceHandler, trace_log
 
+    asked_for = [handler for handler in trace_log.handlers if not type(handler).__module__.startswith("_pytest.")]
     # torch's lazy handler removes itself at the first record if no folder is set
-    return any(not isinstance(h, LazyTraceHandler) or h.root_dir is not None for h in trace_log.handlers)
+    return any(not isinstance(handler, LazyTraceHandler) or handler.root_dir is not None for handler in asked_for)
 
 
 def trace_artifact(name: str, text: str) -> None:

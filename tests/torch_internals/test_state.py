@@ -197,6 +197,17 @@ def test_the_structured_trace_is_on_where_it_has_a_folder(tmp_path: Path) -> Non
     assert done.stdout.strip() == "True", done.stderr
 
 
+def test_what_pytest_keeps_of_logs_is_no_structured_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Or every test of a user's would pay for texts of every pass."""
+    from torch._logging._internal import trace_log
+
+    logging.Logger.addHandler(trace_log, caplog.handler)
+    try:
+        assert not internals.is_structured_trace_on()
+    finally:
+        trace_log.removeHandler(caplog.handler)
+
+
 def test_artifacts_reach_torchs_structured_trace() -> None:
     from torch._logging._internal import trace_log
 
