@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import distributed
 
+from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker, call_roll
 from mirrorc.cluster.stores import open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
+from mirrorc.errors import CommunicationError
 
 _BY_GROUP = "the process group"
+_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
 
 _joining = threading.Lock()
 _joined: dict[Any, Cluster] = {}  # by process, group and place
@@ -106,12 +109,25 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
     opened = open_store(place, deadline) if place.host else group.get_group_store()
     number = _num_tries[key] = _num_tries.get(key, 0) + 1
     store = distributed.PrefixStore(f"mirrorc/{place.num_restarts}/{number}", opened)
-    workers = call_roll(store, place, deadline)
+    workers = _called(store, place, deadline)
     own = workers[place.rank].machine
     local_rank = place.local_rank
     if local_rank is None:
         local_rank = sum(worker.machine == own for worker in workers[: place.rank])
     return Cluster(place.rank, place.num_workers, local_rank, tuple(workers), store)
+
+
+def _called(store: Any, place: Place, deadline: float) -> list[Worker]:
+    """What the roll call gives; bounded also where the process that hosts the store is stopped."""
+    seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
+    try:
+        return in_bounded_time(lambda: call_roll(store, place, deadline), seconds)
+    except TimeoutError as error:
+        where = f" at {place.address}" if place.host else ""
+        raise CommunicationError(
+            f"{place}: the workers' store{where} does not answer any more ({error}). See what the process that has opened it "
+            "does: worker 0, or torchrun's agent"
+        ) from None
 
 
 def _is_initialised() -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed
 
+from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.errors import CommunicationError
 
@@ -31,32 +30,21 @@ def open_store(place: Place, deadline: float) -> Any:
     if not place.hosts_store:
         _await_listener(place, deadline)
     seconds = min(_LONGEST_ANSWER_SECONDS, max(1.0, deadline - time.monotonic()))
-    opened: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_open, args=(place, seconds, opened), name="mirrorc store", daemon=True).start()
     try:
-        found = opened.get(timeout=seconds + 1.0)
-    except queue.Empty:
-        raise CommunicationError(f"{place}: {_why_not(place)} (no answer within {seconds:.0f} s)") from None
-    if isinstance(found, Exception):
-        raise CommunicationError(f"{place}: {_why_not(place)} ({_first_line(found)})") from found
-    return found
+        return in_bounded_time(lambda: _opened(place, seconds), seconds + 1.0)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise CommunicationError(f"{place}: {_why_not(place)} ({_first_line(error)})") from error
 
 
-def _open(place: Place, seconds: float, opened: queue.SimpleQueue[Any]) -> None:
-    """Opens the store in a thread of its own: torch waits without a bound for what listens and does not answer."""
-    try:
-        store = distributed.TCPStore(
-            place.host,
-            place.port,
-            is_master=place.hosts_store,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,  # torch.distributed may open it, too, in this process
-        )
-    except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits
-        opened.put(error)
-    else:
-        opened.put(store)
+def _opened(place: Place, seconds: float) -> Any:
+    return distributed.TCPStore(
+        place.host,
+        place.port,
+        is_master=place.hosts_store,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,  # torch.distributed may open it, too, in this process
+    )
 
 
 def _why_not(place: Place) -> str:

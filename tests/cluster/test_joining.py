@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import distributed, nn
 from worker_processes import ENVIRONMENT, free_port, outcomes
 
 import mirrorc
-from mirrorc.cluster import Place, find_place, join
+from mirrorc.cluster import Place, find_place, join, joining
 
 
 def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
@@ -159,6 +160,28 @@ def test_compile_refuses_it_in_a_process_group_too() -> None:
             compiled()
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_store_that_stops_to_answer_is_not_waited_for_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    class Stopped:
+        """As the store of a process that is stopped."""
+
+        def add(self, *_: Any) -> int:
+            answers.wait(60)
+            raise distributed.DistNetworkError("it goes on when nobody listens any more")
+
+    monkeypatch.setattr(joining, "_LONGEST_VERDICT_SECONDS", 0.1)
+    monkeypatch.setattr(joining, "open_store", lambda *_: distributed.HashStore())
+    monkeypatch.setattr(distributed, "PrefixStore", lambda *_: Stopped())
+    for name, value in told(1, 2, 5).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        mirrorc.CommunicationError, match=r"worker 1 of 2.*store at 127\.0\.0\.1:5 does not answer any more"
+    ):
+        join(timeout_seconds=0.1)
+    answers.set()
 
 
 TORCHRUN = """
