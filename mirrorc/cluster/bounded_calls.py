@@ -33,4 +33,4 @@ def in_bounded_time(function: Callable[[], _T], seconds: float) -> _T:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from None
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import distributed
@@ -14,7 +15,8 @@ from torch import distributed
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker, call_roll
-from mirrorc.cluster.stores import open_store
+from mirrorc.cluster.sameness import check_same_facts
+from mirrorc.cluster.stores import first_line, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
@@ -44,6 +46,7 @@ class Cluster:
     local_rank: int = 0
     workers: tuple[Worker, ...] = ()
     store: Any = None
+    _num_comparisons: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_chief(self) -> bool:
@@ -54,6 +57,33 @@ class Cluster:
     def should_checkpoint(self) -> bool:
         """Whether this worker saves what all have: one of them does, the chief."""
         return self.is_chief
+
+    def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
+        """Raises the same error in all workers unless all give the same facts: of the data, say, or the options of a script.
+
+        All workers call it, as often and in the same order.
+
+        Args:
+            what: what the facts are of, in the plural, such as ``"the files"``.
+            facts: any values, by name; they are the same if they have the same text, in the same order.
+            timeout_seconds: the longest time to wait for the others.
+
+        Raises:
+            CommunicationError: names the first worker whose facts are not the chief's, and the first fact in which they differ;
+                or who did not come to compare.
+        """
+        if self.num_workers == 1:
+            return
+        store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self.store)
+        deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS
+        try:
+            in_bounded_time(lambda: check_same_facts(store, self.workers, self.rank, what, facts, deadline), seconds)
+        except (TimeoutError, RuntimeError) as error:
+            raise CommunicationError(
+                f"{self.workers[self.rank]} lost the workers' store while it compared {what} ({first_line(error)}). See why the "
+                "process that had opened it ended or hangs: worker 0, or torchrun's agent"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<Cluster: worker {self.rank} of {self.num_workers}>"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mirrorc.cluster.place import Place
+from mirrorc.cluster.stores import first_line
 from mirrorc.errors import CommunicationError
 from mirrorc.printing.wording import numbered
 
@@ -74,7 +75,7 @@ def call_roll(store: Any, place: Place, deadline: float, own: Worker | None = No
     except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
-            f"{place}: the workers' store{where} was lost while workers joined ({str(error).splitlines()[0]}). See why the "
+            f"{place}: the workers' store{where} was lost while workers joined ({first_line(error)}). See why the "
             "process that had opened it ended: worker 0, or torchrun's agent"
         ) from error
 

@@ -33,7 +33,7 @@ def open_store(place: Place, deadline: float) -> Any:
     try:
         return in_bounded_time(lambda: _opened(place, seconds), seconds + 1.0)
     except (RuntimeError, ValueError, TimeoutError) as error:
-        raise CommunicationError(f"{place}: {_why_not(place)} ({_first_line(error)})") from error
+        raise CommunicationError(f"{place}: {_why_not(place)} ({first_line(error)})") from error
 
 
 def _opened(place: Place, seconds: float) -> Any:
@@ -68,10 +68,11 @@ def _await_listener(place: Place, deadline: float) -> None:
             if left <= 0:
                 raise CommunicationError(
                     f"{place}: nobody opened the workers' store at {place.address} within {time.monotonic() - began:.0f} s "
-                    f"({_first_line(error)}). See whether the worker with rank 0 runs, and whether this machine reaches it there"
+                    f"({first_line(error)}). See whether the worker with rank 0 runs, and whether this machine reaches it there"
                 ) from error
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; those of torch go on with addresses in its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

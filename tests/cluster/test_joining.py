@@ -50,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "TF_CONFIG": [given(tf_config(kind, index, addresses)) for kind, index in tasks],
         "never comes": [*each(timeout_seconds=1.0)[:2], None],
         "no chief": [None, *each(timeout_seconds=1.0)[1:]],
-        "other size": each(sizes=(2, 2, 3)),
+        "other size": each(sizes=(3, 2, 3)),
         "same rank": each(ranks=(0, 1, 1)),
         "other version": each(),
         "group": [{"group": next(ports), "size": 3}] * 3,
@@ -80,7 +80,7 @@ def test_workers_join(found: dict[str, Any], case: str, ranks: list[int]) -> Non
     ("case", "expected"),
     [
         ("never comes", "the workers cannot train together: worker 2 of 3 did not come in time"),
-        ("other size", "was told that there are 2, worker 2 ("),
+        ("other size", "was told that there are 3, worker 1 ("),
         ("same rank", "have one rank. Give each its own, and each job its own address"),
         ("other version", " torch 1.0.0. Install the same version on all"),
     ],

@@ -1,0 +1,71 @@
+"""Facts that workers compare."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from mirrorc.cluster import Cluster, Worker
+from mirrorc.errors import CommunicationError
+
+WORKERS = tuple(Worker(rank, 3, f"host-{rank}", 100 + rank, {}) for rank in range(3))
+
+
+def compared(
+    *given: list[dict[str, Any]], what: tuple[str, ...] = ("the options",) * 3, seconds: float = 60
+) -> list[str]:
+    """What each of three workers, threads here, raises when it compares facts one after the other."""
+    store = distributed.HashStore()
+    raised = [""] * 3
+
+    def compare(rank: int) -> None:
+        cluster = Cluster(rank, 3, 0, WORKERS, store)
+        try:
+            for facts in given[rank]:
+                cluster.check_same(what[rank], facts, timeout_seconds=seconds)
+        except CommunicationError as error:
+            raised[rank] = str(error)
+
+    threads = [threading.Thread(target=compare, args=(rank,)) for rank in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return raised
+
+
+def test_equal_facts_pass_as_often_as_they_are_compared() -> None:
+    facts = [{"lr": 0.1, "names": ("a", "b")}, {}, {"lr": 0.2}]
+    assert compared(facts, list(facts), list(facts)) == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "of_worker_1", "expected"),
+    [
+        ({"a": 1, "lr": 0.1}, {"a": 1, "lr": 0.2}, "lr: 0.1, worker 1 (host-1, process 101) has lr: 0.2"),
+        ({"a": 1}, {"a": 1, "b": 2}, "nothing more, worker 1 (host-1, process 101) has b: 2"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "a: 1, worker 1 (host-1, process 101) has b: 2"),
+        ({"a": 1}, {}, "a: 1, worker 1 (host-1, process 101) has nothing more"),
+    ],
+)
+def test_all_raise_the_first_difference(facts: dict[str, Any], of_worker_1: dict[str, Any], expected: str) -> None:
+    raised = compared([{"same": 1}, facts], [{"same": 1}, of_worker_1], [{"same": 1}, {**facts, "more": 1}])
+    assert raised == [f"workers differ in the options: worker 0 (host-0, process 100) has {expected}"] * 3
+
+
+def test_calls_in_another_order_are_told_apart() -> None:
+    raised = compared([{}], [{}], [{}], what=("the options", "the options", "the files"))
+    assert set(raised) == {raised[0]} and "compares the options, worker 2 (host-2, process 102) the files" in raised[0]
+
+
+def test_who_does_not_come_to_compare_is_named() -> None:
+    raised = compared([{}], [], [{}], seconds=0.2)
+    late = "worker 1 (host-1, process 101) did not come to compare the options with the other workers in time"
+    assert raised == [late, "", late]
+
+
+def test_process_on_its_own_has_nothing_to_compare() -> None:
+    Cluster().check_same("the options", {"a": 1})
