@@ -40,6 +40,7 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.open_states import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
@@ -139,6 +140,7 @@ class Specializer:
             dropped.release()
         programs = [executor.program for kept in self._kept.values() for executor in kept]
         self._regions.keep_only(region for program in programs for region in program.regions.values())
+        self._state.keep_only({name for program in programs for name in program.variables})
         return new, shards
 
     def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
@@ -212,7 +214,7 @@ class Specializer:
         training_call = (TrainingCall if purpose.trains else EvaluationCall)(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
-        training_call.numbers = self._numbers
+        training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
         captured = capture_program(
             training_call,
             call,
@@ -225,6 +227,7 @@ class Specializer:
             front_end=options.front_end,
         )
         self._check_memory(captured)
+        self._state.take_in(captured.outside, captured.written())
         self._state.reads(captured.constants.values())
         times.append(time.perf_counter())
         if options.cuda_graphs and purpose.trains:
@@ -272,7 +275,7 @@ class Specializer:
         variables = captured.program.variables.values()
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
-        refuse_shared_memory({**self._model.tensors, **constants}, moving)
+        refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
 
 
 def _log_times(what: str, program: Program, times: Sequence[float]) -> None:

@@ -26,8 +26,8 @@ from mirrorc.purposes import Purpose
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.state.held_state import held_state
 from mirrorc.runtime.state.loss_scale import LossScale
+from mirrorc.runtime.state.open_states import held_state
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
@@ -48,7 +48,7 @@ class Step(StepReports):
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
         groups = hold.optimizers.groups  # they have one count for all steps with them
         options = replace(options, optimizers=groups)
-        super().__init__(options, model, make_state(held, hold, options.check_replicas_every))
+        super().__init__(options, model, make_state(hold, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers)

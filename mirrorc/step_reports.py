@@ -54,13 +54,16 @@ class StepReports(ABC):
 
     @property
     def variables(self) -> Mapping[str, MirroredVariable]:
-        """The variables of the last call's program, by name; tied weights by each of their names."""
+        """The variables of the last call's program, by name; tied weights by each of their names.
+
+        What forward or the loss read of modules outside of the model is named ``outside.``, and as they call it.
+        """
         program, last = self.program, self._last
         if last is not None and not self._state.store.has(program):
             self._exclusively(lambda: last.state.take_over(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
             self._exclusively(self._state.catch_up)
-        return mirrored_variables(program, self._state.store, self._model.tensors, self._model.names)
+        return mirrored_variables(program, self._state.store, self._model.names)
 
     @property
     def num_skipped(self) -> int:

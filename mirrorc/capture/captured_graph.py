@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class CapturedGraph:
             output is a dict: ``loss`` (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of
             the program.
         arguments: what the placeholders are.
-        constants: tensors that are neither parameter nor buffer of the model, by the name of their variable.
+        constants: tensors that are neither parameter nor buffer of a module, by the name of their variable.
+        outside: parameters and buffers of modules that neither model nor loss holds, likewise.
         weighted_means: the losses that average over something else than examples.
         reductions: how losses of torch among the summands of the loss reduce.
         leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time.
@@ -59,6 +60,7 @@ class CapturedGraph:
     numbers: tuple[ToldNumber, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
+    outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -89,6 +91,8 @@ def restructure(
     _own_gradients(graph)
     read = _read_names(graph)
     kept = {name: constant for name, constant in constants.items() if name in read}
+    output: Any = graph.output_node().args[0]
+    outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
         graph,
         tuple(arguments),
@@ -97,6 +101,7 @@ def restructure(
         numbers=joint.numbers,
         reductions=joint.reductions,
         leaves_with_time_first=joint.leaves_with_time_first,
+        outside={name: tensor for name, tensor in outside.items() if name in read or name in output["writes"]},
     )
 
 

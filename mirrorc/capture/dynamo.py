@@ -20,6 +20,7 @@ from mirrorc.capture.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.known_failures import DATA_DEPENDENT
+from mirrorc.capture.outside_variables import take_outside_variables
 from mirrorc.capture.packed_sequences import PaddedSequences
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
@@ -80,7 +81,8 @@ class DynamoFrontEnd(FrontEnd):
                 self._forward(stack, traced, call, leaves, decompositions, outputs), guards_of(traced), notes, outputs
             )
         check_loss(traced, what)
-        outside = untrained_tensors(traced, call, leaves, what)
+        untrained = untrained_tensors(traced, call, leaves, what)
+        outside = take_outside_variables(traced, call, leaves)
         refuse_effects(traced.graph, what)
         reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
         _own_loss(traced.graph)
@@ -89,8 +91,8 @@ class DynamoFrontEnd(FrontEnd):
             joint = export_joint_graph(stack, traced, leaves, decompositions, names)
         joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
-        joint.reductions, joint.leaves_with_time_first = reductions, with_time_first
-        return Traced(joint, guards_of(traced), (*notes, *outside), outputs)
+        joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
+        return Traced(joint, guards_of(traced), (*notes, *untrained), outputs)
 
     def _forward(
         self,
@@ -114,11 +116,12 @@ class DynamoFrontEnd(FrontEnd):
         else:
             give_values(traced, values[1:])
         refuse_effects(traced.graph, what)
-        with_time_first = leaves_with_time_first(traced.graph)
+        with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
         with _Explained(what, leaves):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
         graph.numbers = guards_of(traced).told_numbers()
         graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
+        graph.outside = outside
         return graph
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

@@ -16,6 +16,7 @@ from mirrorc.capture.captured_graph import CapturedGraph, restructure
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
+from mirrorc.capture.outside_variables import OutsideNames, check_outside_writes
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
@@ -146,6 +147,7 @@ def capture(
     variable_names: Mapping[str, str],
     trained: Set[str],
     decompositions: Mapping[Any, Callable[..., Any]],
+    outside: OutsideNames,
 ) -> CapturedGraph:
     """Captures one step on one shard.
 
@@ -158,6 +160,7 @@ def capture(
             weights have several names and are one variable).
         trained: the variables that the optimizer updates.
         decompositions: the decompositions of ATen operators that the backend prefers.
+        outside: names what is read of modules that neither model nor loss holds.
 
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
@@ -169,7 +172,9 @@ def capture(
         )
     with _tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
-    captured = restructure(traced.joint, leaf_names, variable_names, trained, type(call.model).__name__)
+    what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
+    check_outside_writes(traced.joint, names, what)
+    captured = restructure(traced.joint, leaf_names, {**variable_names, **names}, trained, what)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs)

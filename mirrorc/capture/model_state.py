@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.outside_variables import OutsideNames
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables, is_ordinary
 
@@ -24,11 +25,13 @@ class ModelState:
             ``loss_fn.`` for those of a loss module.
         names: the variable for each name that a parameter or buffer has in `mirrorc.capture.training_call.TrainingCall`. Tied
             weights have several names there.
+        outside: names the variables that forward or the loss read besides.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
+        self.outside = OutsideNames()
         self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         first: dict[int, str] = {}
         for path, tensor in _named_tensors(roots):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class CapturedProgram:
     Attributes:
         program: the program.
         constants: the tensors in it that are neither parameters nor buffers.
+        outside: the parameters and buffers in it of modules that neither model nor loss holds, by name of their variable.
         guards: whether the Python state that its graphs depend on is as it was.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
@@ -55,6 +56,12 @@ class CapturedProgram:
     differences: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     outputs: Outputs | None = None
+    outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def written(self) -> set[str]:
+        """The names of the buffers that its steps write."""
+        variables = self.program.variables.values()
+        return {v.name for v in variables if v.synchronization is Synchronization.PER_REPLICA}
 
 
 def capture_program(
@@ -109,6 +116,7 @@ def capture_program(
         differences_in(captured[0].weighted_means, parts),
         _notes(captured, outputs, len(parts.num_examples), type(training_call.model).__name__, loss_reduction),
         outputs,
+        {name: tensor for graph in captured for name, tensor in graph.outside.items()},
     )
 
 
@@ -163,7 +171,7 @@ def _capture_each(
     paths, added = state.names_now()
 
     def captured_from(examples: Sequence[torch.Tensor]) -> CapturedGraph:
-        graph = capture(front_end, training_call, examples, names, paths, trained, decompositions)
+        graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
         _refuse_added(graph, added)
         return graph
 
@@ -171,7 +179,8 @@ def _capture_each(
         return [captured_from(own) for own in examples_of]
 
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
-    captured = with_constants_apart(captured, {*paths.values(), *state.tensors})
+    outside = {name for graph in captured for name in graph.outside}
+    captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
     _check_agreement(captured, type(training_call.model).__name__)
     return captured
 
@@ -273,10 +282,10 @@ def _variables(
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
     rules = update_rules(optimizers, state.parameters, list(gradients))
-    constants = {name: value for c in captured for name, value in c.constants.items()}
+    others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}
     variables = {}
     for name in [*read, *(name for name in writes if name not in read)]:
-        tensor = state.tensors[name] if name in state.tensors else constants[name]
+        tensor = state.tensors[name] if name in state.tensors else others[name]
         role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
         synchronization, aggregation = Synchronization.MIRRORED, Aggregation.NONE
         if name in writes:

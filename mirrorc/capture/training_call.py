@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class TrainingCall(nn.Module):
         plain: what takes the places of plain values in the structure (`mirrorc.capture.arguments.Call.plain`). It may be
             replaced by that of another call, to ask guards whether a trace would then read the same.
         numbers: the Python numbers that a front end may make inputs of its graph.
+        trained_elsewhere: the ids of the parameters that open steps train.
         drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
     """
 
@@ -41,6 +42,7 @@ class TrainingCall(nn.Module):
     ) -> None:
         super().__init__()
         self.numbers = ChangingNumbers(can_be_inputs=False)
+        self.trained_elsewhere: Set[int] = frozenset()
         self.drawn: list[int | float] = []
         self.model = model
         self.loss_fn = loss_fn

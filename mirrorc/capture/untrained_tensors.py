@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from mirrorc.capture.dropped_effects import Note
+from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_frame
 from mirrorc.torch_internals import guards_of, outside_tensors, reading_names
 
 
 def untrained_tensors(
-    traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], what: str
+    traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], what: str
 ) -> tuple[Note, ...]:
-    """A note on the tensors, neither arguments nor the module's own, to which backward would lead.
+    """A note on the tensors, neither arguments nor the module's own, to which backward would lead, and which no step trains.
 
     Args:
         traced: what the tracer gave.
@@ -30,6 +31,7 @@ def untrained_tensors(
         CaptureError: one of them was itself computed with a gradient, so that backward would go on to other tensors.
     """
     found = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
+    found = [one for one in found if id(one[1]) not in module.trained_elsewhere]
     if not found:
         return ()
     words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in found])
@@ -48,8 +50,8 @@ def untrained_tensors(
     note = (
         f"the loss of {what} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a parameter of the "
         "model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer cannot train it. Make it "
-        "a parameter of the model, or of a loss that is a module; if another step trains it, as that of a critic, give both "
-        "steps a module that holds both models; if nothing is to train it, call requires_grad_(False) on it"
+        "a parameter of the model, or of a loss that is a module; if another step trains it, as that of a critic, make "
+        "that step before this one is first called; if nothing is to train it, call requires_grad_(False) on it"
     )
     return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
 

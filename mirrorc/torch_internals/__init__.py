@@ -12,7 +12,13 @@ from mirrorc.torch_internals.allocations import (
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
-from mirrorc.torch_internals.graph_inputs import outside_tensors, reading_names
+from mirrorc.torch_internals.graph_inputs import (
+    ReadVariable,
+    outside_tensors,
+    outside_variables,
+    read_from_module,
+    reading_names,
+)
 from mirrorc.torch_internals.graph_results import StandIns, give_values, results_with_stand_ins
 from mirrorc.torch_internals.graphs import (
     FakeTensor,
@@ -83,6 +89,7 @@ __all__ = [
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
+    "ReadVariable",
     "SourceWords",
     "StandIns",
     "ToldNumber",
@@ -131,10 +138,12 @@ __all__ = [
     "observe_zero_grad",
     "one_of_torchs",
     "outside_tensors",
+    "outside_variables",
     "peak_allocation",
     "prepare_cpp_compiler",
     "python_effects_of",
     "quiet_fake_tensors",
+    "read_from_module",
     "reading_names",
     "replaced_operators",
     "results_with_stand_ins",

@@ -13,12 +13,30 @@ from torch import fx, nn
 from mirrorc.torch_internals.guards import scope_of_guards
 from mirrorc.torch_internals.source_words import source_words
 
+_OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # how expressions begin that go through the model
+
 
 class OutsideTensor(NamedTuple):
     """A tensor that a graph reads, and its placeholder."""
 
     node: fx.Node
     tensor: torch.Tensor
+
+
+class ReadVariable(NamedTuple):
+    """A parameter, or a buffer of a module, that a graph reads and that is none of the traced module's.
+
+    Attributes:
+        tensor: itself.
+        words: how the user's code calls it; empty if no expression gives it.
+        root: the module through which it is reached; None for a parameter by itself.
+        root_words: how the user's code calls that.
+    """
+
+    tensor: torch.Tensor
+    words: str
+    root: nn.Module | None = None
+    root_words: str = ""
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
@@ -64,6 +82,61 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
             for key, own in value._parameters.items() if isinstance(value, nn.Module) else ():
                 by_id.setdefault(id(own), f"{name}.{key}")
     return [source_words(by_id[id(tensor)], scope).name if id(tensor) in by_id else "" for tensor in tensors]
+
+
+def outside_variables(
+    traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
+) -> list[ReadVariable]:
+    """The parameters, and buffers of modules, among `outside_tensors`, in the order in which the graph takes them.
+
+    Args:
+        traced: the graph.
+        module: what was traced.
+        leaves: the arguments.
+        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
+    """
+    wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
+    if not wanted:
+        return []
+    scope, found = scope_of_guards(module), dict[int, ReadVariable]()
+    seen = {id(own) for own in module.modules()}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        value = None
+        with contextlib.suppress(Exception):  # the expression runs the user's code
+            value = eval(name, scope)
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            words = source_words(name, scope).name
+            if name.startswith(_OF_MODEL):
+                words = words.removeprefix("model.")
+            for path, own in value.named_modules():
+                seen.add(id(own))
+                for key, tensor in (*own._parameters.items(), *own._buffers.items()):
+                    if id(tensor) in wanted:
+                        path_in_root = f"{path}.{key}" if path else key
+                        found.setdefault(
+                            id(tensor), ReadVariable(wanted[id(tensor)], f"{words}.{path_in_root}", value, words)
+                        )
+        elif isinstance(value, nn.Parameter) and id(value) in wanted:
+            found.setdefault(id(value), ReadVariable(value, source_words(name, scope).name))
+    return [found[key] for key in wanted if key in found]
+
+
+def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Has a graph of Dynamo's export take further tensors from its module: buffers, which joint export knows how to write.
+
+    They are views, which need no gradient.
+
+    Returns:
+        The names of the buffers, under ``place``.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    holder = nn.Module()
+    for i, tensor in enumerate(tensors):
+        holder.register_buffer(f"v{i}", tensor.detach())
+        read.own[id(tensor)] = tensor, f"{place}.v{i}"
+    traced.add_module(place, holder)
+    return [f"{place}.v{i}" for i in range(len(tensors))]
 
 
 class _ModulesTensors:

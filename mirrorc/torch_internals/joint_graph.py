@@ -43,6 +43,8 @@ class JointGraph:
         weighted_means: the losses that average over something else than examples, as the front end has found them.
         reductions: how losses of torch among the summands of the loss reduce, likewise.
         leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time, likewise.
+        outside: what it reads of modules that neither model nor loss holds, by the names that it has in ``variable_of``,
+            likewise.
     """
 
     graph_module: fx.GraphModule
@@ -60,6 +62,7 @@ class JointGraph:
     weighted_means: tuple[Any, ...] = ()
     reductions: tuple[Any, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
+    outside: dict[str, Any] = field(default_factory=dict)
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""

@@ -11,6 +11,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.runtime.state.layout import FlatBucket, Layout, memory_for_gradients, slot_views
 from mirrorc.runtime.state.shown_buffers import ShownBuffers, counter_of
+from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory
 
 
 def allocate_buckets(
@@ -75,3 +76,32 @@ def allocate_per_replica(
             by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
             counted = [name for name in by_name if counter_of(name) in tensors]
             layout.aggregates.append(ShownBuffers(aggregation, by_name, seen, flats, counted))
+
+
+def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+    """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
+    own, copies = tensor.detach(), {}
+    copies[own.device] = own
+    for device in devices:
+        if device.torch_device not in copies:
+            copies[device.torch_device] = own.to(device.torch_device)
+    return [copies[device.torch_device] for device in devices]
+
+
+def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses parameters that cannot be moved into buckets."""
+    planned = {slot.variable: (slot.shape, bucket.dtype) for bucket in plan for slot in bucket.slots}
+    members = [name for name in tensors if name in planned]
+    for name in members:
+        check_type(name, tensors[name], *planned[name])
+    refuse_shared_memory(tensors, members)
+    refuse_memory_of_processes(tensors, members)
+
+
+def check_type(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuses a variable that has become one of another shape or dtype."""
+    if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+        raise ValueError(
+            f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "
+            "was compiled: compile the changed model anew"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from mirrorc.errors import ExecutionError
@@ -16,13 +17,13 @@ class Callers:
 
     def __init__(self) -> None:
         self.now: dict[str, tuple[int, object]] = {}
+        _callers.add(self)
 
-    def join(self, others: Sequence[Callers], known: Sequence[Callers]) -> None:
+    def join(self, others: Sequence[Callers]) -> None:
         """Makes the calls of some steps, and those that run one after the other with them, run one after the other.
 
         Args:
             others: those that are to be one with this one.
-            known: all that there are.
 
         Raises:
             ExecutionError: calls of several of them run now.
@@ -35,6 +36,9 @@ class Callers:
                 "call them from one thread, or guard them with a lock"
             )
         kept = running[0] if running else self.now
-        for one in known:
+        for one in list(_callers):
             if any(one.now is calls for calls in apart):
                 one.now = kept
+
+
+_callers: weakref.WeakSet[Callers] = weakref.WeakSet()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.printing.wording import listed
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.callers import Callers
 from mirrorc.runtime.state.reserved_memory import ReservedMemory
@@ -22,21 +18,25 @@ from mirrorc.runtime.state.user_steps import OwnSteps
 from mirrorc.runtime.state.variables import VariableStore
 
 
-@dataclass(frozen=True, eq=False)
 class Hold:
     """What one step has of a held state. Only the step's state refers to it: it ends when that is closed, or forgotten.
 
-    Attributes:
+    Args:
+        held: the state.
         store: what the step sees of the variables.
         optimizers: the state and the updates of its optimizers, which other steps may have, too.
+        what: names the model.
+
+    Attributes:
+        held, store, optimizers, what: the same; others when the state has become one with another one.
     """
 
-    store: StepVariables
-    optimizers: BucketOptimizers
+    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, what: str) -> None:
+        self.held, self.store, self.optimizers, self.what = held, store, optimizers, what
 
 
 class HeldState:
-    """The variables that one step holds, or several in turn, and the state of their optimizers; `hold_state` finds it.
+    """The variables that one step holds, or several in turn, and the state of their optimizers; `open_states` finds it.
 
     A step that finds it goes on in the memory in which the others have left it: nothing is copied between them. Their optimizers
     update the same parameters, or different ones.
@@ -61,8 +61,10 @@ class HeldState:
         self.is_used = False
         self._own_steps = OwnSteps()
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no variables here, by id
+        self._unwritten: set[int] = set()  # the ids of variables outside of models, which no program here writes
         self._is_captured = is_captured
         self._optimizers: dict[BucketOptimizers, weakref.WeakSet[Hold]] = {}  # and the open steps' holds of each
+        self._num_holds = 0  # when it was last looked for what nobody has any more
         self._pid = os.getpid()
 
     @property
@@ -74,32 +76,30 @@ class HeldState:
         """Those that open steps have."""
         return [optimizers for optimizers, holds in list(self._optimizers.items()) if holds]
 
-    def _trained(self) -> set[int]:
+    def trained(self) -> set[int]:
         """The ids of the parameters that its steps may update."""
         return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
-    def first_in_common(self, tensors: Iterable[torch.Tensor], trained: Collection[int] = ()) -> str | None:
-        """The first of its variables among some tensors that its steps may write, or others: parameters that neither trains
-        may be read by both.
+    def written(self) -> set[int]:
+        """The ids of the variables that its steps may write: parameters that they train, and buffers."""
+        buffers = {id(one) for one in self.store.tensors.values() if not isinstance(one, torch.nn.Parameter)}
+        return self.trained() | (buffers - self._unwritten)
+
+    def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
+        """The first of its variables among some tensors that its steps may write, or others: what neither writes may be read by
+        both.
 
         Args:
             tensors: the variables of the others, or what they read.
-            trained: the ids of the parameters that the others may update.
+            written: the ids of those that the others may write.
         """
-        written = self._trained().union(trained)
+        either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
-        found = (one for one in common if id(one) in written or not isinstance(one, torch.nn.Parameter))
-        return next((self.store.names[id(tensor)] for tensor in found), None)
+        return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
 
-    def reads(self, tensors: Collection[torch.Tensor]) -> None:
-        """Notes what a step reads besides variables, which may be those of another one: these run one after the other.
-
-        Raises:
-            ExecutionError: see `Callers.join`.
-        """
+    def note_reads(self, tensors: Collection[torch.Tensor]) -> None:
+        """Notes what a step reads besides variables."""
         self._read |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
-        others = [held.callers for held in list(_held) if held.is_open and held.first_in_common(tensors)]
-        self.callers.join(others, [held.callers for held in list(_held)])
 
     def has_read(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a step has read some of these tensors, which are no variables of its own."""
@@ -123,15 +123,72 @@ class HeldState:
         """
         names = names_in_store(tensors, self.store, what)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()})
+        self._unwritten -= {id(tensor) for tensor in tensors.values()}
         known = (optimizers for optimizers in self._open_optimizers() if optimizers.groups.numbers_as(groups))
-        optimizers = next(known, None)
-        if optimizers is None:
-            optimizers = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self._is_captured)
-        hold = Hold(StepVariables(tensors, names, self.store, optimizers.owner), optimizers)
+        optimizers = next(known, None) or self._optimizers_for(groups)
+        hold = Hold(self, StepVariables(tensors, names, self.store, optimizers.owner), optimizers, what)
         self._optimizers.setdefault(optimizers, weakref.WeakSet()).add(hold)
+        self._num_holds += 1
         if not self.callers.now:  # otherwise, the next call does it
-            self._free_forgotten()
+            self.free_forgotten()
         return hold
+
+    def _optimizers_for(self, groups: OptimizerGroups) -> BucketOptimizers:
+        """The state of optimizers that no step had yet."""
+        new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self._is_captured)
+        new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
+        return new
+
+    def take_in(self, hold: Hold, tensors: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+        """Gives one of its steps variables of modules outside of its model.
+
+        Args:
+            hold: the step's.
+            tensors: parameters and buffers, under the step's names.
+            written: the names of those that it writes.
+        """
+        names = names_in_store(tensors, self.store, hold.what)
+        known = set(map(id, self.store.tensors.values()))
+        self.store.add({names[name]: tensor for name, tensor in tensors.items()}, are_guarded=True)
+        self._unwritten |= {id(tensor) for tensor in tensors.values()} - known
+        self._unwritten -= {id(tensors[name]) for name in written if name in tensors}
+        hold.store.add(tensors, names)
+
+    def can_become_one_with(self, other: HeldState) -> bool:
+        """Whether one memory serves the steps of both: on the same devices, and with optimizers of different parameters."""
+        are_same = tuple(self.store.devices) == tuple(other.store.devices)
+        return are_same and not (self._is_captured or other._is_captured) and self.trained().isdisjoint(other.trained())
+
+    def absorb(self, other: HeldState) -> None:
+        """Takes over the variables and the steps of another state, which is over then; no call of either runs.
+
+        Buffers of which each replica has its own stay where they are. Parameters do so until their step lays them out anew.
+        """
+        holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
+        for optimizers in other._optimizers:
+            other.store.free_buckets(optimizers.owner)
+        what = next((hold.what for own in holds.values() for hold in own), "model")
+        names = names_in_store(other.store.tensors, self.store, what)
+        read = {id(tensor) for tensor in (*self.store.tensors.values(), *other.store.tensors.values())}
+        self._unwritten = read - self.written() - other.written()
+        self.store.absorb(other.store, names)
+        for optimizers, own in holds.items():
+            new = self._optimizers_for(optimizers.groups)
+            new.user_steps.go_on_as(optimizers.user_steps)
+            optimizers.user_steps.close()
+            for hold in own:
+                tensors = hold.store.tensors
+                known = {name: self.store.names[id(tensor)] for name, tensor in tensors.items()}
+                hold.held, hold.optimizers = self, new
+                hold.store = hold.store.moved(known, self.store, new.owner)
+            self._optimizers[new] = weakref.WeakSet(own)
+        self.layout = max(self.layout, other.layout) + 1
+        self.is_whole, self.is_used = self.is_whole and other.is_whole, self.is_used or other.is_used
+        self.gradients_writer = None
+        self._read |= other._read
+        self._num_holds += other._num_holds
+        other._optimizers = {}
+        other.reserved.release()
 
     def let_go(self, hold: Hold) -> None:
         """Called when a step is closed. After the last one that has its optimizers, they are watched no more."""
@@ -140,81 +197,30 @@ class HeldState:
         if not holds:
             self._free(hold.optimizers)
         if not self._open_optimizers():
-            self._free_forgotten()
+            self.free_forgotten()
             self.reserved.release()
+        elif not self.callers.now:  # otherwise, the next call does it
+            self.free_forgotten()
 
     def _free(self, optimizers: BucketOptimizers) -> None:
         if self._optimizers.pop(optimizers, None) is not None:
             optimizers.user_steps.close()
             self.store.free_buckets(optimizers.owner)
 
-    def _free_forgotten(self) -> None:
+    def free_forgotten(self) -> None:
         """Frees what steps have left that were forgotten, not closed. The garbage collector only empties their sets, as it may
         run in any thread, during a call that reads what they had.
         """
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)
+        num_holds = sum(map(len, self._optimizers.values()))
+        if num_holds < self._num_holds:
+            self.release()
+        self._num_holds = num_holds
 
-    def begin_use(self) -> None:
-        """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices.
-
-        Raises:
-            ExecutionError: names the first variable, the devices and the remedy.
-        """
-        self._free_forgotten()
-        if self.is_used:
-            return
-        if self._first_elsewhere() is not None:
-            gc.collect()  # a step that nobody can reach any more holds nothing
-        found = self._first_elsewhere()
-        if found is not None:
-            name, theirs = found
-            raise ExecutionError(
-                f"an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
-                f"{listed(d.name for d in self.store.devices)}: steps over the same parameters have one copy of them on each "
-                "device. Close that step first, with its close() or by leaving its with block, or compile both for the same "
-                "devices"
-            )
-        self.is_used = True
-
-    def _first_elsewhere(self) -> tuple[str, Sequence[Device]] | None:
-        """A variable that a step on other devices uses, and these devices."""
-        for other in list(_held):
-            devices = other.store.devices
-            if other.is_open and other.is_used and tuple(devices) != tuple(self.store.devices):
-                name = self.first_in_common(other.store.tensors.values(), other._trained())
-                if name is not None:
-                    return name, devices
-        return None
-
-
-_held: weakref.WeakSet[HeldState] = weakref.WeakSet()
-
-
-def held_state(
-    tensors: Mapping[str, torch.Tensor], devices: Sequence[Device], groups: OptimizerGroups, *, is_captured: bool
-) -> HeldState:
-    """The state for a new step: that of open steps over the same variables, or a new one.
-
-    Args:
-        tensors: the user's parameters and buffers, by name of their variable.
-        devices: the devices, in order of replicas.
-        groups: the user's optimizers.
-        is_captured: whether updates are captured in CUDA graphs, which know the memory of one step.
-
-    Raises:
-        ExecutionError: a step over some of the variables runs in another thread.
-    """
-    own, updated = tensors.values(), groups.parameters()
-    known = [held for held in list(_held) if held.is_open]
-    others = [held for held in known if held.first_in_common(own, updated)]
-    if len(others) == 1 and not is_captured and others[0].can_be_held_for(devices, groups):
-        found = others[0]
-    else:
-        found = HeldState(VariableStore(tensors, devices), is_captured)
-        _held.add(found)
-    written = [tensor for tensor in own if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
-    running_apart = [held.callers for held in known if held in others or held.has_read(written)]
-    found.callers.join(running_apart, [held.callers for held in list(_held)])
-    return found
+    def release(self) -> None:
+        """Forgets variables that no open step has any more; called while no step runs, or by the one that does."""
+        holds = [hold for own in self._optimizers.values() for hold in own]
+        self.store.keep_only({id(tensor) for hold in holds for tensor in hold.store.tensors.values()})
+        self._unwritten &= self.store.names.keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,6 +91,24 @@ class Layout:
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
         """The bucket plan of some optimizers that memory is laid out for; empty if it is not."""
         return tuple(flat.bucket for flat in self.planned.get(owner, ()))
+
+    def absorb(self, other: Layout, names: Mapping[str, str]) -> set[str]:
+        """Takes over where another layout without buckets has variables, under other names, and gives the former ones."""
+        taken = {name for name in other.values if names[name] not in self.values or name in other.own}
+        self.values = {**self.values, **{names[name]: other.values[name] for name in taken}}
+        self.own = self.own | {names[name] for name in other.own}
+        self.aggregates = [*self.aggregates, *(shown.renamed(names) for shown in other.aggregates)]
+        self.program = lambda: None  # the next one is laid out anew
+        return taken
+
+    def keep_only(self, names: Collection[str]) -> set[str]:
+        """Forgets other variables; gives those that are kept, with those that lie in one memory with them."""
+        self.aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
+        kept = {*names, *self.in_buckets}.union(*(shown.names for shown in self.aggregates))
+        self.values = {name: values for name, values in self.values.items() if name in kept}
+        self.own = self.own & kept
+        self.program = lambda: None
+        return kept
 
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Takes out buckets that cannot stay beside those that optimizers get now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -58,21 +58,18 @@ class MirroredVariable:
         )
 
 
-def mirrored_variables(
-    program: Program, store: StepVariables, tensors: Container[str], names: Mapping[str, str]
-) -> dict[str, MirroredVariable]:
+def mirrored_variables(program: Program, store: StepVariables, names: Mapping[str, str]) -> dict[str, MirroredVariable]:
     """The variables of a program, by name; tied weights by each of their names.
 
     Args:
         program: what runs.
         store: has the variables.
-        tensors: those of the user's model, by the names that the program has for them.
         names: for each further name, the program's name.
     """
     found = {
         name: MirroredVariable(variable, program.devices, store)
         for name, variable in program.variables.items()
-        if name in tensors
+        if name in store.tensors
     }
     for name, variable in names.items():
         if variable in found:

@@ -12,7 +12,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
-from mirrorc.runtime.state.held_state import HeldState, Hold
+from mirrorc.runtime.state.held_state import Hold
 from mirrorc.runtime.state.layout import slot_views
 from mirrorc.runtime.state.step_state import StepState
 
@@ -57,8 +57,8 @@ class ComparedState(StepState):
         every: the number of steps.
     """
 
-    def __init__(self, held: HeldState, hold: Hold, every: int) -> None:
-        super().__init__(held, hold)
+    def __init__(self, hold: Hold, every: int) -> None:
+        super().__init__(hold)
         self._every = every
         self._num_begun = 0
         self._unwritten: list[Variable] = []  # by the present program
@@ -129,9 +129,9 @@ class ComparedState(StepState):
         )
 
 
-def make_state(held: HeldState, hold: Hold, every: int) -> StepState:
+def make_state(hold: Hold, every: int) -> StepState:
     """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
-    return ComparedState(held, hold, every) if every else StepState(held, hold)
+    return ComparedState(hold, every) if every else StepState(hold)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

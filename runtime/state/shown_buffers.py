@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy as shallow_copy
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -37,6 +38,9 @@ class ShownBuffers:
         shown: what the model shows, 1-D.
         flats: the memory of each replica, 1-D.
         counted: names of buffers whose module counts its forwards.
+
+    Attributes:
+        names: those of all buffers.
     """
 
     def __init__(
@@ -57,7 +61,14 @@ class ShownBuffers:
             _Member(name, shown[start : start + size], self._kept[start : start + size], name in counted)
             for start, (name, size) in zip(starts, sizes.items(), strict=False)
         ]
-        self._names = frozenset(sizes)
+        self.names = frozenset(sizes)
+
+    def renamed(self, names: Mapping[str, str]) -> ShownBuffers:
+        """The same memory, in which the buffers have other names."""
+        other = shallow_copy(self)
+        other._members = [replace(member, name=names[member.name]) for member in self._members]
+        other.names = frozenset(member.name for member in other._members)
+        return other
 
     def aggregate(self, written: Collection[str], present: Sequence[int]) -> None:
         """Shows the values of the replicas, aggregated.
@@ -68,8 +79,8 @@ class ShownBuffers:
             present: the replicas that have written them, because they had examples. The values of others count again when they
                 write next.
         """
-        unwritten = self._names.difference(written)
-        if len(unwritten) == len(self._names):
+        unwritten = self.names.difference(written)
+        if len(unwritten) == len(self.names):
             return
         shown, flats = self._shown, [self._flats[replica] for replica in present]
         shown.copy_(flats[0])

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import torch
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state import open_states
 from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
-from mirrorc.runtime.state.bucket_optimizers import Laid
+from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.callers import Callers
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.held_state import HeldState, Hold
 from mirrorc.runtime.state.layout import Layout, Moved
 from mirrorc.runtime.state.loss_scale import LossScale
+from mirrorc.runtime.state.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.step_variables import StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -27,29 +30,43 @@ class StepState:
     committed; then `take_over` makes the state whole again.
 
     Args:
-        held: the variables, which other steps may hold, too.
-        hold: the step's hold of them.
+        hold: the step's hold of its variables, which other steps may hold, too.
 
     Attributes:
-        store: what the step sees of the variables.
-        optimizers: the optimizers' state and updates.
-        reserved: memory for large results of regions, which no step reads that did not write it.
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
         accumulated: the gradients of calls since the last update.
         told: what the last step told its caller, by name, such as the norm of its gradients.
     """
 
-    def __init__(self, held: HeldState, hold: Hold) -> None:
-        self.store, self.optimizers = hold.store, hold.optimizers
-        self.reserved = held.reserved
+    def __init__(self, hold: Hold) -> None:
         self.num_skipped = 0
         self.told: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
-        self._held, self._hold = held, hold
+        self._hold = hold
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
+
+    @property
+    def _held(self) -> HeldState:
+        """What other steps may hold, too."""
+        return self._hold.held
+
+    @property
+    def store(self) -> StepVariables:
+        """What the step sees of the variables."""
+        return self._hold.store
+
+    @property
+    def optimizers(self) -> BucketOptimizers:
+        """The optimizers' state and updates."""
+        return self._hold.optimizers
+
+    @property
+    def reserved(self) -> ReservedMemory:
+        """Memory for large results of regions, which no step reads that did not write it."""
+        return self._held.reserved
 
     @property
     def layout(self) -> int:
@@ -71,13 +88,22 @@ class StepState:
         """Called before each call.
 
         Raises:
-            ExecutionError: see `HeldState.begin_use`.
+            ExecutionError: see `mirrorc.runtime.state.open_states.begin_use`.
         """
-        self._held.begin_use()
+        open_states.begin_use(self._held)
+
+    def take_in(self, outside: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+        """See `mirrorc.runtime.state.open_states.take_in`."""
+        open_states.take_in(self._hold, outside, written)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Lets go what was taken in under other names."""
+        if self.store.drop_unless(names):
+            self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        """See `HeldState.reads`."""
-        self._held.reads(constants)
+        """See `mirrorc.runtime.state.open_states.reads`."""
+        open_states.reads(self._held, constants)
 
     @property
     def is_behind(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,8 +34,30 @@ class StepVariables:
     ) -> None:
         self.tensors = dict(tensors)
         self._names, self._store, self._owner = dict(names), store, owner
+        self._added: frozenset[str] = frozenset()
         self._is_renamed = any(name != other for name, other in names.items())
         self._renamed: dict[int, tuple[weakref.ref[Program], Program]] = {}  # by the id of the step's program
+
+    def add(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+        """Adds variables, which the store has; arguments as above."""
+        self.tensors = {**self.tensors, **tensors}
+        self._added = self._added | tensors.keys()
+        self._names = {**self._names, **names}
+        self._is_renamed = any(name != other for name, other in self._names.items())
+        self._renamed = {}
+
+    def moved(self, names: Mapping[str, str], store: VariableStore, owner: int) -> StepVariables:
+        """The same variables in another store; arguments as above."""
+        other = StepVariables(self.tensors, names, store, owner)
+        other._added = self._added
+        return other
+
+    def drop_unless(self, names: Collection[str]) -> bool:
+        """Drops variables that were added and have other names; gives whether there were any."""
+        gone = self._added.difference(names)
+        self._added = self._added - gone
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in gone}
+        return bool(gone)
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -56,7 +78,13 @@ class StepVariables:
         return self._store.plan_of(self._owner) == self.in_store(program).buckets
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """A variable on every replica, in order. A shared tensor is listed once for each replica."""
+        """A variable on every replica, in order. A shared tensor is listed once for each replica.
+
+        What no open step has any more is the user's tensor.
+        """
+        tensor = self.tensors[name]
+        if id(tensor) not in self._store.names:
+            return [tensor.detach()] * len(self.devices)
         return self._store.values(self._names[name])
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:

@@ -104,6 +104,15 @@ class UserSteps:
         """Takes back what is called when idle, if it is there."""
         self._when_idle = [other for other in self._when_idle if other() not in (None, told)]
 
+    def go_on_from(self, others: Sequence[UserSteps]) -> None:
+        """Takes over which parameters others have seen steps of that came before this one."""
+        self.of_others |= set().union(*(other.stepped() for other in others)) - self._own_parameters()
+
+    def go_on_as(self, other: UserSteps) -> None:
+        """Takes the place of a watcher of the same optimizers."""
+        self.have_written, self._when_idle = other.have_written, other._when_idle
+        self.go_on_from([other])
+
     def close(self) -> None:
         """Removes the hooks."""
         self._closing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -12,11 +12,18 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state.allocation import allocate_buckets, allocate_per_replica, mirror_first
+from mirrorc.runtime.state.allocation import (
+    allocate_buckets,
+    allocate_per_replica,
+    check_members,
+    check_type,
+    mirror_first,
+    shared_copies,
+)
 from mirrorc.runtime.state.layout import FlatBucket, Layout, Moved, names_in
 from mirrorc.runtime.state.shown_buffers import CopiesOfShown, counted_by, counter_of
-from mirrorc.runtime.state.watched_tensor import Watched
-from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory, warn_of_holders
+from mirrorc.runtime.state.watched_tensor import Watched, leave_homes_of_others
+from mirrorc.shared_memory import refuse_shared_memory, warn_of_holders
 
 
 class VariableStore:
@@ -39,6 +46,7 @@ class VariableStore:
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
+        self._guarded: frozenset[str] = frozenset()  # those of which guards watch shape and dtype
         self.add(tensors)
         self.devices = devices
         self._layout = Layout()
@@ -52,10 +60,37 @@ class VariableStore:
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
 
-    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds variables, by name; some may be there already, under the same name."""
+    def add(self, tensors: Mapping[str, torch.Tensor], *, are_guarded: bool = False) -> None:
+        """Adds variables, by name; some may be there already, under the same name.
+
+        ``are_guarded``: whether programs are compiled anew if they become ones of other shapes or dtypes.
+        """
+        new = tensors.keys() - self.tensors.keys()
+        self._guarded = self._guarded | new if are_guarded else self._guarded - tensors.keys()
         self.tensors = {**self.tensors, **tensors}  # a call in another thread may go over the old ones now
         self.names = {**self.names, **{id(tensor): name for name, tensor in tensors.items()}}
+
+    def absorb(self, other: VariableStore, names: Mapping[str, str]) -> None:
+        """Takes over the variables of another store, whose buckets are freed, under the names that they have here.
+
+        What each replica has of its own stays in its memory. Variables that both have are here already, with the same values.
+        """
+        new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
+        self.add(new)
+        self._guarded = self._guarded | (new.keys() & {names[name] for name in other._guarded})
+        moved = self._layout.absorb(other._layout, names)
+        self._watched = {**self._watched, **{names[name]: other._watched[name] for name in moved}}
+        self._has_moved_parameters = self._has_moved_parameters or other._has_moved_parameters
+        _stores.discard(other)
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Forgets the variables whose tensors have other ids, as far as no memory is common to both; they stay where they are."""
+        kept = self._layout.keep_only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in kept}
+        self.names = {key: name for key, name in self.names.items() if name in kept}
+        self._watched = {name: watched for name, watched in self._watched.items() if name in kept}
+        self._guarded = self._guarded & kept
+        self._copies = CopiesOfShown(self.devices)
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
         """The memory of some optimizers' buckets."""
@@ -125,7 +160,7 @@ class VariableStore:
         for name in (*program.variables, *counters):
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
             if not is_constant and name not in new.own and (name not in new.values or has_other_buckets):
-                new.values[name] = self._shared(name)
+                new.values[name] = shared_copies(self.tensors[name], self.devices)
                 new.homes[name] = None
         has_moved = planned.get(owner) is not old.planned.get(owner)
         new.moved = Moved.BUCKETS if has_moved else Moved.BUFFERS if first_written else Moved.NOTHING
@@ -137,14 +172,11 @@ class VariableStore:
         if fitting is not None:
             new.planned[owner] = fitting
             return
-        old, planned = self._layout, {slot.variable: (slot.shape, b.dtype) for b in plan for slot in b.slots}
-        members = [name for name in self.tensors if name in planned]
-        for name in members:
-            self._check_type(name, *planned[name])
-        refuse_shared_memory(self.tensors, members)
-        refuse_memory_of_processes(self.tensors, members)
-        first = planned.keys() - (old.values.keys() if self._has_moved_parameters else set())
-        held = {name: own for name, own in self._known_to_this_alone() if name in first}
+        check_members(plan, self.tensors)
+        old, planned = self._layout, {slot.variable for bucket in plan for slot in bucket.slots}
+        first = planned - (old.values.keys() if self._has_moved_parameters else set())
+        others = {id(tensor) for store in list(_stores) if store is not self for tensor in store.tensors.values()}
+        held = {name: own for name, own in self.tensors.items() if name in first and id(own) not in others}
         warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
         return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
@@ -156,17 +188,9 @@ class VariableStore:
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
             return set()
-        others = {
-            _memory_of(flat.parameters[0])
-            for store in list(_stores)
-            if store is not self
-            for flat in store._layout.buckets
-        }
+        stores = [store for store in list(_stores) if store is not self]
+        others = {_memory_of(flat.parameters[0]) for store in stores for flat in store._layout.buckets}
         return {self.names[id(tensor)] for tensor in moved if _memory_of(tensor) not in others}
-
-    def _known_to_this_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
-        others = {id(tensor) for store in list(_stores) if store is not self for tensor in store.tensors.values()}
-        return ((name, tensor) for name, tensor in self.tensors.items() if id(tensor) not in others)
 
     def adopt(self, layout: Layout) -> None:
         """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
@@ -181,15 +205,6 @@ class VariableStore:
         }
         self._has_moved_parameters = self._has_moved_parameters or any(layout.planned.values())
         layout.homes, layout.moved = {}, Moved.NOTHING
-
-    def _shared(self, name: str) -> list[torch.Tensor]:
-        """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
-        own, copies = self.tensors[name].detach(), {}
-        copies[own.device] = own
-        for device in self.devices:
-            if device.torch_device not in copies:
-                copies[device.torch_device] = own.to(device.torch_device)
-        return [copies[device.torch_device] for device in self.devices]
 
     def _watch(self, name: str, home: torch.Tensor | None) -> None:
         tensor = self.tensors[name]
@@ -221,9 +236,11 @@ class VariableStore:
         changed += counted_by(changed, self._watched) if changed else []
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
-            self._leave_homes_of_others(changed)
+            leave_homes_of_others([self._watched[name] for name in changed], self._watched.values())
         for name in changed:
-            self._check_type(name, self._layout.values[name][0].shape, self._layout.values[name][0].dtype)
+            known = self._layout.values[name][0]
+            if name in self._layout.own or name not in self._guarded:
+                check_type(name, self.tensors[name], known.shape, known.dtype)
         has_moved = [self._mirror(name) for name in changed]
         for shown in self._layout.aggregates if changed else ():
             shown.note()
@@ -242,23 +259,6 @@ class VariableStore:
         for flat in self._layout.buckets:
             mirror_first(flat.parameters)
 
-    def _leave_homes_of_others(self, changed: Sequence[str]) -> None:
-        """Gives memory of its own to each tensor that the user has put where another variable belongs, as by an exchange."""
-        homes = {w.home.untyped_storage().data_ptr() for w in self._watched.values() if w.home is not None}
-        for name in changed:
-            tensor, home = self.tensors[name], self._watched[name].home
-            is_home = home is not None and tensor.data_ptr() == home.data_ptr()
-            if not is_home and tensor.untyped_storage().data_ptr() in homes:
-                tensor.data = tensor.detach().clone()
-
-    def _check_type(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        tensor = self.tensors[name]
-        if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
-            raise ValueError(
-                f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "
-                "was compiled: compile the changed model anew"
-            )
-
     def _mirror(self, name: str) -> bool:
         """Gives all replicas the present value of the user's tensor; returns whether the variable got other memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
@@ -269,7 +269,7 @@ class VariableStore:
                 value.copy_(new)
             tensor.data = watched.home
         elif watched.has_moved():
-            self._layout.values[name] = self._shared(name)
+            self._layout.values[name] = shared_copies(tensor, self.devices)
         else:
             for copy in {id(value): value for value in values if value.data_ptr() != watched.address}.values():
                 copy.copy_(tensor.detach())

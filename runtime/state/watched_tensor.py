@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -27,3 +28,17 @@ class Watched:
     def note(self) -> None:
         """Takes the present tensor for unchanged."""
         self.version, self.address = self.tensor._version, self.tensor.data_ptr()
+
+
+def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
+    """Gives memory of its own to each tensor that the user has put where another variable belongs, as by an exchange.
+
+    Args:
+        changed: the tensors that have changed.
+        watched: all that there are.
+    """
+    homes = {one.home.untyped_storage().data_ptr() for one in watched if one.home is not None}
+    for one in changed:
+        is_home = one.home is not None and one.tensor.data_ptr() == one.home.data_ptr()
+        if not is_home and one.tensor.untyped_storage().data_ptr() in homes:
+            one.tensor.data = one.tensor.detach().clone()

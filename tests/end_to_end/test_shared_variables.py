@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.purposes import Purpose
 
 aten = torch.ops.aten
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -406,3 +407,41 @@ def test_a_forgotten_step_keeps_no_gradients() -> None:
     with compiled() as other:
         del step
         other(x, target=torch.ones(6, 2))
+
+
+def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
+    """Those of a closed step or a forgotten one, and teachers whose program was dropped; the model keeps what they were."""
+    nets = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    teachers = [nn.Linear(3, 3).requires_grad_(False)]
+    optimizers = [SGD(net.parameters()) for net in nets]
+    x = torch.randn(6, 3)
+
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(nets[0](nets[1](y)), teachers[0](target))
+
+    steps = [
+        mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager")
+        for net, optimizer, loss_fn in zip(nets, optimizers, (F.mse_loss, F.mse_loss, loss), strict=True)
+    ]
+    for step in steps:
+        step(x, target=x)
+    store = steps[0]._state._held.store
+    assert len(store.tensors) == 7 + 7 + 7 + 2 and steps[2]._state._held.store is store
+    variable = steps[2].variables["1.running_mean"]
+    steps[2].close()
+    steps[0](x, target=x)
+    assert len(store.tensors) == len(store.names) == 7 + 7
+    assert all(torch.equal(value, nets[2][1].running_mean) for value in variable.values)
+    del steps[1]
+    gc.collect()
+    steps[0](x, target=x)
+    assert len(store.tensors) == 7
+    with mirrorc.compile(nets[2], 2, optimizer=optimizers[2], loss_fn=loss, backend="eager") as again:
+        for _ in range(2):
+            again(x, target=x)
+            teachers[0] = nn.Linear(3, 3).requires_grad_(False)
+        assert len(store.tensors) == 7 + 7 + 7 + 2 * 2
+        again._specializer._kept[Purpose.STEP]._by_key.clear()
+        again(x, target=x)
+        assert len(store.tensors) == 7 + 7 + 7 + 2
+    steps[0].close()

@@ -67,6 +67,33 @@ def test_a_graph_reads_variables_from_its_module_and_says_what_else_it_reads() -
     ]
 
 
+def test_a_graph_reads_variables_of_other_modules_from_its_own_and_writes_them_there() -> None:
+    class Call(Small):
+        def __init__(self, other: nn.Module, weight: nn.Parameter, constant: torch.Tensor) -> None:
+            super().__init__()
+            self.read = lambda x: other(x) * weight * constant
+
+        def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+            return (self.read(leaves[0]) * self.weight).sum()
+
+    other, weight = nn.Sequential(nn.BatchNorm1d(3)), nn.Parameter(torch.ones(3))
+    module, leaves = Call(other, weight, torch.ones(3)), (torch.ones(2, 3), torch.ones(1))
+    traced = internals.trace_full_graph(module, leaves)
+    found = internals.outside_variables(traced, module, leaves, internals.guards_of(traced).names)
+    assert {one.words: one.tensor for one in found} == {
+        **{f"other.{name}": tensor for name, tensor in other.state_dict(keep_vars=True).items()},
+        "weight": weight,
+    }
+    assert {one.root for one in found} == {other, None} and found[0].root_words == "other"
+    paths = internals.read_from_module(traced, "elsewhere", [one.tensor for one in found])
+    with contextlib.ExitStack() as stack:
+        joint = internals.export_joint_graph(stack, traced, leaves, {})
+    assert set(paths) <= set(joint.variable_of.values()) and not set(paths) & set(joint.gradients)
+    written = {one.words for path, one in zip(paths, found, strict=True) if path in joint.buffer_writes}
+    assert written == {f"other.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert other[0].num_batches_tracked == 0
+
+
 @pytest.mark.parametrize(
     ("writes", "found"), [("parameter", [("parameter", "weight")]), ("argument", [("argument", "0")])]
 )

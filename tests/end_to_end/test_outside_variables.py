@@ -1,0 +1,408 @@
+"""Modules that forward or the loss reach, and that the model does not hold, are variables: a critic, a teacher, features."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_model, assert_same_state
+from selections import slow
+from separate_memories import separate_memories
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+
+COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+ADAMW, SGD = functools.partial(torch.optim.AdamW, lr=0.05), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+in_global: dict[str, nn.Module] = {}
+
+
+def net(width: int, *, normalizes: bool = False) -> nn.Sequential:
+    norm = nn.BatchNorm1d(4) if normalizes else nn.Identity()
+    return nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, width)).double()
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    if request.param == "two memories":
+        separate_memories(monkeypatch)
+    yield COPIES if request.param == "two memories" else {}
+
+
+class Game:
+    """A generator and its critic, each reached through the closure of the other's loss; with steps, or in a plain loop."""
+
+    def __init__(self, num_devices: int = 0, *, normalizes: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.generator, self.critic = net(3), net(1, normalizes=normalizes)
+        self.nets = nn.ModuleList([self.generator, self.critic])
+        self.optimizers = [ADAMW(self.generator.parameters()), SGD(self.critic.parameters())]
+        self.losses = self._losses(self.generator, self.critic)
+        self.steps = [
+            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, backend="eager", **options)
+            for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
+            if num_devices
+        ]
+
+    @staticmethod
+    def _losses(generator: nn.Module, critic: nn.Module) -> list[Loss]:
+        def made_well(made: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+            return -critic(made).mean()
+
+        def told_apart(judged: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                made = generator(noise)
+            return (critic(made) - judged).mean()
+
+        return [made_well, told_apart]
+
+    def train(self, turn: int, x: torch.Tensor) -> torch.Tensor:
+        if self.steps:
+            loss: torch.Tensor = self.steps[turn](x, target=x)
+            return loss
+        self.nets.zero_grad()
+        loss = self.losses[turn](self.nets[turn](x), x)
+        loss.backward()
+        self.optimizers[turn].step()
+        return loss.detach()
+
+    def close(self) -> None:
+        for step in self.steps:
+            step.close()
+
+
+def take_turns(own: Game, plain: Game, *turns: int) -> None:
+    for turn in turns:
+        x = torch.randn(5, 3).double()
+        torch.testing.assert_close(own.train(turn, x), plain.train(turn, x))
+    assert_same(own, plain)
+
+
+def assert_same(own: Game, plain: Game) -> None:
+    assert_same_model(own.nets, plain.nets, 1e-9)
+    for one, other in zip(own.optimizers, plain.optimizers, strict=True):
+        assert_same_state(one, other, 1e-9)
+    for step in own.steps:
+        for variable in step.variables.values() if step._last is not None else ():
+            if variable.aggregation.value == "none":
+                assert all(torch.equal(value, variable.value) for value in variable.values), variable
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"), [(2, "two memories"), *slow((1, "one memory"), (3, "one memory"))], indirect=["options"]
+)
+def test_a_game_over_closures_has_one_set_of_variables(num_devices: int, options: dict[str, Any]) -> None:
+    own, plain = Game(num_devices, **options if num_devices > 1 else {}), Game()
+    take_turns(own, plain, 0, 1, 1, 0, 0, 1)
+    assert own.steps[0]._state.optimizers is not own.steps[1]._state.optimizers
+    assert own.steps[0]._state._held is own.steps[1]._state._held
+    variables = own.steps[0].variables
+    critic = variables["outside.critic.0.weight"]
+    trained = own.steps[1].variables["0.weight"]
+    assert [v.data_ptr() for v in critic.values] == [v.data_ptr() for v in trained.values], "a copy of its own"
+    assert critic.value.data_ptr() == own.critic[0].weight.data_ptr() and not own.critic[0].weight.grad
+    own.steps[1].close()
+    with torch.no_grad():
+        for game in (own, plain):
+            game.critic[0].weight.mul_(0.5)
+    take_turns(own, plain, 0, 0)
+    own.close()
+
+
+def test_what_is_done_to_a_critic_between_turns_is_seen_by_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    separate_memories(monkeypatch)
+    own, plain = Game(2, **COPIES), Game()
+    take_turns(own, plain, 0, 1, 0)
+
+    def of_a_plain_loop(game: Game) -> None:
+        game.critic.zero_grad()
+        game.critic(torch.ones(2, 3).double()).mean().backward()
+        game.optimizers[1].step()
+        game.critic.zero_grad()
+
+    def loaded(game: Game) -> None:
+        game.critic.load_state_dict({name: value * 0.5 for name, value in game.critic.state_dict().items()})
+
+    def other_memory(game: Game) -> None:
+        game.critic[0].weight.data = game.critic[0].weight.data * 2
+
+    def frozen(game: Game) -> None:
+        game.critic[3].bias.requires_grad_(False)
+
+    def hooked(game: Game) -> None:
+        game.critic[0].register_forward_hook(lambda module, args, output: output * 2)
+
+    for change in (of_a_plain_loop, loaded, other_memory, frozen, hooked):
+        for game in (own, plain):
+            change(game)
+        take_turns(own, plain, 0, 0, 1, 0)
+    own.close()
+
+
+@pytest.mark.parametrize("options", ["one memory", "two memories"], indirect=True)
+def test_a_critic_that_normalizes_by_its_batch_keeps_statistics_of_each_replica(options: dict[str, Any]) -> None:
+    """The generator's step writes them, and the critic's own; in eval mode none does. One device has those of PyTorch."""
+    one, plain = Game(1, normalizes=True), Game(normalizes=True)
+    take_turns(one, plain, 0, 1, 0)
+    for game in (one, plain):
+        game.critic.eval()
+    take_turns(one, plain, 0, 1)
+    for game in (one, plain):
+        game.critic.train()
+    take_turns(one, plain, 0, 1)
+    one.close()
+
+    own = Game(2, normalizes=True, **options)
+    expected = [torch.zeros(4).double() for _ in range(2)]
+    for turn in (0, 1, 0):
+        x = torch.randn(6, 3).double()
+        fed = [
+            [own.generator(part).detach()] if turn == 0 else [part, own.generator(part).detach()] for part in x.chunk(2)
+        ]
+        for replica, parts in enumerate(fed):
+            for part in parts:
+                expected[replica] = 0.9 * expected[replica] + 0.1 * own.critic[0](part).detach().mean(0)
+        own.train(turn, x)
+        name = "outside.critic.1.running_mean" if turn == 0 else "1.running_mean"
+        torch.testing.assert_close(list(own.steps[turn].variables[name].values), expected)
+        torch.testing.assert_close(own.critic[1].running_mean, sum(expected) / 2)
+    own.close()
+
+
+def through_partial(teacher: nn.Module) -> Loss:
+    return functools.partial(lambda model, y, x: F.mse_loss(y, model(x)), teacher)
+
+
+def through_keyword(teacher: nn.Module) -> Loss:
+    return functools.partial(lambda y, x, model: F.mse_loss(y, model(x)), model=teacher)
+
+
+def through_default(teacher: nn.Module) -> Loss:
+    def loss(y: torch.Tensor, x: torch.Tensor, model: nn.Module = teacher) -> torch.Tensor:
+        return F.mse_loss(y, model(x))
+
+    return loss
+
+
+def through_global(teacher: nn.Module) -> Loss:
+    in_global["teacher"] = teacher
+    return lambda y, x: F.mse_loss(y, in_global["teacher"](x))
+
+
+class Distilled:
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teachers, self.part = [teacher], SimpleNamespace(first=teacher[0])
+
+    def loss(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y, self.teachers[0](x)) + 0.1 * self.part.first(x).mean()
+
+    def __call__(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(y, x)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a closure": (lambda teacher: lambda y, x: F.mse_loss(y, teacher(x)), "teacher"),
+    "a partial": (through_partial, "model"),
+    "a keyword of a partial": (through_keyword, "model"),
+    "a default": (through_default, "model"),
+    "a global": (through_global, r"in_global\.teacher"),
+    "a bound method": (lambda teacher: Distilled(teacher).loss, r"self\.teachers\.0|self\.part\.first"),
+    "an object": (Distilled, r"loss_fn\.teachers\.0|loss_fn\.part\.first"),
+}
+
+
+@pytest.mark.parametrize(("way",), [("a closure",), *slow(*((way,) for way in list(WAYS)[1:]))])
+def test_a_teacher_is_a_variable_by_whatever_path_it_is_reached(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its averages follow the student's weights, as those of a mean teacher do."""
+    separate_memories(monkeypatch)
+    make, words = WAYS[way]
+    x = torch.randn(6, 3).double()
+
+    def made() -> tuple[nn.Module, nn.Module, Loss, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        student = net(3)
+        teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        return student, teacher, make(teacher), SGD(student.parameters())
+
+    def averaged(student: nn.Module, teacher: nn.Module) -> None:
+        with torch.no_grad():
+            for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+                own.lerp_(other, 0.5)
+
+    losses = []
+    student, teacher, loss, optimizer = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(student(x + 1), x)
+        value.backward()
+        optimizer.step()
+        averaged(student, teacher)
+        losses.append(value.item())
+    own, own_teacher, loss, optimizer = made()
+    with mirrorc.compile(own, 2, optimizer=optimizer, loss_fn=loss, backend="eager", **COPIES) as step:
+        for value in losses:
+            torch.testing.assert_close(step(x + 1, target=x).item(), value)
+            averaged(own, own_teacher)
+        outside = [name for name in step.program.variables if name.startswith("outside.")]
+        assert len(outside) == 4 and all(re.match(rf"outside\.({words})\.", name) for name in outside), outside
+        assert not any(variable.update for name, variable in step.program.variables.items() if name in outside)
+        evaluated = step.evaluate(x + 1, target=x)
+        torch.testing.assert_close(evaluated, loss(own(x + 1), x).detach())
+
+
+def test_features_in_a_list_of_the_model_are_read_and_one_that_has_changed_its_type_is_read_anew() -> None:
+    class Perceptual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.features = nn.Linear(3, 3).double(), [net(2, normalizes=True).eval().requires_grad_(False)]
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            dtype = self.features[0][0].weight.dtype
+            return F.mse_loss(self.features[0](self.body(x).to(dtype)), self.features[0](y.to(dtype)))
+
+    model, (x, y) = Perceptual(), torch.randn(2, 6, 3).double()
+    with mirrorc.compile(model, 3, optimizer=SGD(model.parameters(), lr=0.0), backend="eager") as step:
+        for change in ("none", "float", "double"):
+            getattr(model.features[0], change, lambda: None)()
+            torch.testing.assert_close(step(x, y).double(), model(x, y).detach().double())
+        assert {f"outside.features.0.{name}" for name in ("0.weight", "1.running_mean_3")} <= step.variables.keys()
+
+
+def test_students_of_one_teacher_are_free_of_each_other() -> None:
+    """Also if it has statistics, which nobody writes; once one of its students writes them, they take turns."""
+    teacher, x = net(3, normalizes=True).requires_grad_(False).eval(), torch.randn(6, 3).double()
+
+    def compiled(num_devices: int) -> mirrorc.Step:
+        own = net(3)
+        loss = lambda y, target: F.mse_loss(y, teacher(target))  # noqa: E731
+        return mirrorc.compile(own, num_devices, optimizer=SGD(own.parameters()), loss_fn=loss, backend="eager")
+
+    steps = [compiled(number) for number in (1, 2, 2)]
+    for step in steps:
+        step(x, target=x)
+    assert len({id(step._state.callers.now) for step in steps}) == 3
+    teacher.train()
+    with pytest.raises(
+        mirrorc.ExecutionError, match=r"an open step has .*running_mean' on cpu:0, and this one runs on cpu:0 and"
+    ):
+        steps[1](x, target=x)
+    steps[0].close()
+    for step in steps[1:]:
+        step(x, target=x)
+    assert steps[1]._state._held is steps[2]._state._held
+    for step in steps:
+        step.close()
+
+
+def test_steps_that_have_run_become_one_when_a_loss_reaches_both() -> None:
+    """Each keeps its optimizer's state, and each replica its own statistics."""
+
+    def made(num_devices: int) -> tuple[list[nn.Module], list[Any], Callable[[int, torch.Tensor], torch.Tensor]]:
+        torch.manual_seed(3)
+        nets, read = [net(3, normalizes=True) for _ in range(3)], []
+        optimizers = [SGD(own.parameters()) for own in nets]
+
+        def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            for other in read:
+                y = other(y)
+            return F.mse_loss(y, target)
+
+        if num_devices:
+            losses = [F.mse_loss, F.mse_loss, loss]
+            steps = [
+                mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=own_loss, backend="eager")
+                for own, optimizer, own_loss in zip(nets, optimizers, losses, strict=True)
+            ]
+
+        def train(turn: int, x: torch.Tensor) -> torch.Tensor:
+            if turn == 2 and not read:
+                read.extend(nets[:2] if x.sum() > 0 else ())
+            if num_devices:
+                return steps[turn](x, target=x)
+            for own in nets:
+                own.zero_grad()
+            value = (loss if turn == 2 else F.mse_loss)(nets[turn](x), x)
+            value.backward()
+            optimizers[turn].step()
+            return value.detach()
+
+        return nets, steps if num_devices else optimizers, train
+
+    (plain, _, train_plain), (own, steps, train) = made(0), made(1)
+    for turn, sign in ((2, -1), (0, 1), (1, 1), (2, -1), (2, 1), (0, 1), (1, 1), (2, 1)):
+        x = sign * torch.rand(6, 3).double()
+        torch.testing.assert_close(train(turn, x), train_plain(turn, x))
+    for one, other in zip(own, plain, strict=True):
+        assert_same_model(one, other, 1e-9)
+    assert len({id(step._state._held) for step in steps}) == 1
+    for step in steps:
+        step.close()
+    nets, steps, train = made(2)
+    for turn, sign in ((0, 1), (1, 1), (2, -1)):
+        train(turn, sign * torch.rand(6, 3).double())
+    before = [[v.clone() for v in step.variables["1.running_mean"].values] for step in steps]
+    for own_net in nets:
+        own_net.eval()
+    train(2, torch.rand(6, 3).double())
+    after = [list(step.variables["1.running_mean"].values) for step in steps]
+    assert len({id(step._state._held) for step in steps}) == 1 and not torch.equal(*before[0])
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(before[:2], after[:2], strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    for step in steps:
+        step.close()
+
+
+def test_what_another_step_trains_is_not_warned_of() -> None:
+    x = torch.randn(4, 3).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = Game(2)
+        for turn in (0, 1):
+            own.train(turn, x)
+    own.close()
+    with pytest.warns(UserWarning, match=r"depends on critic\.0\.weight, .* and 1 others: what requires a gradient"):
+        alone = Game(2)
+        alone.steps[1].close()
+        alone.train(0, x)
+    alone.close()
+
+
+def test_modules_outside_that_no_step_can_run_are_refused() -> None:
+    x, own = torch.randn(4, 3).double(), net(3)
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3).double(), requires_grad=False)
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            self.weight.add_(1.0)
+            return y * self.weight
+
+    outside = {
+        r"'other' is a SyncBatchNorm": nn.SyncBatchNorm(3).double(),
+        r"writes the parameter 'outside\.other\.weight' in place": Writes(),
+    }
+    for text, other in outside.items():
+        loss = lambda y, target, other=other: other(y).mean()  # noqa: E731
+        before = copy.deepcopy(other.state_dict())
+        with (
+            warnings.catch_warnings(),
+            mirrorc.compile(own, 2, optimizer=SGD(own.parameters()), loss_fn=loss, backend="eager") as step,
+            pytest.raises(mirrorc.CaptureError, match=text),
+        ):
+            warnings.simplefilter("ignore")
+            step(x, target=x)
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
