@@ -50,6 +50,9 @@ class FactorGradients:
     one are written. If no device would make a share, because parameters are not shared or the link reads no shared memory, then
     no gradient stays factors: `pack` would only do the work that the region does.
 
+    One CPU alone has no shares. Tables' gradients stay rows there, too, and `pack` writes no others; products are made in
+    their regions.
+
     With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller than it.
 
     Needs: a bucket plan and outlined regions.
@@ -84,11 +87,9 @@ class FactorGradients:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
-        if program.num_replicas == 1:
-            return program.with_remarks("no gradient stays factors: one device has no share to make", is_kept=False)
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         if why_not := self._why_no_shares(program, bool(slots)):
-            return program.with_remarks(f"no gradient stays factors: {why_not}")
+            return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         whole: dict[str, str] = {}  # why a gradient does not stay factors
@@ -122,6 +123,9 @@ class FactorGradients:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
             )
+        if program.num_replicas == 1:
+            is_cpu = program.devices[0].torch_device.type == "cpu"
+            return "" if is_cpu else "one device has no share to make"
         if why_not := why_memory_is_not_shared(program.devices):
             return why_not
         if self.parameters_are_shared is False:
@@ -155,10 +159,14 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     first = next(filter(None, program.shard_of_microbatch), (0,))  # the graphs of a replica's microbatches
     factor_bytes = sum(_bytes_of_factors(program.shard_graphs[number]) for number in first)
     number = f"{len(factored)} of {counted(len(gradients), 'gradient')}"
+    gain = (
+        "each device can make its own share of them"
+        if program.num_replicas > 1
+        else "only what this step or the last one adds to is written"
+    )
     said = (
         f"{number} ({size_text(whole_bytes)} of {size_text(sum(sizes.values()))}) "
-        f"leave their regions as factors ({size_text(factor_bytes)} on each device), so that each device can make its own "
-        "share of them"
+        f"leave their regions as factors ({size_text(factor_bytes)} on each device), so that {gain}"
     )
     return said + (f"; the others are made whole: {others}" if others else "")
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from mirrorc.analysis.added_rows import added_rows
 from mirrorc.analysis.region_gradients import calls_by_region, gradient_names, gradient_places
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import matmul, tables
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
@@ -43,6 +44,20 @@ class PlaceGradients:
             mm = aten.mm(dy, x)                     ->        mirrorc.mm_into(w_slot, dy, x)
             return [mm]                                       return [w_slot]
 
+    The weight of a linear layer that is an embedding's table, too, has a gradient that two regions make. The first computes its
+    product into the slot, and the second adds the rows that were looked up, which are few, in place of a table of zeros::
+
+        g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
+        bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
+        g     = bwd_1[0]                                  g     = bwd_1[0]                # is the slot
+
+        region bwd_1(dx, i, g0):                          region bwd_1(dx, i, g0):
+            t   = aten.embedding_dense_backward(dx, i)        mirrorc.add_rows_into(g0, dx, i)
+            sum = aten.add(g0, t)                   ->        return [g0]
+            return [sum]
+
+    With microbatches it does not, because the sum over them has another order.
+
     Needs: a bucket plan and outlined regions.
     Guarantees: a region's outputs keep their places and values. `pack` copies the gradients that stay as they are: those that
         something else in the program uses as well, and those that only some calls of a shared region give.
@@ -65,14 +80,19 @@ class PlaceGradients:
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         names = {node: name for graph in graphs for node, name in gradient_names(graph).items()}
         regions = dict(program.regions)
+        own_slots = {name: slot for name, (_, slot) in slots.items()}
+        sums = added_rows(program, graphs, names, own_slots) if not program.shard_of_microbatch else []
+        products = {own.product: own.variable for own in sums}
         left: list[str] = []
         for name, nodes in calls_by_region(graphs).items():
-            places = _places(nodes, names, slots, left)
-            if places:
-                regions[name] = _place(program.regions[name], places)
+            to_add = [own.place for own in sums if own.region == name]
+            places = {i: slot for i, slot in _places(nodes, names, products, slots, left).items() if i not in to_add}
+            if places or to_add:
+                regions[name] = _place(_adding_rows(program.regions[name], to_add), places)
                 placed = program.evolve(regions=regions)
                 for node in nodes:
-                    _pass_slots(placed, node, list(places), names, slots)
+                    _name_parts(node, products)
+                    _pass_slots(placed, node, list(places), names | products, slots)
         placed = program.evolve(shard_graphs=graphs, regions=regions)
         ways = _ways_into_slots(placed, names)
         return placed.with_remarks(_counts(ways), is_kept=False).with_remarks(*_left_to_pack(ways, set(left)))
@@ -121,15 +141,48 @@ def _way_into_slot(program: Program, gradient: fx.Node) -> str:
 
 
 def _places(
-    nodes: list[fx.Node], names: Mapping[fx.Node, str], slots: Mapping[str, tuple[int, Slot]], left: list[str]
+    nodes: list[fx.Node],
+    names: Mapping[fx.Node, str],
+    products: Mapping[fx.Node, str],
+    slots: Mapping[str, tuple[int, Slot]],
+    left: list[str],
 ) -> dict[int, Slot]:
-    """The outputs of a region that are gradients in every call of it, each with a slot of its shape."""
+    """The outputs of a region that are gradients, or products in them, in every call of it, each with a slot of its shape."""
     found: list[dict[int, str]] = []
     for node in nodes:
         own, used = gradient_places(node, names)
-        found.append(own)
+        found.append(own | _parts_of(node, products))
         left += used
     return {i: slots[name][1] for i, name in found[0].items() if all(i in own for own in found)}
+
+
+def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
+    """The products among a call's results to which another region adds rows: their places, and the variables."""
+    return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
+
+
+def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
+    """Says at a call that it gives a part of a variable's gradient, as the call that adds the rows says of all of it."""
+    gradients: Any = node.kwargs["gradients"]
+    parts = {variable: place for place, variable in _parts_of(node, products).items()}
+    node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}
+
+
+def _adding_rows(region: Region, places: Sequence[int]) -> Region:
+    """The region, made to add the rows of these results to the argument in which the rest of the gradient is."""
+    graph = copied(region.graph_module.graph)
+    results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    for place in places:
+        before, table = results[place].args
+        rows, indices, _, padding_idx, _ = table.args
+        with graph.inserting_before(results[place]):
+            given = (before, rows, indices, padding_idx)
+            into = graph.create_node("call_function", tables.add_rows_into, given, name=f"{table.name}_into")
+        into.meta = {key: table.meta[key] for key in ("stack_trace", "nn_module_stack") if key in table.meta}
+        results[place] = before
+    graph.output_node().args = (tuple(results),)
+    remove_unused(graph)
+    return replace(region, graph_module=lazy_graph_module({}, graph, region.name))
 
 
 def _place(region: Region, places: Mapping[int, Slot]) -> Region:

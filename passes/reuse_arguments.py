@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.analysis.aliases import origins, viewed
 from mirrorc.analysis.dying_arguments import dying_places, stored_product
 from mirrorc.analysis.region_gradients import calls_by_region
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import matmul, tables
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Region, Stage
@@ -40,7 +40,7 @@ _ELEMENTWISE = frozenset(
 )
 """Operators that read an element of each operand for one of their result: they may write it where an operand's element was."""
 
-_INTO_SLOTS = frozenset({matmul.mm_into, matmul.addmm_into})
+_INTO_SLOTS = frozenset({matmul.mm_into, matmul.addmm_into, tables.add_rows_into})
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def _are_smaller(
 ) -> bool:
     """Whether a variable's gradient has factors on all replicas, whatever the sizes of their shards, and these are smaller.
 
-    The factors of all microbatches of a replica count together.
+    The factors of all microbatches of a replica count together. One device has no shares to make: it is given factors of those
+    gradients alone of which it need not write every element.
     """
     if len(own) < len(graphs):
         return False
@@ -107,6 +108,9 @@ def _are_smaller(
     for shard in shards - {()}:
         found = [own[graphs[number]] for number in shard]
         result, (first, *_) = found[0][0], [gradient for _, gradient in found]
+        if program.num_replicas == 1 and first.form.writes_all:
+            whole[variable] = "of which one device writes every element in any case"
+            return False
         if len(shard) > 1 and not first.form.takes_parts:
             whole[variable] = f"{first.form.description} that is made of the factors of one microbatch alone"
             return False

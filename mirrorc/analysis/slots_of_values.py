@@ -15,7 +15,7 @@ def slot_of(value: Any) -> fx.Node | None:
     """The slot in whose memory a value lies: itself, or that which the region that gives it has written; None if there is none.
 
     A region gives a gradient in the memory that it is given for this variable: in the slot, or in the gradient of an earlier
-    microbatch, which lies there already.
+    microbatch, or in the part of the gradient that an earlier region gives, which lie there already.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)

@@ -53,10 +53,13 @@ class GradientForm(ABC):
     Attributes:
         operation: see above.
         factor_names: what the factors are called, in the order of the arguments.
+        writes_all: whether all elements of a gradient are written to make it. If most are zero and stay so from step to step, its
+            factors save work on one device, too.
         description: what a gradient of this form is, for remarks: "a product of two matrices".
     """
 
     factor_names: ClassVar[tuple[str, ...]]
+    writes_all: ClassVar[bool] = True
     description: ClassVar[str]
 
     def __init__(self, operation: Callable[..., Any]) -> None:
@@ -207,6 +210,7 @@ class TableForm(GradientForm):
     """
 
     factor_names = ("rows", "indices")
+    writes_all = False
     description = "a table's"
 
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import matmul, tables
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
@@ -18,6 +18,7 @@ _OWN_OPERATORS = (  # registered by the import
     matmul.mm_into,
     matmul.addmm_into,
     matmul.linear_into,
+    tables.add_rows_into,
     torch.ops.mirrorc.seeded_mask.default,
 )
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed

@@ -145,7 +145,7 @@ class Binder:
             bucket = FactoredBucket(whole, [gradients[i] for i in left], pieces)
             if is_left:
                 return bucket
-            make_whole(bucket)
+            make_whole(bucket, is_summed=self.program.num_replicas > 1)
             return whole
 
         return pack

@@ -189,7 +189,13 @@ class _Walk:
 
     @accounts(ops.pack)
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(left_to_shares(node)), 0  # all else lies in the bucket
+        if left := left_to_shares(node):
+            return self._of(left), 0  # all else lies in the bucket
+        if not (factored := factored_slots(node)):
+            return (), 0
+        gradients: Any = [node.args[slot.place] for slot in factored]
+        pieces = pieces_of_share(self.program.buckets[bucket_of(node)], factored, 0, 1)
+        return (), temporary_bytes(pieces, [[factor_values(gradient) for gradient in gradients]])
 
     @accounts(ops.add_accumulated)
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

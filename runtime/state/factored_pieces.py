@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -81,12 +81,20 @@ class TablePiece(Rectangle):
 
     Attributes:
         padding_idx: the row of the table that is left out.
+        takes_all: whether the rectangle is the whole table and no row is left out, so that nothing has to be selected.
         written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each part;
             None if the content of the memory is unknown.
     """
 
     padding_idx: int = -1
+    takes_all: bool = False
     written: Sequence[torch.Tensor] | None = None
+
+    @classmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        """As for any rectangle."""
+        for piece in super().cut(slot, factored, first, last, **details):
+            yield replace(piece, takes_all=last - first == slot.num_elements and piece.padding_idx < 0)
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
         """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
@@ -98,12 +106,17 @@ class TablePiece(Rectangle):
         for places in written or ():
             out.index_fill_(0, places, 0.0)
         found = []
-        for rows, indices in factors:
-            places = indices.reshape(-1)
-            is_own = (places >= first) & (places < last) & (places != self.padding_idx)
-            own = is_own.nonzero().squeeze(1)
-            found.append(places[own].long() - first)
-            out.index_add_(0, found[-1], rows.reshape(-1, rows.shape[-1])[:, self.columns][own])
+        for factor, indices in factors:
+            rows, places = factor.reshape(-1, factor.shape[-1])[:, self.columns], indices.reshape(-1)
+            if self.takes_all:
+                places = places.to(
+                    torch.int64, copy=True
+                )  # the batch may be overwritten before the next step clears them
+            else:
+                own = ((places >= first) & (places < last) & (places != self.padding_idx)).nonzero().squeeze(1)
+                rows, places = rows[own], places[own].long() - first
+            out.index_add_(0, places, rows)
+            found.append(places)
         self.written = found
 
     def forget(self) -> None:
@@ -111,5 +124,8 @@ class TablePiece(Rectangle):
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """The bytes of the rows that are selected from one part's; assumes that the shares get equal parts of them."""
-        rows = max((rows for own in factors for rows, _ in own[self.factored]), key=torch.Tensor.numel)
+        found = [rows for own in factors for rows, _ in own[self.factored]]
+        if self.takes_all and all(rows.dim() == 2 or rows.is_contiguous() for rows in found):
+            return 0
+        rows = max(found, key=torch.Tensor.numel)
         return rows.numel() // len(factors) * rows.itemsize

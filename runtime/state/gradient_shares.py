@@ -63,9 +63,15 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
         piece.make(buckets, first[piece.start : piece.stop])
 
 
-def make_whole(bucket: FactoredBucket) -> None:
-    """Makes one replica's factored gradients in its own bucket, whatever this holds; its pieces must cover the whole bucket."""
-    forget_what_is_written(bucket.pieces)
+def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
+    """Makes one replica's factored gradients in its own bucket; its pieces must cover the whole bucket.
+
+    Args:
+        bucket: the replica's.
+        is_summed: whether others' gradients are added to the bucket afterwards, so that it holds more than the last step made.
+    """
+    if is_summed:
+        forget_what_is_written(bucket.pieces)
     make_share([bucket], 0)
 
 

@@ -112,7 +112,19 @@ def test_one_device_has_nothing_to_share() -> None:
     program = outlined(TwoLayers(), num_devices=1)
     after = FactorGradients(min_elements=0).run(program)
     assert after.shard_graphs == program.shard_graphs and after.regions is program.regions
-    assert after.remarks[-1].text == "no gradient stays factors: one device has no share to make"
+    assert after.remarks[-1].text == (
+        "no gradient stays factors: 2 of which one device writes every element in any case, 2 neither a product of two "
+        "matrices nor a table's"
+    )
+
+
+def test_on_one_device_tables_stay_factors_alone() -> None:
+    """Their rows are added to memory that is zero already; a product would be written whole in either place."""
+    before = outlined(TwoTables(padding_idx=1), num_devices=1, rows=4)
+    after = FactorGradients(min_elements=0).run(before)
+    verify(after, before=before)
+    assert factored(after) == ["two.weight", "one.weight"]
+    assert "so that only what this step or the last one adds to is written" in after.remarks[-1].text
 
 
 @pytest.mark.parametrize(

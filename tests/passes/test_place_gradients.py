@@ -1,9 +1,19 @@
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, Weight, captured_two_layers, handmade, outputs, run_up_to, targets
-from torch import fx
+from tiny_programs import (
+    SMALL_BUCKETS,
+    Weight,
+    captured_model,
+    captured_two_layers,
+    handmade,
+    outputs,
+    run_up_to,
+    targets,
+)
+from torch import fx, nn
 
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.slots_of_values import slot_of
+from mirrorc.custom_ops import matmul, tables
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program, Stage
@@ -57,6 +67,46 @@ def test_a_region_writes_its_gradient_and_gives_the_same_values() -> None:
     (expected,) = before.regions["bwd_0"].graph_module(*arguments)
     (found,) = after.regions["bwd_0"].graph_module(*arguments, slot)
     assert torch.equal(found, expected) and torch.equal(slot, expected)
+
+
+class Tied(nn.Module):
+    """A head with the weight of the table, whose rows the signs of the features look up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(9, 6, padding_idx=1), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.table((x > 0).long()).sum(1)))
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_rows_of_a_tied_table_are_added_to_the_product_in_its_slot(rows: int) -> None:
+    before = outlined(captured_model(Tied(), rows=rows))
+    after = PlaceGradients().run(before)
+    verify(after, before=before)
+    assert "of 3 gradients, 2 computed into their slots" in after.remarks[-1].text
+    for graph in after.shard_graphs:
+        first, last = (c for c in targets(graph, ops.call_region) if "table.weight" in c.kwargs["gradients"])
+        (slot,) = (n for n in targets(graph, ops.slot) if n.kwargs["variable"] == "table.weight")
+        assert list(slot.users) == [first] and slot_of(outputs(graph)["gradients"]["table.weight"]) is slot
+        (added,) = targets(body(after, last.kwargs["region"]), tables.add_rows_into)
+        assert added.args[-1] == 1 and added.args[0].op == "placeholder"
+        assert not targets(body(after, last.kwargs["region"]), aten.embedding_dense_backward.default)
+
+
+def test_rows_are_not_added_in_place_to_a_product_that_is_read_elsewhere() -> None:
+    before = outlined(captured_model(Tied()))
+    (graph,) = before.shard_graphs
+    last = targets(graph, ops.call_region)[-1]
+    product = next(n for n in last.all_input_nodes if tuple(n.meta["val"].shape) == (9, 6) and n.target is not ops.read)
+    found = outputs(graph)
+    graph.output_node().args = ({**found, "writes": {"copy": product}},)
+    after = PlaceGradients().run(before)
+    used = [n.target for r in after.regions.values() for n in r.graph_module.graph.nodes]
+    assert tables.add_rows_into not in used
 
 
 def test_a_gradient_that_two_variables_share_is_left_to_pack() -> None:

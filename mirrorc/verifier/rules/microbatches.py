@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.slots_of_values import given_slots
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import matmul, tables
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
@@ -20,6 +20,7 @@ from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 aten = torch.ops.aten
+_ADDING = (matmul.addmm_into, tables.add_rows_into)
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
@@ -88,8 +89,8 @@ def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
-    """A region that is given a slot does not read what is there. One that is given the gradient of an earlier microbatch, which
-    lies in its slot, adds to it, and nothing else uses that gradient any more."""
+    """A region that is given a slot does not read what is there. One that is given the gradient of an earlier microbatch, or of
+    an earlier region, which lies in its slot, adds to it, and nothing else uses that gradient any more."""
     reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
     for graph in program.graphs():
         for call in region_calls(graph):
@@ -98,13 +99,13 @@ def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
                 reads = place in reading.get(region_of(call), ())
                 if given.target is ops.slot and reads:
                     yield Violation(
-                        f"{call.name} adds to {given.name}, in which nothing of this step is yet: the first microbatch "
+                        f"{call.name} adds to {given.name}, in which nothing of this step is yet: the first one "
                         "must write there",
                         call,
                     )
                 elif given.target is not ops.slot and not reads:
                     yield Violation(
-                        f"{call.name} overwrites {given.name}, the gradient of an earlier microbatch, in place of adding to it",
+                        f"{call.name} overwrites {given.name}, the gradient that is there already, in place of adding to it",
                         call,
                     )
                 elif given.target is not ops.slot and (other := next((u for u in given.users if u is not call), None)):
@@ -119,11 +120,11 @@ def _slots_read(body: fx.Graph) -> set[int]:
     found = set()
     for place, argument in enumerate(body.find_nodes(op="placeholder")):
         writers = [user for user in argument.users if _writes(user, argument)]
-        readers = [user for user in argument.users if user not in writers or user.target is matmul.addmm_into]
+        readers = [user for user in argument.users if user not in writers or user.target in _ADDING]
         if writers and any(user.op != "output" and user.target is not operator.getitem for user in readers):
             found.add(place)
     return found
 
 
 def _writes(user: fx.Node, argument: fx.Node) -> bool:
-    return user.target in (matmul.mm_into, matmul.addmm_into, aten.copy_.default) and user.args[0] is argument
+    return user.target in (matmul.mm_into, *_ADDING, aten.copy_.default) and user.args[0] is argument

@@ -140,8 +140,10 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     bucket = bucket_of([(50, 4)])
     pieces = pieces_of_share(bucket, [FactoredSlot(0, TABLE)], 0, 1)
     flat = torch.full((bucket.num_elements,), 777.0)
-    made = FactoredBucket(flat, [[(torch.ones(2, 4), torch.tensor([3, 7]))]], pieces)
+    indices = torch.tensor([3, 7])
+    made = FactoredBucket(flat, [[(torch.ones(2, 4), indices)]], pieces)
     make_share([made], 0)
+    indices.fill_(0)  # the caller's memory
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [3, 7]
     flat[4 * 20] = 5.0  # as no step would
     make_share([FactoredBucket(flat, [[(torch.ones(1, 4), torch.tensor([9]))]], pieces)], 0)

@@ -149,6 +149,19 @@ class Tables(nn.Module):
         return self.head(self.one(places[:, 0]) + self.two(places[:, 1]))
 
 
+class Tied(nn.Module):
+    """A head with the weight of a table: its gradient is a product to which another region adds rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.table((x > 0).long()).sum(1)))
+
+
 class LaidOut(nn.Module):
     """Convolutions of one shape, GELU by tanh, a reshape, and an operator that reads memory in order."""
 
@@ -223,6 +236,7 @@ def handmade_sources() -> Iterator[Source]:
         torch.manual_seed(0)
         yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
         yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
+        yield Source(f"tied on {n}", captured_model(Tied(), n, rows=2 * n), SMALL_BUCKETS)
         laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
         yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})
         checked = {"check_finite": True if n == 2 else "skip"}
@@ -243,6 +257,7 @@ def handmade_sources() -> Iterator[Source]:
     groups = [Weight(name, (200,), rule=UpdateRule(f"AdamW group {i % 2}", i % 2)) for i, name in enumerate("abcd")]
     apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True}
     yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)
+    yield Source("tables on 1", captured_model(Tables(), 1), SMALL_BUCKETS)
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
