@@ -211,10 +211,11 @@ def exchange_neighbors_of_two_replicas(program: Program) -> Iterator[Edit]:
 
 @keeps
 def repeat_a_region_for_nobody(program: Program) -> Iterator[Edit]:
-    """A region of forward, which writes into nothing, runs twice; nobody uses what it gives the second time."""
+    """A region that writes into nothing runs twice; nobody uses what it gives the second time."""
     for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
         for call in region_calls(graph.nodes):
-            if not any(given.target in ops.GIVEN_MEMORY for given in call.all_input_nodes):
+            given = call.all_input_nodes
+            if not any(one.target in ops.GIVEN_MEMORY or slot_of(one) is not None for one in given):
                 yield partial(_repeat, call)
 
 
