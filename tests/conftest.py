@@ -16,6 +16,8 @@ from distribution import Scheduler, longest_first
 
 from mirrorc.pipeline import reproducer
 
+_COLLECTED_AFTER = 100_000  # objects, of which the compilation of a small net makes about as many
+
 _TRACE = logging.getLogger("torch.__trace")
 
 
@@ -38,9 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no garbage collection of the tests looks through it again."""
+    """What was imported stays: no garbage collection of the tests looks through it again.
+
+    Collections come seldom: what a step was compiled from is garbage at its end, and is looked through once, not on the way.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_COLLECTED_AFTER, 10, 10)
 
 
 @pytest.hookimpl(optionalhook=True)

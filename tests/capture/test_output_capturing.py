@@ -17,9 +17,9 @@ from mirrorc.capture.output_capturing import install_capturing_hooks
 TOKENS, LABELS = torch.arange(20).view(4, 5), torch.tensor([0, 1, 2, 0])
 
 
-def make(**options: Any) -> BertForSequenceClassification:
+def make(num_layers: int = 1, **options: Any) -> BertForSequenceClassification:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {"hidden_size": 8, "num_hidden_layers": num_layers, "num_attention_heads": 2, "intermediate_size": 8}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(BertConfig(vocab_size=30, num_labels=3, **sizes, **rates, **options)).double()
 
@@ -32,7 +32,8 @@ def num_hooks(model: nn.Module) -> list[int]:
     ("name", "is_called_before"), [("hidden_states", False), *slow(("hidden_states", True), ("attentions", False))]
 )
 def test_what_is_collected_is_that_of_one_device(name: str, is_called_before: bool) -> None:
-    model = make(**{f"output_{name}": True}, **({"attn_implementation": "eager"} if name == "attentions" else {}))
+    more: dict[str, Any] = {"attn_implementation": "eager", "num_layers": 2} if name == "attentions" else {}
+    model = make(**{f"output_{name}": True}, **more)
     plain = copy.deepcopy(model)
     expected = plain(TOKENS, labels=LABELS)
     if is_called_before:

@@ -100,7 +100,7 @@ def ways(*usual: str) -> list[Any]:
     return [pytest.param(way, marks=() if way in usual else pytest.mark.slow) for way in WAYS]
 
 
-@pytest.mark.parametrize("way", ways("one device", "threads"))
+@pytest.mark.parametrize("way", ways("threads"))
 def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
     both, num_devices = lockstep(way, True), WAYS[way][1]
     devices = [f"cpu:{r}" for r in range(num_devices)]
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
         assert both.disturbed.step.num_skipped == 0
 
 
-@pytest.mark.parametrize("way", ways("one thread", "by itself, copies"))
+@pytest.mark.parametrize("way", ways("one thread"))
 def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way: str) -> None:
     both = lockstep(way, "skip")
     disturbed, calls = both.disturbed, []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from saved_programs import assert_same, reload
+from selections import slow
 from tiny_programs import Gated, captured_model, targets
 from torch import fx, nn
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ def trained(num_devices: int, passes: list[Pass], backend: str = "eager", **opti
 
 @pytest.mark.parametrize(
     ("num_devices", "options"),
-    [(1, {}), (2, {}), (3, {}), (2, {"microbatches": 2}), (2, {"backend": "inductor"})],
+    [(3, {}), (2, {"microbatches": 2}), (2, {"backend": "inductor"}), *slow((1, {}), (2, {}))],
     ids=str,
 )
 def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
@@ -69,8 +70,10 @@ def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("min_factored_elements", [1, 2**40], ids=["factors", "whole"])
-@pytest.mark.parametrize(("num_devices", "num_parts"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("min_factored_elements", "num_devices", "num_parts"),
+    [(1, 3, 2), (2**40, 2, 1), *slow((1, 1, 1), (1, 2, 1), (2**40, 1, 1), (2**40, 3, 2))],
+)
 def test_a_view_of_a_result_that_outlives_its_readers_is_not_overwritten(
     min_factored_elements: int, num_devices: int, num_parts: int
 ) -> None:

@@ -116,7 +116,7 @@ LAYER_BUCKETS = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb"), (64 * 64 + 6
 
 
 def test_a_stretch_is_made_of_whole_blocks() -> None:
-    program = every_stage(captured_model(Blocks(32), columns=64), **LAYER_BUCKETS)["lower-devices"]
+    program = every_stage(captured_model(Blocks(16), columns=64), **LAYER_BUCKETS)["lower-devices"]
     text = program.to_text()
     read, whole = read_program_text(text), read_program_text(program.to_text(fold=False))
     assert [bucket.gradients for bucket in read.buckets] == [bucket.gradients for bucket in whole.buckets]
@@ -140,7 +140,7 @@ def test_a_block_that_goes_on_after_the_stretch_is_printed_whole() -> None:
 
 
 def test_layers_that_are_named_by_numbers_alone_are_folded() -> None:
-    layers = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(32))
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(24))
     program = every_stage(captured_model(nn.Sequential(*layers, nn.Linear(64, 64)), columns=64), **LAYER_BUCKETS)
     text = program["lower-devices"].to_text()
     read, whole = read_program_text(text), read_program_text(program["lower-devices"].to_text(fold=False))

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import subprocess
 import sys
 import warnings
@@ -183,18 +182,24 @@ def test_is_dense() -> None:
     assert not internals.is_dense(torch.zeros(4, 4)[:, ::2])
 
 
-def test_the_structured_trace_is_off_where_nobody_asked_for_it() -> None:
-    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
-    without = {name: value for name, value in os.environ.items() if name != "TORCH_TRACE"}
-    done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "False", done.stderr
+TRACES = """
+import os
+from torch._logging import _internal
+from mirrorc.torch_internals import is_structured_trace_on
+
+for folder in ("", "{folder}"):
+    os.environ.pop("TORCH_TRACE", None)
+    os.environ.update(dict(TORCH_TRACE=folder) if folder else dict())
+    _internal.LOG_TRACE_HANDLER = None
+    _internal._init_logs()  # as when torch is imported
+    print(is_structured_trace_on())
+"""
 
 
 def test_the_structured_trace_is_on_where_it_has_a_folder(tmp_path: Path) -> None:
-    code = "import torch; from mirrorc import torch_internals as t; print(t.is_structured_trace_on())"
-    given = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "True", done.stderr
+    code = TRACES.format(folder=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_what_pytest_keeps_of_logs_is_no_structured_trace(caplog: pytest.LogCaptureFixture) -> None:
