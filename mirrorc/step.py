@@ -47,7 +47,8 @@ class Step(StepReports):
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
         groups = hold.optimizers.groups  # they have one count for all steps with them
-        options = replace(options, optimizers=groups)
+        remarks = (*options.remarks, *([held.remark] if held.remark else []))
+        options = replace(options, optimizers=groups, remarks=remarks)
         super().__init__(options, model, make_state(hold, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)

@@ -49,6 +49,8 @@ class HeldState:
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
         callers: who calls a step over it now, or over another state that has variables in common with it.
         is_used: whether a step over it has run, or was prepared.
+        is_captured: whether updates are captured in CUDA graphs.
+        remark: why turns with other steps copy; empty if they do not.
     """
 
     def __init__(self, store: VariableStore, is_captured: bool) -> None:
@@ -59,10 +61,11 @@ class HeldState:
         self.gradients_writer: Hashable = None
         self.callers = Callers()
         self.is_used = False
+        self.remark = ""
         self._own_steps = OwnSteps()
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no variables here, by id
         self._unwritten: set[int] = set()  # the ids of variables outside of models, which no program here writes
-        self._is_captured = is_captured
+        self.is_captured = is_captured
         self._optimizers: dict[BucketOptimizers, weakref.WeakSet[Hold]] = {}  # and the open steps' holds of each
         self._num_holds = 0  # when it was last looked for what nobody has any more
         self._pid = os.getpid()
@@ -111,7 +114,7 @@ class HeldState:
         """
         own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(own == other or own.isdisjoint(other) for other in each)
-        return not self._is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
+        return not self.is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
 
     def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
         """Lets one more step hold it, which may have further variables, such as those of its loss.
@@ -135,7 +138,7 @@ class HeldState:
 
     def _optimizers_for(self, groups: OptimizerGroups) -> BucketOptimizers:
         """The state of optimizers that no step had yet."""
-        new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self._is_captured)
+        new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self.is_captured)
         new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
         return new
 
@@ -157,7 +160,7 @@ class HeldState:
     def can_become_one_with(self, other: HeldState) -> bool:
         """Whether one memory serves the steps of both: on the same devices, and with optimizers of different parameters."""
         are_same = tuple(self.store.devices) == tuple(other.store.devices)
-        return are_same and not (self._is_captured or other._is_captured) and self.trained().isdisjoint(other.trained())
+        return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
     def absorb(self, other: HeldState) -> None:
         """Takes over the variables and the steps of another state, which is over then; no call of either runs.

@@ -43,8 +43,25 @@ def held_state(
     if found is None:
         found = HeldState(VariableStore(tensors, devices), is_captured)
         _held.add(found)
+        found.remark = _why_turns_copy(others, devices, is_captured=is_captured)
     found.callers.join([held.callers for held in known if held in others or held.has_read(written)])
     return found
+
+
+def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, is_captured: bool) -> str:
+    """A remark for a step whose variables are those of open steps, too, and which has memory of its own; else empty."""
+    on_these = [held for held in others if tuple(held.store.devices) == tuple(devices)]
+    if not on_these:
+        return ""
+    if is_captured or any(held.is_captured for held in on_these):
+        why, remedy = "a step with cuda_graphs=True has memory of its own", "compile both without CUDA graphs"
+    else:
+        why = "their optimizers have a part of their parameters in common"
+        remedy = "give both steps the same optimizers, or optimizers over the same parameters or over different ones"
+    return (
+        f"another open step has variables of this one, and {why}: each turn copies what the other step has written, and may lay "
+        f"the optimizer's state out anew. Remedy: {remedy}"
+    )
 
 
 def begin_use(held: HeldState) -> None:

@@ -128,6 +128,10 @@ class CopiesOfShown:
             found.append(shown if place == shown.device else self._pairs[(name, place)][1])
         return found
 
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forgets other buffers."""
+        self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] in names}
+
     def renew(self) -> None:
         """Copies anew what the model shows now."""
         for shown, copy in self._pairs.values():

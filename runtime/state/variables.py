@@ -90,7 +90,7 @@ class VariableStore:
         self.names = {key: name for key, name in self.names.items() if name in kept}
         self._watched = {name: watched for name, watched in self._watched.items() if name in kept}
         self._guarded = self._guarded & kept
-        self._copies = CopiesOfShown(self.devices)
+        self._copies.keep_only(kept)
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
         """The memory of some optimizers' buckets."""

@@ -228,6 +228,11 @@ def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(
     with Turns(in_part, **options) as turns:
         turns.train(0, 1, 1, 0, 1)
         assert turns.steps[0]._state.callers.now is turns.steps[1]._state.callers.now
+        told = [
+            [str(remark) for remark in step.program.remarks if "each turn copies" in str(remark)]
+            for step in turns.steps
+        ]
+        assert not told[0] and len(told[1]) == 1 and "a part of their parameters in common" in told[1][0]
 
 
 def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
@@ -444,4 +449,23 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
         again._specializer._kept[Purpose.STEP]._by_key.clear()
         again(x, target=x)
         assert len(store.tensors) == 7 + 7 + 7 + 2
+    steps[0].close()
+
+
+def test_what_is_kept_when_a_step_is_closed_is_followed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics that a program reads and does not write have a copy on each other device."""
+    separate_memories(monkeypatch)
+    net, critic = (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double() for _ in range(2))
+    x = torch.randn(6, 3).double()
+    steps = [
+        mirrorc.compile(own, 2, optimizer=SGD(own.parameters(), lr=0.0), loss_fn=loss, backend="eager", **COPIES)
+        for own, loss in ((net, F.mse_loss), (critic, lambda y, target: F.mse_loss(net(y), target)))
+    ]
+    for step in (*steps, steps[0]):
+        step(x, target=x)
+    net.eval()
+    steps[0](x, target=x)
+    steps[1].close()
+    net[0].running_mean.fill_(2.0)
+    torch.testing.assert_close(steps[0](x, target=x), F.mse_loss(net(x), x).detach())
     steps[0].close()
