@@ -180,6 +180,7 @@ def compile(
             microbatches=parts,
             **bounds,
             scales_loss=used_scaler is not None,
+            fused_groups=optimizers.fused(parsed[0].torch_device.type),
             check_finite=check_finite,
             **preferred,
         )

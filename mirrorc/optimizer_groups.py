@@ -43,6 +43,11 @@ class OptimizerGroups:
             self._number_groups()
         return len(self._numbered)
 
+    def fused(self, device_type: str) -> tuple[int, ...]:
+        """The numbers of the groups whose parameters of 32 bits torch's fused kernels now update on devices of a type."""
+        held = [(number, *self[number]) for number in range(len(self))]
+        return tuple(n for n, own, i in held if is_fused(own.param_groups[i], torch.float32, device_type))
+
     def numbers_as(self, other: OptimizerGroups) -> bool:
         """Whether these are the same optimizers, in the same order, whose groups have the same numbers."""
         are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))

@@ -25,6 +25,7 @@ from mirrorc.passes.recompute_elementwise import RecomputeElementwise
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.reserve_memory import ReserveMemory
 from mirrorc.passes.reuse_arguments import ReuseArguments
+from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.unscale_gradients import UnscaleGradients
@@ -51,6 +52,7 @@ __all__ = [
     "Replicate",
     "ReserveMemory",
     "ReuseArguments",
+    "ScaleInUpdates",
     "ScheduleOverlap",
     "ShareParameters",
     "UnscaleGradients",
@@ -80,6 +82,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
     "lower-collectives": LowerCollectives,
+    "scale-in-updates": ScaleInUpdates,
     "lower-devices": LowerDevices,
 }
 """Every pass of mirrorc, by name, in the order of the pipeline."""
@@ -101,6 +104,7 @@ def default_pipeline(
     grad_norm_type: float | tuple[float, ...] = 2.0,
     max_grad_value: float | None = None,
     scales_loss: bool = False,
+    fused_groups: tuple[int, ...] = (),
     check_finite: bool | Literal["skip"] = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
@@ -117,6 +121,7 @@ def default_pipeline(
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
             they are not finite leaves its update out.
+        fused_groups: the numbers of the optimizers' groups that torch's fused kernels update, see `ScaleInUpdates`.
         check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
             the update out otherwise, True raises an error.
     """
@@ -144,6 +149,7 @@ def default_pipeline(
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
         LowerCollectives(link=link),
+        *([ScaleInUpdates(fused_groups)] if max_grad_norm is not None or scales_loss else []),
         LowerDevices(),
     ]
 

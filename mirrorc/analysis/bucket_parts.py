@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -168,8 +168,7 @@ class BucketParts:
         if node.target is torch.ops.aten.add.Tensor and exact is not None and other is not None and not node.kwargs:
             return _added(exact, other)
         own = {key: value for key, value in node.kwargs.items() if key != "replica"}
-        said = fx.node.map_arg((tuple(others), own), lambda n: "value")
-        return replace(part, steps=(*part.steps, (target_name(node.target), repr(said))))
+        return replace(part, steps=(*part.steps, said_step(node.target, tuple(others), own)))
 
     def _exact(self, node: fx.Node) -> Part | None:
         """The part that a 1-D value holds, if the value has no other elements."""
@@ -177,6 +176,11 @@ class BucketParts:
         if part is None or not isinstance(value, torch.Tensor):
             return None
         return part if value.shape == (part.num_elements,) else None
+
+
+def said_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """How the steps of a `Part` name an operator, by its arguments besides the first; nodes among them count as equal."""
+    return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:

@@ -32,6 +32,16 @@ def rescalings_of(value: fx.Node) -> list[fx.Node]:
     return found[::-1]
 
 
+def scaling_factor(node: fx.Node) -> Any:
+    """What a node multiplies a gradient by: a `scale`, or an update that scales by itself. None if it does not."""
+    return node.args[1] if node.target in (ops.scale, ops.update) and len(node.args) > 1 else None
+
+
+def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """The nodes that change a reduced gradient before an optimizer gets it, in order: the update itself is last if it scales."""
+    return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
+
+
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
     """What takes gradients in the end: the updates, or in a program that accumulates, the sums of each replica.
 

@@ -313,8 +313,11 @@ def tell(value: Any, *, what: str, replica: int) -> None:
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
-def update(gradient: Any, *, bucket: int, replica: int) -> None:
-    """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element."""
+def update(gradient: Any, *factor: Any, bucket: int, replica: int) -> None:
+    """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
+
+    Given a factor, the optimizer gets the gradient times it, as if by `scale`, and may make that in the gradient's memory.
+    """
 
 
 @operation(

@@ -178,7 +178,12 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """No value. The operand must be as long as the part of the bucket that is updated."""
+    """No value. The operand must be as long as the part of the bucket that is updated; after it may come a factor, a number."""
+    factors = [noted_type(source) for source in node.args[1:]]
+    if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
+        raise TypeError(
+            f"it is given {', '.join(map(say_type, factors))} after the gradient, but takes one number at most"
+        )
     bucket = _bucket(program, node)
     found = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements

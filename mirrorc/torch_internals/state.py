@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import starmap
 from types import MethodType
 from typing import Any
@@ -83,6 +84,28 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimi
     """
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(kind.step)
     return step
+
+
+_WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the fused kernels of a class of torch's divide gradients, see `dividing_gradients`."""
+    return kind in _WITH_FUSED_KERNELS
+
+
+@contextmanager
+def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
+    """Within it, a fused step divides the gradients that it reads by a number, and writes the quotients back.
+
+    It is how torch's `GradScaler` has fused optimizers unscale gradients: they look for an attribute ``grad_scale``, a scalar of
+    32 bits on their device. Steps of other implementations refuse it.
+    """
+    optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:

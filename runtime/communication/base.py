@@ -10,6 +10,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
+from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS, Visit
 
 
 class Communicator:
@@ -79,6 +80,13 @@ class Communicator:
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """This replica's share (`mirrorc.ir.shares.share_bounds`) of the sum, the same bits as in an all_reduce."""
         raise self._not_carried("reduce_scatter")
+
+    def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
+        """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order, and may write it."""
+        share = self.wait_reduce_scatter(bucket, replica, pending)
+        for part in share.split(CACHED_ELEMENTS):
+            visit(part)
+        return share
 
     def _not_carried(self, operation: str) -> NotImplementedError:
         return NotImplementedError(

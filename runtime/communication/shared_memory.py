@@ -13,7 +13,7 @@ from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
 from mirrorc.runtime.state.gradient_shares import make_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, add_visited
 
 
 @register_communicator
@@ -53,6 +53,10 @@ class SharedMemoryCommunicator(Communicator):
         """See `Communicator`."""
         return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica)
 
+    def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
+        """See `Communicator`; a part is visited as soon as it is made."""
+        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit)
+
     def release(self) -> None:
         """See `Communicator`."""
         for rendezvous in self._rendezvous.values():
@@ -64,14 +68,18 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.tensors[replica] = tensor
         rendezvous.announce(replica)
 
-    def _sum_share(self, rendezvous: Rendezvous, replica: int) -> torch.Tensor:
+    def _sum_share(self, rendezvous: Rendezvous, replica: int, visit: Visit | None = None) -> torch.Tensor:
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        is_factored = isinstance(rendezvous.tensors[0], FactoredBucket)
+        buckets = rendezvous.tensors
+        is_factored = isinstance(buckets[0], FactoredBucket)
+        whole = buckets[0].tensor if is_factored else buckets[0]
+        start, stop = share_bounds(whole.numel(), len(self.devices), replica)
+        total = whole[start:stop]
         if is_factored:
-            make_share(rendezvous.tensors, replica)
-        first, *rest = [rendezvous.tensors[0].tensor] if is_factored else rendezvous.tensors
-        start, stop = share_bounds(first.numel(), len(self.devices), replica)
-        total = first[start:stop]
-        for tensor in rest:
-            total.add_(tensor[start:stop])
+            make_share(buckets, replica, visit)
+        elif visit is not None:
+            add_visited([tensor[start:stop] for tensor in buckets[1:]], total, visit)
+        else:
+            for tensor in buckets[1:]:
+                total.add_(tensor[start:stop])
         return total

@@ -25,6 +25,7 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
+from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
@@ -52,6 +53,7 @@ class Binder:
 
     Attributes:
         parts: which parts of buckets the program's values hold.
+        visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
     """
 
@@ -69,6 +71,7 @@ class Binder:
         self._constants, self._communicators, self._commit = constants, communicators, commit
         self._outputs = outputs
         self.pieces: list[Piece] = []
+        self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
         self.parts = BucketParts(program)
 
     def bind(self, replica: int, node: fx.Node) -> Any:
@@ -196,6 +199,10 @@ class Binder:
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
+        visitors = visitors_of(node) if collective.target is ops.reduce_scatter else {}
+        if visitors:
+            self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
+            return visiting(communicator, bucket, replica, list(visitors.values()))
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
@@ -209,6 +216,9 @@ class Binder:
 
     @binds(ops.is_finite)
     def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined]:
+        visitor = self.visitors.get((node.args[0], node))
+        if isinstance(visitor, SumVisitor):
+            return lambda value, **_: Examined(value, visitor.total())
         return lambda value, **_: examined(value)
 
     @binds(ops.commit)
@@ -221,15 +231,6 @@ class Binder:
 
             return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
-
-    @binds(ops.update)
-    def _bind_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        apply = self.state.optimizers.updater(bucket_of(node), replica)
-
-        def update(gradient: torch.Tensor, **_: Any) -> None:
-            apply(gradient)
-
-        return update
 
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:

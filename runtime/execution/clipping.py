@@ -10,15 +10,18 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.bucket_parts import slots_in
-from mirrorc.analysis.clipping import lies_in_own_memory
+from mirrorc.analysis.clipping import lies_in_own_memory, scaling_factor
 from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding import Binder, binds
+from mirrorc.runtime.execution.visitors import BoundVisitor, NormVisitor, norm_of
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import scale_each
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
 
 
 @binds(ops.loss_scale)
@@ -47,19 +50,20 @@ def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., tor
     if node.all_input_nodes[0].target is ops.commit:
         return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
 
+    visitors = [binder.visitors.get((value, node)) for value in node.args]
+
     def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
-        found = [_norm(value, norm_type, dtype) for value in values if value.numel()]
+        found: list[torch.Tensor] = []
+        for value, visitor in zip(values, visitors, strict=True):
+            if isinstance(visitor, NormVisitor):
+                found += visitor.norms
+            elif value.numel():
+                found.append(norm_of(value, norm_type, dtype))
         if not found:  # the share of a small bucket
             return torch.zeros((), dtype=dtype, device=values[0].device)
         return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
 
     return norm
-
-
-def _norm(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    if value.is_complex():
-        value = value.abs()
-    return torch.linalg.vector_norm(value, norm_type, dtype=dtype)
 
 
 @binds(ops.clip_factor)
@@ -69,10 +73,41 @@ def _bind_clip_factor(binder: Binder, replica: int, node: fx.Node) -> Callable[.
 
 @binds(ops.scale)
 def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    return _scaling(binder, node)
+
+
+@binds(ops.update)
+def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
+    if scaling_factor(node) is None:
+        return lambda gradient, **_: optimizer.update(gradient)
+    scale = _scaling(binder, node)
+
+    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
+        divisor = _divisor(factor) if optimizer.divides_gradients else None
+        if divisor is None:
+            optimizer.update(scale(gradient, factor))
+        else:
+            optimizer.update_divided(gradient, divisor)
+
+    return update
+
+
+def _divisor(factor: torch.Tensor) -> float | None:
+    """The inverse of a factor, if a kernel on the host's side may divide gradients by it with the same result."""
+    if factor.device.type != "cpu":
+        return None
+    number = factor.item()
+    is_usual = number != 1.0 and _SMALLEST <= abs(number) <= 1 / _SMALLEST
+    return 1.0 / number if is_usual else None
+
+
+def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
+    """The function that gives a gradient times a factor, for a node that takes both."""
     if not lies_in_own_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
-    part = binder.parts.of(node)
+    part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
     def scale_slots(
@@ -97,6 +132,8 @@ def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., to
 
 @binds(ops.clip_value)
 def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    if isinstance(binder.visitors.get((node.args[0], node)), BoundVisitor):
+        return lambda gradient, **_: gradient  # bounded when it was made
     is_in_place = lies_in_own_memory(node.args[0])
 
     def clip_value(gradient: torch.Tensor, *, max_value: float, **_: Any) -> torch.Tensor:

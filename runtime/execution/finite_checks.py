@@ -19,6 +19,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.printing.wording import counted
 from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.visitors import sum_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Examined:
 
 def examined(value: torch.Tensor) -> Examined:
     """Adds up a value; does not wait for a GPU."""
-    wide = torch.float32 if value.dtype == torch.float16 else None  # whose sums soon overflow
-    return Examined(value, value.sum(dtype=wide))
+    return Examined(value, sum_of(value))
 
 
 def sums_are_finite(given: Sequence[Examined], *, at_once: bool) -> bool:

@@ -263,5 +263,5 @@ class _Walk:
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.share(self.replica, self.program.num_replicas)
-        self.kept += self.ledger.leave(self._of(node.args))  # as the parameter's gradient
+        self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
         return (), round(self.temporary_bytes[bucket.index] * (stop - start))

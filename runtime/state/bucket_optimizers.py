@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -185,9 +185,9 @@ class BucketOptimizers:
             for group in groups:
                 group["capturable"] = False
 
-    def updater(self, bucket: int, replica: int) -> Callable[[torch.Tensor], None]:
-        """The function that applies a reduced bucket of gradients on a replica."""
-        return self._state.optimizers[(bucket, replica)].update
+    def flat_optimizer(self, bucket: int, replica: int) -> FlatOptimizer:
+        """The optimizer that applies a reduced bucket of gradients on a replica."""
+        return self._state.optimizers[(bucket, replica)]
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
         """The state that each replica has for itself: bucket, entry, tensors in order of replicas."""

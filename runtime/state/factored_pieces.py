@@ -10,7 +10,14 @@ import torch
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
-from mirrorc.runtime.state.share_pieces import FactoredPiece, Factors, makes_shares_of
+from mirrorc.runtime.state.share_pieces import (
+    CACHED_ELEMENTS,
+    FactoredBucket,
+    FactoredPiece,
+    Factors,
+    Visit,
+    makes_shares_of,
+)
 
 
 @dataclass
@@ -51,16 +58,28 @@ class ProductPiece(Rectangle):
 
         One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
         """
+        pairs = self._pairs(factors)
+        _add_products(pairs, total.view(-1, pairs[0][1].shape[1]))
+
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        """Multiplies and visits some rows after the other."""
+        pairs = self._pairs(self.factors_in(buckets))
+        width = pairs[0][1].shape[1]
+        num_rows = max(CACHED_ELEMENTS // width, 1)
+        out = total.view(-1, width)
+        for start in range(0, len(out), num_rows):
+            rows = slice(start, start + num_rows)
+            _add_products([(left[rows], right) for left, right in pairs], out[rows])
+            visit(out[rows].view(-1))
+
+    def _pairs(self, factors: Sequence[Factors]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The factors of the products that are added up, for this rectangle."""
         pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
         (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
-        out, num_inner = total.view(m, n), sum(left.shape[1] for left, _ in pairs)
-        if _is_one_product(m, n, num_inner, len(pairs)):
-            left = torch.cat([left.t() for left, _ in pairs]).t()
-            torch.mm(left, torch.cat([right for _, right in pairs]), out=out)
-            return
-        torch.mm(*pairs[0], out=out)
-        for left, right in pairs[1:]:
-            torch.addmm(out, left, right, out=out)
+        if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
+            return pairs
+        left = torch.cat([left.t() for left, _ in pairs]).t()
+        return [(left, torch.cat([right for _, right in pairs]))]
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         m, n = (part.stop - part.start for part in (self.rows, self.columns))
@@ -68,6 +87,13 @@ class ProductPiece(Rectangle):
         num_inner = sum(left.shape[1] for left in lefts)
         is_copied = _is_one_product(m, n, num_inner, len(lefts))
         return num_inner * (m + n) * lefts[0].itemsize if is_copied else 0
+
+
+def _add_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> None:
+    """Writes the sum of matrix products."""
+    torch.mm(*pairs[0], out=out)
+    for left, right in pairs[1:]:
+        torch.addmm(out, left, right, out=out)
 
 
 def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:

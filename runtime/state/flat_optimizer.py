@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mirrorc.optimizers import SCALAR_STATE, is_fused
-from mirrorc.torch_internals import bare_step, peak_allocation
+from mirrorc.torch_internals import bare_step, dividing_gradients, peak_allocation, takes_divisor
 
 _TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 
@@ -89,10 +89,22 @@ class FlatOptimizer:
         if self.parameter in made:
             self.optimizer.state[self.parameter] = made[self.parameter]
 
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether `update_divided` can divide a gradient: a fused kernel of torch's runs now, on numbers of 32 bits."""
+        is_fused = bool(self.optimizer.param_groups[0].get("fused"))
+        return is_fused and self.parameter.dtype == torch.float32 and takes_divisor(type(self.optimizer))
+
     def update(self, gradient: torch.Tensor) -> None:
         """One step. Gradients are switched off in the caller's thread."""
         self.parameter.grad = gradient
         self._step(self.optimizer)
+
+    def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
+        """As `update`, with a gradient that the kernel divides when it reads it; it may write the quotient into its memory."""
+        self.parameter.grad = gradient
+        with dividing_gradients(self.optimizer, divisor):
+            self._step(self.optimizer)
 
 
 def update_memory(

@@ -12,6 +12,7 @@ from mirrorc.runtime.state.share_pieces import (
     Factors,
     Piece,
     SumPiece,
+    Visit,
     makes_shares_of,
 )
 
@@ -51,16 +52,21 @@ def forget_what_is_written(pieces: Sequence[Piece]) -> None:
         piece.forget()
 
 
-def make_share(buckets: Sequence[FactoredBucket], replica: int) -> None:
+def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
     """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
 
     Args:
         buckets: of all replicas, in order.
         replica: whose share.
+        visit: called with each part of the share when it is made, in order.
     """
     first = buckets[0].tensor
     for piece in buckets[replica].pieces:
-        piece.make(buckets, first[piece.start : piece.stop])
+        total = first[piece.start : piece.stop]
+        if visit is None:
+            piece.make(buckets, total)
+        else:
+            piece.make_visited(buckets, total, visit)
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:

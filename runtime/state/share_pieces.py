@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +11,12 @@ import torch
 
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
+
+CACHED_ELEMENTS = 2**18
+"""As many elements as a processor keeps at hand, 1 MiB of 32 bits each: what is done with them next need not fetch them."""
+
+Visit = Callable[[torch.Tensor], None]
+"""What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies."""
 
 Factors = tuple[torch.Tensor, ...]
 """The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
@@ -52,6 +58,12 @@ class Piece(ABC):
             total: the elements in the first replica's bucket, 1-D, to be written.
         """
 
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        """As `make`; then visits the elements in parts, in order. Subclasses may visit a part before they make the next one."""
+        self.make(buckets, total)
+        for part in total.split(CACHED_ELEMENTS):
+            visit(part)
+
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Forgets what earlier steps have written, because the bucket may have been overwritten since."""
 
@@ -71,6 +83,9 @@ class SumPiece(Piece):
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         for bucket in buckets[1:]:
             total.add_(bucket.tensor[self.start : self.stop])
+
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        add_visited([bucket.tensor[self.start : self.stop] for bucket in buckets[1:]], total, visit)
 
 
 @dataclass
@@ -106,8 +121,20 @@ class FactoredPiece(Piece):
         """
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        parts = [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
-        self.add_up(parts, total)
+        self.add_up(self.factors_in(buckets), total)
+
+    def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
+        """The gradient's factors, as `add_up` takes them."""
+        return [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
+
+
+def add_visited(others: Sequence[torch.Tensor], total: torch.Tensor, visit: Visit) -> None:
+    """Adds tensors to the first one, in order, and visits each part of the sum when it is made; all are 1-D."""
+    for start in range(0, total.numel(), CACHED_ELEMENTS):
+        part = total[start : start + CACHED_ELEMENTS]
+        for other in others:
+            part.add_(other[start : start + CACHED_ELEMENTS])
+        visit(part)
 
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")

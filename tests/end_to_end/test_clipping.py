@@ -136,6 +136,43 @@ def test_elements_are_bounded_after_the_norm(num_devices: int, options: dict[str
             _ = step.grad_norm
 
 
+FUSED = {kind.__name__: kind for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "options"),
+    [("AdamW", 2, SMALL), ("SGD", 1, {}), *slow(("Adam", 3, SMALL), ("Adagrad", 2, {}), ("AdamW", 2, UNSHARED))],
+)
+def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices: int, options: dict[str, Any]) -> None:
+    """Also where the factor is 1 or 0, and where the user changes the implementation after the step was compiled."""
+    torch.manual_seed(0)
+    net = Net()
+    plain, twin = copy.deepcopy(net), copy.deepcopy(net)
+    more: dict[str, Any] = {"lr": 0.05, "fused": True} | ({"momentum": 0.9} if name == "SGD" else {})
+    own, plains, twins = (FUSED[name](each.parameters(), **more) for each in (net, plain, twin))
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "clip_grad_norm": 0.02}
+    step = mirrorc.compile(net, num_devices, optimizer=own, **given, **options)
+    other = mirrorc.compile(twin, num_devices, optimizer=twins, exact_order=True, **given, **options)
+    with step, other:
+        for factor in (1.0, 1e-4, 10.0, 0.0, 1.0):
+            if factor == 0.0 and name != "Adagrad":  # which makes no state for another implementation
+                for optimizer in (own, plains, twins):
+                    optimizer.param_groups[0].update(fused=False, foreach=False)
+            x, target = torch.randint(0, 3000, (6,)), factor * torch.randn(6, 3)
+            step(x, target=target)
+            other(x, target=target)
+            plains.zero_grad()
+            F.mse_loss(plain(x), target).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
+            plains.step()
+            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        texts = [each.program.to_text() for each in (step, other)]
+    assert ["scale(" in text for text in texts] == ["disable_passes" in options and num_devices > 1, True]
+
+
 def test_a_norm_is_measured_without_a_bound() -> None:
     with (pair := Pair(SGD, 2, clip_grad_norm=math.inf)).step as step:
         with pytest.raises(ExecutionError, match="no norm was measured: it is after the first step"):

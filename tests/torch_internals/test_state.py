@@ -37,6 +37,38 @@ def test_mark_optimizer_stepped_satisfies_schedulers() -> None:
     assert warnings_of(mark=True) == [] and len(warnings_of(mark=False)) == 1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_fused_kernels_divide_gradients(kind: Any, maximize: bool) -> None:
+    """As if the gradient had been divided before, bit for bit, and the quotients are written back."""
+    assert internals.takes_divisor(kind)
+    results = []
+    for divisor in (3.7, 1.0):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(37))  # also what is left over after whole vectors
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind([parameter], lr=0.1, fused=True, maximize=maximize, **more)
+        for _ in range(3):
+            gradient = torch.randn(37)
+            parameter.grad = gradient.clone() if divisor != 1.0 else gradient / torch.tensor(3.7)
+            with internals.dividing_gradients(optimizer, divisor):
+                optimizer.step()
+            assert torch.equal(parameter.grad, gradient / torch.tensor(3.7))
+        assert not hasattr(optimizer, "grad_scale")
+        results.append([parameter.detach(), *optimizer.state[parameter].values()])
+    assert all(map(torch.equal, *(filter(torch.is_tensor, own) for own in results)))
+
+
+def test_no_other_kind_divides_gradients() -> None:
+    for kind in (kind for kind in ELEMENTWISE if internals.takes_divisor(kind)):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter], foreach=False)
+        parameter.grad = torch.ones(3)
+        with pytest.raises(AssertionError), internals.dividing_gradients(optimizer, 2.0):
+            optimizer.step()
+    assert not internals.takes_divisor(torch.optim.NAdam)
+
+
 def test_has_step_hooks() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     assert not internals.has_step_hooks(optimizer)

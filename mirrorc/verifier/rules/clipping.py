@@ -16,7 +16,8 @@ from mirrorc.analysis.clipping import (
     gradient_takers,
     norm_in,
     numbers_of,
-    rescalings_of,
+    rescalings_for,
+    scaling_factor,
     taken_by,
 )
 from mirrorc.ir import ops
@@ -51,7 +52,8 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
     for where, graph, _ in scopes(program):
         for taker in gradient_takers(graph):
             for _, value in taken_by(taker):
-                factors = [factor_of(node.args[1]) for node in rescalings_of(value) if node.target is ops.scale]
+                given = [scaling_factor(node) for node in rescalings_for(taker, value)]
+                factors = [factor_of(factor) for factor in given if factor is not None]
                 if sum(factor is not None and factor.unscales for factor in factors) != is_scaled:
                     often = "is not divided by the scale of the loss once" if is_scaled else "is divided by a scale"
                     yield Violation(f"what {taker.name} on {where(replica_of(taker))} takes {often}", taker)
@@ -118,7 +120,7 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
     for where, graph, _ in scopes(program):
         for taker in gradient_takers(graph):
             for bucket, value in taken_by(taker):
-                rescalings = rescalings_of(value)
+                rescalings = rescalings_for(taker, value)
                 scaled[bucket].add(tuple(_said(norms, node) for node in rescalings))
                 if len(scaled[bucket]) > 1:
                     yield Violation(
@@ -151,9 +153,9 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
 def _said(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
     """What a node does to a gradient: its operation, its bound, the buckets whose norm it follows from, and the norm's type."""
     words = {key: value for key, value in node.kwargs.items() if key != "replica"}
-    if node.target is not ops.scale:
-        return (node.target.__name__, tuple(words.items()), None, None)  # type: ignore[union-attr]
-    factor = factor_of(node.args[1] if len(node.args) > 1 else None)
+    if node.target is ops.clip_value:
+        return (_CLIP_VALUE, tuple(words.items()), None, None)
+    factor = factor_of(scaling_factor(node))
     if factor is not None and factor.clips is None:
         return (_UNSCALE, (), None, None)
     norm = norm_in(factor.clips.args[0])[0] if factor is not None and factor.clips is not None else None
@@ -169,7 +171,9 @@ def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
     """What takes a gradient that is scaled or clipped comes before that, because the memory is written then."""
     for where, graph, _ in scopes(program):
         owners = owners_of(graph)
-        for node in calls_to(graph, *ops.RESCALING):
+        for node in calls_to(graph, *ops.RESCALING, ops.update):
+            if node.target is ops.update and scaling_factor(node) is None:
+                continue
             source: Any = node.args[0]
             for user in source.users:
                 if user > node and user is not node:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import BucketParts
+from mirrorc.analysis.bucket_parts import BucketParts, said_step
+from mirrorc.analysis.clipping import scaling_factor
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, target_name
 from mirrorc.ir.program import Program, Property, Stage
@@ -177,9 +178,8 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
             found.setdefault((of or 0, kind, name), []).append((numbered[value], node))
         for kind, bucket, node, value in _ways(graph):
             of = own if own is not None else replica_of(value)
-            found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append(
-                (_way(parts, expressions, value, left_out), node)
-            )
+            way = _way(parts, expressions, value, left_out, scales=scaling_factor(node) is not None)
+            found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((way, node))
         output: Any = graph.output_node().args[0]
         for r, loss in enumerate(output["losses"] if isinstance(output, dict) else [output]):
             if loss is None:
@@ -200,12 +200,15 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
     return found
 
 
-def _way(parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str]) -> int:
-    """What operators make of a packed or a summed bucket, all other values left out."""
+def _way(
+    parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
+) -> int:
+    """What operators make of a packed or a summed bucket, all other values left out; ``scales``: and what takes it scales it."""
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)
-    steps = [step for step in part.steps if step[0] not in left_out]
+    all_steps = (*part.steps, said_step(ops.scale, ("value",))) if scales else part.steps
+    steps = [step for step in all_steps if step[0] not in left_out]
     return expressions.number("way", *steps) if steps else _UNCHANGED
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, region_of, replica_of
-from mirrorc.ir.operation import operation_of
+from mirrorc.ir.operation import Operation, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation
@@ -90,9 +92,22 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
             expected = operation.operands
             if isinstance(expected, str):
                 expected = len(node.kwargs[expected])
-            is_other = expected is not None and len(node.args) != expected
-            if is_other or (expected and not all(isinstance(a, fx.Node) for a in node.args)):
+            if expected is None:
+                expected = max(_num_needed(node.target), len(node.args))
+            is_other = len(node.args) != expected
+            if is_other or (_takes_values(operation) and not all(isinstance(a, fx.Node) for a in node.args)):
                 yield Violation(f"{node.name} takes {expected} values, but is given {len(node.args)}", node)
+
+
+def _takes_values(operation: Operation) -> bool:
+    """Whether all operands must be values: not if there may be any number of them, even none."""
+    return bool(operation.operands or _num_needed(operation.symbol))
+
+
+@functools.cache
+def _num_needed(symbol: Callable[..., Any]) -> int:
+    """How many values an operation takes at least."""
+    return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(symbol).parameters.values())
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -20,6 +20,7 @@ from mirrorc.runtime.communication import (
     nccl,
 )
 from mirrorc.runtime.devices.events import wait_device
+from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS
 
 LINKS = ("shared-memory", "copy")
 KINDS = ("all_reduce", "reduce_scatter")
@@ -259,6 +260,24 @@ def test_a_reduce_scatter_gives_each_replica_its_share_of_the_same_sum(link: str
         return comm.wait_reduce_scatter(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica])).clone()
 
     assert torch.equal(torch.cat(on_threads(num_replicas, job)), expected)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_each_part_of_a_share_is_visited_once_and_may_be_written(link: str) -> None:
+    size = 3 * CACHED_ELEMENTS
+    buckets = [torch.arange(size, dtype=torch.float32), torch.ones(size)]
+    comm, visited = communicator(link, 2), [[], []]
+
+    def job(replica: int) -> torch.Tensor:
+        def visit(part: torch.Tensor) -> None:
+            visited[replica].append(part.clone())  # type: ignore[attr-defined]
+            part.neg_()
+
+        return comm.wait_and_visit(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica]), visit).clone()
+
+    shares = on_threads(2, job)
+    assert torch.equal(torch.cat(shares), -torch.arange(1.0, size + 1.0))
+    assert torch.equal(torch.cat([*visited[0], *visited[1]]), torch.arange(1.0, size + 1.0))
 
 
 def test_only_gpus_are_waited_for_and_a_broken_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

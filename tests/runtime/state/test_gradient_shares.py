@@ -10,6 +10,7 @@ from mirrorc.analysis.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
+from mirrorc.runtime.state import factored_pieces, share_pieces
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written, make_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.share_pieces import FactoredBucket
 from mirrorc.torch_internals import peak_allocation
@@ -81,6 +82,36 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
     expected = sum(left.float() @ right.float() for left, right in pairs)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(flats[0].view(96, 64).float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("most", [1, 50, 2**18])
+def test_parts_are_visited_in_order_when_they_are_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of factored gradients, among them a table's, and of others, which are added up between them."""
+    for module in (share_pieces, factored_pieces):
+        monkeypatch.setattr(module, "CACHED_ELEMENTS", most)
+    bucket = bucket_of([(8, 4), (33, 16), (9, 5), (3, 3)])
+    factored = [FactoredSlot(1, PRODUCT), FactoredSlot(2, TABLE, {"padding_idx": -1})]
+
+    def made(num_replicas: int, visited: list[torch.Tensor] | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        buckets = []
+        for replica in range(num_replicas):
+            flat = torch.zeros(bucket.num_elements, dtype=torch.float64)
+            flat[:32], flat[-16:-7] = replica + 1.0, 5.0
+            factors = [[(torch.rand(33, 2).double(), torch.rand(2, 16).double())],
+                       [(torch.rand(4, 5).double(), torch.tensor([0, 8, 3, 3]))]]  # fmt: skip
+            buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
+        for replica in range(num_replicas):
+            make_share(buckets, replica, None if visited is None else lambda part: visited.append(part.clone()))
+        return buckets[0].tensor
+
+    for num_replicas in (1, 2, 3):
+        visited: list[torch.Tensor] = []
+        expected, found = made(num_replicas, None), made(num_replicas, visited)
+        torch.testing.assert_close(found, expected)
+        parts = torch.cat(visited)
+        assert torch.equal(parts[parts != 0], found[found != 0]), "in order, each once, with all that is added up"
+        assert max(part.numel() for part in visited) <= max(most, 16), "a row is not divided"
 
 
 def test_no_rows_at_all_give_zeros() -> None:

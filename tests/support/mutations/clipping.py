@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
+from mirrorc.analysis.clipping import scaling_factor
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
@@ -20,6 +22,9 @@ def take_what_is_not_clipped(program: Program) -> Iterator[Edit]:
     """An update takes a gradient as it was before it was scaled, or clipped."""
     for node in placed_nodes(program, *ops.RESCALING):
         yield partial(_bypass, node)
+    for node in placed_nodes(program, ops.update):
+        if len(node.args) > 1:
+            yield partial(setattr, node, "args", node.args[:1])
 
 
 def _bypass(node: fx.Node) -> None:
@@ -48,6 +53,20 @@ def scale_twice(program: Program) -> Iterator[Edit]:
     """A gradient is scaled once more where it lies."""
     for node in placed_nodes(program, *ops.RESCALING):
         yield partial(repeat, node)
+    for node in placed_nodes(program, ops.update):
+        if len(node.args) > 1:
+            yield partial(setattr, node, "args", (*node.args, node.args[1]))
+            yield partial(_scale_before, node)
+
+
+def _scale_before(update: fx.Node) -> None:
+    """Scales what an update takes, which scales by itself."""
+    source: Any = update.args[0]
+    with update.graph.inserting_before(update):
+        words = {key: value for key, value in update.kwargs.items() if key == "replica"}
+        made = update.graph.call_function(ops.scale, update.args, words)
+    made.meta["val"] = source.meta["val"]
+    with_argument(update, 0, made)
 
 
 @breaks
@@ -82,7 +101,7 @@ def scale_by_another_factor(program: Program) -> Iterator[Edit]:
     """A gradient is scaled by the factor of another group, or by the norm itself."""
     for timeline in timelines(program):
         factors = [node for node in timeline if node.target is ops.clip_factor]
-        for node in (n for n in timeline if n.target is ops.scale):
+        for node in (n for n in timeline if scaling_factor(n) is not None):
             own = node.args[1]
             other = next_like(own, [factor for factor in factors if factor < node])  # type: ignore[arg-type]
             if other is not None and other is not own:

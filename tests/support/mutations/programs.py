@@ -247,15 +247,14 @@ def handmade_sources() -> Iterator[Source]:
             if n == 2
             else {"max_grad_norm": (1.0,), "grad_norm_type": 3.0}
         )
-        yield Source(
-            f"own optimizer and AdamW, scaled on {n}", handmade(n, mixed), SMALL_BUCKETS | {"scales_loss": True}
-        )
-        yield Source(f"pairs, scaled and clipped on {n}", handmade(n, pairs), caps | clipped | {"scales_loss": True})
+        scaled = {"scales_loss": True, "fused_groups": (0,)}
+        yield Source(f"own optimizer and AdamW, scaled on {n}", handmade(n, mixed), SMALL_BUCKETS | scaled)
+        yield Source(f"pairs, scaled and clipped on {n}", handmade(n, pairs), caps | clipped | scaled)
         yield Source(f"pairs, clipped on {n}", handmade(n, pairs, buffer=True), caps | clipped)
         yield Source(f"own optimizer and AdamW, clipped on {n}", handmade(n, mixed), SMALL_BUCKETS | clipped)
 
     groups = [Weight(name, (200,), rule=UpdateRule(f"AdamW group {i % 2}", i % 2)) for i, name in enumerate("abcd")]
-    apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True}
+    apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True, "fused_groups": (1,)}
     yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)
     yield Source("tables on 1", captured_model(Tables(), 1), SMALL_BUCKETS)
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})

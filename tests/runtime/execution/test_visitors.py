@@ -1,0 +1,53 @@
+"""What a wait does with its share while it is made, is what the nodes behind it would do with the whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.runtime.communication import base
+from mirrorc.runtime.execution import binding
+from mirrorc.runtime.state import factored_pieces, share_pieces
+
+
+def trained(**options: Any) -> list[Any]:
+    """Norms, skipped steps and parameters of four steps, of which the third is not finite."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(3000, 50), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 3))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    found: list[Any] = []
+    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options) as step:
+        for i in range(4):
+            target = torch.randn(6, 3)
+            target[4, 2] = math.nan if i == 2 else 1.0
+            step(torch.randint(0, 3000, (6,)), target=target)
+            found += [step.grad_norm] if "clip_grad_norm" in options else []
+        return [*found, step.num_skipped, *(p.detach().clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 0.02, "check_finite": "skip"},
+        {"clip_grad_value": 0.001},
+        pytest.param({"clip_grad_value": 0.001, "check_finite": "skip"}, marks=pytest.mark.slow),
+        pytest.param({"clip_grad_norm": mirrorc.ClipGradNorm(0.1, math.inf)}, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_give_what_the_whole_gives(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(binding, "visitors_of", lambda wait: {})
+        expected = trained(**options)
+    for most in (7, 2**18):
+        for module in (base, factored_pieces, share_pieces):
+            monkeypatch.setattr(module, "CACHED_ELEMENTS", most)
+        found = trained(**options)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
