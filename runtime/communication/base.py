@@ -10,7 +10,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
-from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS, Visit
+from mirrorc.runtime.state.share_pieces import Visit, visit_parts
 
 
 class Communicator:
@@ -84,8 +84,7 @@ class Communicator:
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
         """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order, and may write it."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
-        for part in share.split(CACHED_ELEMENTS):
-            visit(part)
+        visit_parts(share, visit)
         return share
 
     def _not_carried(self, operation: str) -> NotImplementedError:

@@ -199,7 +199,8 @@ class Binder:
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
-        visitors = visitors_of(node) if collective.target is ops.reduce_scatter else {}
+        is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
+        visitors = visitors_of(node) if is_cpu and collective.target is ops.reduce_scatter else {}
         if visitors:
             self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
             return visiting(communicator, bucket, replica, list(visitors.values()))

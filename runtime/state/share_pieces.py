@@ -61,8 +61,7 @@ class Piece(ABC):
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
         """As `make`; then visits the elements in parts, in order. Subclasses may visit a part before they make the next one."""
         self.make(buckets, total)
-        for part in total.split(CACHED_ELEMENTS):
-            visit(part)
+        visit_parts(total, visit)
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Forgets what earlier steps have written, because the bucket may have been overwritten since."""
@@ -126,6 +125,12 @@ class FactoredPiece(Piece):
     def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
         """The gradient's factors, as `add_up` takes them."""
         return [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
+
+
+def visit_parts(total: torch.Tensor, visit: Visit) -> None:
+    """Visits the parts of what is made already, 1-D, in order; none if it is empty."""
+    for start in range(0, total.numel(), CACHED_ELEMENTS):
+        visit(total[start : start + CACHED_ELEMENTS])
 
 
 def add_visited(others: Sequence[torch.Tensor], total: torch.Tensor, visit: Visit) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.communication import base
 from mirrorc.runtime.execution import binding
 from mirrorc.runtime.state import factored_pieces, share_pieces
 
@@ -45,9 +44,28 @@ def test_parts_give_what_the_whole_gives(options: dict[str, Any], monkeypatch: p
         patched.setattr(binding, "visitors_of", lambda wait: {})
         expected = trained(**options)
     for most in (7, 2**18):
-        for module in (base, factored_pieces, share_pieces):
+        for module in (factored_pieces, share_pieces):
             monkeypatch.setattr(module, "CACHED_ELEMENTS", most)
         found = trained(**options)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("link", ["copy", "shared-memory"])
+@pytest.mark.parametrize("options", [{"clip_grad_norm": mirrorc.ClipGradNorm(0.05, math.inf)}, {"check_finite": True}])
+def test_an_empty_share_has_no_part(link: str, options: dict[str, Any]) -> None:
+    nets = [nn.Linear(1, 1) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    x = torch.randn(6, 1)
+    with mirrorc.compile(
+        nets[0], 3, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager", link=link, **options
+    ) as step:
+        step(x, target=2 * x)
+    F.mse_loss(nets[1](x), 2 * x).backward()
+    if "clip_grad_norm" in options:
+        nn.utils.clip_grad_norm_(nets[1].parameters(), 0.05, math.inf)
+    optimizers[1].step()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
