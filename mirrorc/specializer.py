@@ -227,7 +227,10 @@ class Specializer:
             front_end=options.front_end,
         )
         self._check_memory(captured)
-        self._state.take_in(captured.outside, captured.written())
+        counters = self._model.outside.counters_of(captured.outside)
+        last = dict(counters.values())  # so that errors name statistics, not their counters
+        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
+        self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
         self._state.reads(captured.constants.values())
         times.append(time.perf_counter())
         if options.cuda_graphs and purpose.trains:

@@ -90,6 +90,7 @@ class OutsideNames:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
+        self._counters: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of the statistic, which has a name
 
     def names_of(self, outside: Mapping[str, ReadVariable], taken: Set[str]) -> dict[str, str]:
         """The names of the variables that a graph takes, by the names of the buffers.
@@ -99,16 +100,32 @@ class OutsideNames:
             taken: the names of the model's variables.
         """
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
-        return {path: self._name_of(one, taken) for path, one in outside.items()}
+        self._counters = {key: counter for key, counter in self._counters.items() if key in self._known}
+        names = {path: self._name_of(one.tensor, one.words, taken) for path, one in outside.items()}
+        for one in outside.values():
+            self._counters.pop(id(one.tensor), None)
+            if one.counter is not None:
+                self._name_of(one.counter, one.counter_words, taken)
+                self._counters[id(one.tensor)] = weakref.ref(one.counter)
+        return names
 
-    def _name_of(self, one: ReadVariable, taken: Set[str]) -> str:
-        known = self._known.get(id(one.tensor))
-        if known is None or known[0]() is not one.tensor:
+    def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
+        """The buffers that count the forwards which write statistics, by the names of these: each with its name.
+
+        Args:
+            outside: variables that have names, by name.
+        """
+        counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
+        return {name: (self._known[id(own)][1], own) for name, own in counters.items() if own is not None}
+
+    def _name_of(self, tensor: torch.Tensor, called: str, taken: Set[str]) -> str:
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor:
             used = {name for _, name in self._known.values()} | taken
-            words = re.sub(r"\W*\W", ".", one.words).strip(".") or "variable"
+            words = re.sub(r"\W*\W", ".", called).strip(".") or "variable"
             name, number = f"outside.{words}", 1
             while name in used:
                 number += 1
                 name = f"outside.{words}_{number}"
-            known = self._known[id(one.tensor)] = weakref.ref(one.tensor), name
+            known = self._known[id(tensor)] = weakref.ref(tensor), name
         return known[1]

@@ -13,6 +13,7 @@ from torch import fx, nn
 from mirrorc.torch_internals.guards import scope_of_guards
 from mirrorc.torch_internals.source_words import source_words
 
+_COUNTER = "num_batches_tracked"  # of the forwards that write the statistics of a batch normalization
 _OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # how expressions begin that go through the model
 
 
@@ -31,12 +32,16 @@ class ReadVariable(NamedTuple):
         words: how the user's code calls it; empty if no expression gives it.
         root: the module through which it is reached; None for a parameter by itself.
         root_words: how the user's code calls that.
+        counter: if it is a statistic that forwards write without counting a version, the buffer that counts them.
+        counter_words: how the user's code calls that.
     """
 
     tensor: torch.Tensor
     words: str
     root: nn.Module | None = None
     root_words: str = ""
+    counter: torch.Tensor | None = None
+    counter_words: str = ""
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
@@ -110,12 +115,12 @@ def outside_variables(
                 words = words.removeprefix("model.")
             for path, own in value.named_modules():
                 seen.add(id(own))
+                place = f"{words}.{path}" if path else words
+                counter = own._buffers.get(_COUNTER), f"{place}.{_COUNTER}"
                 for key, tensor in (*own._parameters.items(), *own._buffers.items()):
-                    if id(tensor) in wanted:
-                        path_in_root = f"{path}.{key}" if path else key
-                        found.setdefault(
-                            id(tensor), ReadVariable(wanted[id(tensor)], f"{words}.{path_in_root}", value, words)
-                        )
+                    if id(tensor) in wanted and id(tensor) not in found:
+                        counts = counter if key in own._buffers and key != _COUNTER else ()
+                        found[id(tensor)] = ReadVariable(wanted[id(tensor)], f"{place}.{key}", value, words, *counts)
         elif isinstance(value, nn.Parameter) and id(value) in wanted:
             found.setdefault(id(value), ReadVariable(value, source_words(name, scope).name))
     return [found[key] for key in wanted if key in found]

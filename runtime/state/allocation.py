@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.runtime.state.layout import FlatBucket, Layout, memory_for_gradients, slot_views
-from mirrorc.runtime.state.shown_buffers import ShownBuffers, counter_of
+from mirrorc.runtime.state.shown_buffers import ShownBuffers
 from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory
 
 
@@ -52,9 +52,16 @@ def mirror_first(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def allocate_per_replica(
-    layout: Layout, variables: Sequence[Variable], tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]
+    layout: Layout,
+    variables: Sequence[Variable],
+    tensors: Mapping[str, torch.Tensor],
+    devices: Sequence[Device],
+    counted: Collection[str],
 ) -> None:
-    """Puts buffers of one dtype side by side, so that one addition aggregates them all; notes in the layout where each is."""
+    """Puts buffers of one dtype side by side, so that one addition aggregates them all; notes in the layout where each is.
+
+    ``counted``: see `ShownBuffers`.
+    """
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
         kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)
@@ -74,7 +81,6 @@ def allocate_per_replica(
             offset += size
         if len(flats) > 1:
             by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
-            counted = [name for name in by_name if counter_of(name) in tensors]
             layout.aggregates.append(ShownBuffers(aggregation, by_name, seen, flats, counted))
 
 

@@ -12,6 +12,8 @@ from mirrorc.ir.devices import Device
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.callers import Callers
+from mirrorc.runtime.state.completion import completed
+from mirrorc.runtime.state.members import counters_among
 from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_variables import StepVariables, names_in_store
 from mirrorc.runtime.state.user_steps import OwnSteps
@@ -125,7 +127,7 @@ class HeldState:
             what: names the model, where its variables have names that others have already.
         """
         names = names_in_store(tensors, self.store, what)
-        self.store.add({names[name]: tensor for name, tensor in tensors.items()})
+        self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
         self._unwritten -= {id(tensor) for tensor in tensors.values()}
         known = (optimizers for optimizers in self._open_optimizers() if optimizers.groups.numbers_as(groups))
         optimizers = next(known, None) or self._optimizers_for(groups)
@@ -142,20 +144,32 @@ class HeldState:
         new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
         return new
 
-    def take_in(self, hold: Hold, tensors: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+    def take_in(
+        self,
+        hold: Hold,
+        tensors: Mapping[str, torch.Tensor],
+        counters: Mapping[str, str],
+        written: Collection[str],
+    ) -> None:
         """Gives one of its steps variables of modules outside of its model.
 
         Args:
             hold: the step's.
             tensors: parameters and buffers, under the step's names.
+            counters: for statistics among them, the names of the buffers that count the forwards which write them.
             written: the names of those that it writes.
         """
         names = names_in_store(tensors, self.store, hold.what)
-        known = set(map(id, self.store.tensors.values()))
-        self.store.add({names[name]: tensor for name, tensor in tensors.items()}, are_guarded=True)
-        self._unwritten |= {id(tensor) for tensor in tensors.values()} - known
-        self._unwritten -= {id(tensors[name]) for name in written if name in tensors}
-        hold.store.add(tensors, names)
+        new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
+        unwritten = (self._unwritten | new) - {id(tensors[name]) for name in written if name in tensors}
+        by_id = {id(tensors[name]): id(tensors[counter]) for name, counter in counters.items()}
+
+        def put_in_place() -> None:
+            self.store.add({names[name]: tensor for name, tensor in tensors.items()}, by_id, are_guarded=True)
+            self._unwritten = unwritten
+            hold.store.add(tensors, names, counters)
+
+        completed(put_in_place)
 
     def can_become_one_with(self, other: HeldState) -> bool:
         """Whether one memory serves the steps of both: on the same devices, and with optimizers of different parameters."""
@@ -166,32 +180,40 @@ class HeldState:
         """Takes over the variables and the steps of another state, which is over then; no call of either runs.
 
         Buffers of which each replica has its own stay where they are. Parameters do so until their step lays them out anew.
+        What interrupts it leaves both as they were, or finds them one.
         """
         holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
-        for optimizers in other._optimizers:
-            other.store.free_buckets(optimizers.owner)
         what = next((hold.what for own in holds.values() for hold in own), "model")
         names = names_in_store(other.store.tensors, self.store, what)
         read = {id(tensor) for tensor in (*self.store.tensors.values(), *other.store.tensors.values())}
-        self._unwritten = read - self.written() - other.written()
-        self.store.absorb(other.store, names)
+        unwritten = read - self.written() - other.written()
+        take_over_variables = self.store.taking_over(other.store, names)
+        moved: list[tuple[Hold, BucketOptimizers, StepVariables]] = []
+        joined = dict(self._optimizers)
         for optimizers, own in holds.items():
             new = self._optimizers_for(optimizers.groups)
             new.user_steps.go_on_as(optimizers.user_steps)
-            optimizers.user_steps.close()
             for hold in own:
-                tensors = hold.store.tensors
-                known = {name: self.store.names[id(tensor)] for name, tensor in tensors.items()}
-                hold.held, hold.optimizers = self, new
-                hold.store = hold.store.moved(known, self.store, new.owner)
-            self._optimizers[new] = weakref.WeakSet(own)
-        self.layout = max(self.layout, other.layout) + 1
-        self.is_whole, self.is_used = self.is_whole and other.is_whole, self.is_used or other.is_used
-        self.gradients_writer = None
-        self._read |= other._read
-        self._num_holds += other._num_holds
-        other._optimizers = {}
-        other.reserved.release()
+                known = {name: names[other.store.names[id(tensor)]] for name, tensor in hold.store.tensors.items()}
+                moved.append((hold, new, hold.store.moved(known, self.store, new.owner)))
+            joined[new] = weakref.WeakSet(own)
+        layout, num_holds = max(self.layout, other.layout) + 1, self._num_holds + other._num_holds
+
+        def put_in_place() -> None:
+            take_over_variables()
+            for hold, optimizers, store in moved:
+                hold.held, hold.optimizers, hold.store = self, optimizers, store
+            for optimizers in holds:
+                optimizers.user_steps.close()
+            self._optimizers, self._unwritten = joined, unwritten
+            self.layout, self._num_holds = layout, num_holds
+            self.is_whole, self.is_used = self.is_whole and other.is_whole, self.is_used or other.is_used
+            self.gradients_writer = None
+            self._read |= other._read
+            other._optimizers = {}
+            other.reserved.release()
+
+        completed(put_in_place)
 
     def let_go(self, hold: Hold) -> None:
         """Called when a step is closed. After the last one that has its optimizers, they are watched no more."""
@@ -225,5 +247,10 @@ class HeldState:
     def release(self) -> None:
         """Forgets variables that no open step has any more; called while no step runs, or by the one that does."""
         holds = [hold for own in self._optimizers.values() for hold in own]
-        self.store.keep_only({id(tensor) for hold in holds for tensor in hold.store.tensors.values()})
-        self._unwritten &= self.store.names.keys()
+        ids = {id(tensor) for hold in holds for tensor in hold.store.tensors.values()}
+
+        def put_in_place() -> None:
+            self.store.keep_only(ids)
+            self._unwritten &= self.store.names.keys()
+
+        completed(put_in_place)

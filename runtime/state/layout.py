@@ -92,23 +92,30 @@ class Layout:
         """The bucket plan of some optimizers that memory is laid out for; empty if it is not."""
         return tuple(flat.bucket for flat in self.planned.get(owner, ()))
 
-    def absorb(self, other: Layout, names: Mapping[str, str]) -> set[str]:
-        """Takes over where another layout without buckets has variables, under other names, and gives the former ones."""
-        taken = {name for name in other.values if names[name] not in self.values or name in other.own}
-        self.values = {**self.values, **{names[name]: other.values[name] for name in taken}}
-        self.own = self.own | {names[name] for name in other.own}
-        self.aggregates = [*self.aggregates, *(shown.renamed(names) for shown in other.aggregates)]
-        self.program = lambda: None  # the next one is laid out anew
-        return taken
+    def without_buckets(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """One in which parameters are where they are, and belong to no buckets."""
+        return replace(
+            self, planned={}, own={name for name in self.own if not isinstance(tensors[name], torch.nn.Parameter)}
+        )
 
-    def keep_only(self, names: Collection[str]) -> set[str]:
-        """Forgets other variables; gives those that are kept, with those that lie in one memory with them."""
-        self.aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
-        kept = {*names, *self.in_buckets}.union(*(shown.names for shown in self.aggregates))
-        self.values = {name: values for name, values in self.values.items() if name in kept}
-        self.own = self.own & kept
-        self.program = lambda: None
-        return kept
+    def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
+        """One that has the variables of another one without buckets, too, under other names; and the former ones of those."""
+        taken = {name for name in other.values if names[name] not in self.values or name in other.own}
+        both = replace(
+            self,
+            values={**self.values, **{names[name]: other.values[name] for name in taken}},
+            own=self.own | {names[name] for name in other.own},
+            aggregates=[*self.aggregates, *(shown.renamed(names) for shown in other.aggregates)],
+            program=lambda: None,  # the next one is laid out anew
+        )
+        return both, taken
+
+    def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
+        """One without other variables; and those that are kept, with those that lie in one memory with them."""
+        aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
+        kept = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
+        values = {name: values for name, values in self.values.items() if name in kept}
+        return replace(self, values=values, own=self.own & kept, aggregates=aggregates, program=lambda: None), kept
 
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Takes out buckets that cannot stay beside those that optimizers get now.

@@ -114,12 +114,15 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
     held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
 
 
-def take_in(hold: Hold, tensors: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+def take_in(
+    hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
+) -> None:
     """Gives a step variables of modules outside of its model: those of an open step that has them, or its own.
 
     Args:
         hold: the step's, which is running.
         tensors: parameters and buffers, under the step's names.
+        counters: for statistics among them, the names of the buffers that count the forwards which write them.
         written: the names of those that it writes.
 
     Raises:
@@ -132,7 +135,7 @@ def take_in(hold: Hold, tensors: Mapping[str, torch.Tensor], written: Collection
     others = [other for other in known if other.first_in_common(tensors.values(), either)]
     held.callers.join([other.callers for other in others])
     _made_one([*(other for other in others if other.can_become_one_with(held)), held], is_running=True)
-    hold.held.take_in(hold, tensors, written)
+    hold.held.take_in(hold, tensors, counters, written)
 
 
 def _made_one(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -136,17 +136,6 @@ class CopiesOfShown:
         """Copies anew what the model shows now."""
         for shown, copy in self._pairs.values():
             copy.copy_(shown)
-
-
-def counter_of(name: str) -> str:
-    """The buffer that counts the forwards which write a statistic, if the module of that name has one."""
-    return f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix(".")
-
-
-def counted_by(changed: Collection[str], names: Iterable[str]) -> list[str]:
-    """The other buffers of the modules whose counter of forwards has changed."""
-    counters = {name for name in changed if counter_of(name) == name}
-    return [name for name in names if counter_of(name) in counters and name not in changed] if counters else []
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

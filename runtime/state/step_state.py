@@ -92,9 +92,11 @@ class StepState:
         """
         open_states.begin_use(self._held)
 
-    def take_in(self, outside: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+    def take_in(
+        self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
+    ) -> None:
         """See `mirrorc.runtime.state.open_states.take_in`."""
-        open_states.take_in(self._hold, outside, written)
+        open_states.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Lets go what was taken in under other names."""

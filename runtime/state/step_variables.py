@@ -35,11 +35,13 @@ class StepVariables:
         self.tensors = dict(tensors)
         self._names, self._store, self._owner = dict(names), store, owner
         self._added: frozenset[str] = frozenset()
+        self._counters: Mapping[str, str] = {}  # of added statistics
         self._is_renamed = any(name != other for name, other in names.items())
         self._renamed: dict[int, tuple[weakref.ref[Program], Program]] = {}  # by the id of the step's program
 
-    def add(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
-        """Adds variables, which the store has; arguments as above."""
+    def add(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], counters: Mapping[str, str]) -> None:
+        """Adds variables, which the store has; arguments as above. ``counters`` has those of statistics among them."""
+        self._counters = {**self._counters, **counters}
         self.tensors = {**self.tensors, **tensors}
         self._added = self._added | tensors.keys()
         self._names = {**self._names, **names}
@@ -49,12 +51,12 @@ class StepVariables:
     def moved(self, names: Mapping[str, str], store: VariableStore, owner: int) -> StepVariables:
         """The same variables in another store; arguments as above."""
         other = StepVariables(self.tensors, names, store, owner)
-        other._added = self._added
+        other._added, other._counters = self._added, self._counters
         return other
 
     def drop_unless(self, names: Collection[str]) -> bool:
-        """Drops variables that were added and have other names; gives whether there were any."""
-        gone = self._added.difference(names)
+        """Drops variables that were added and have other names, nor count what is kept; gives whether there were any."""
+        gone = self._added.difference(names, {c for name, c in self._counters.items() if name in names})
         self._added = self._added - gone
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in gone}
         return bool(gone)

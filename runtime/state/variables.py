@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -21,8 +21,9 @@ from mirrorc.runtime.state.allocation import (
     shared_copies,
 )
 from mirrorc.runtime.state.layout import FlatBucket, Layout, Moved, names_in
-from mirrorc.runtime.state.shown_buffers import CopiesOfShown, counted_by, counter_of
-from mirrorc.runtime.state.watched_tensor import Watched, leave_homes_of_others
+from mirrorc.runtime.state.members import Members, counters_among
+from mirrorc.runtime.state.shown_buffers import CopiesOfShown
+from mirrorc.runtime.state.watched_tensor import Watched, count_write, leave_homes_of_others, memory_of
 from mirrorc.shared_memory import refuse_shared_memory, warn_of_holders
 
 
@@ -44,10 +45,7 @@ class VariableStore:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.names: dict[int, str] = {}
-        self._guarded: frozenset[str] = frozenset()  # those of which guards watch shape and dtype
-        self.add(tensors)
+        self._members = Members().with_added(tensors, counters_among(tensors))
         self.devices = devices
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
@@ -55,42 +53,51 @@ class VariableStore:
         self._written: frozenset[str] = frozenset()  # per-replica variables that the program that runs now writes
         self._writing: tuple[int, ...] = ()  # the replicas that write them
         self._freed: set[int] = set()  # the owners of buckets that are needed no more
-        self._has_moved_parameters = False  # whether they have been in buckets
+        self._moved: frozenset[int] = frozenset()  # the ids of tensors that have been views of memory of this store
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
 
-    def add(self, tensors: Mapping[str, torch.Tensor], *, are_guarded: bool = False) -> None:
-        """Adds variables, by name; some may be there already, under the same name.
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._members.tensors
 
-        ``are_guarded``: whether programs are compiled anew if they become ones of other shapes or dtypes.
-        """
-        new = tensors.keys() - self.tensors.keys()
-        self._guarded = self._guarded | new if are_guarded else self._guarded - tensors.keys()
-        self.tensors = {**self.tensors, **tensors}  # a call in another thread may go over the old ones now
-        self.names = {**self.names, **{id(tensor): name for name, tensor in tensors.items()}}
+    @property
+    def names(self) -> Mapping[int, str]:
+        return self._members.names
 
-    def absorb(self, other: VariableStore, names: Mapping[str, str]) -> None:
-        """Takes over the variables of another store, whose buckets are freed, under the names that they have here.
+    def add(
+        self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
+    ) -> None:
+        """Adds variables; see `mirrorc.runtime.state.members.Members.with_added`."""
+        self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
+
+    def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
+        """Makes aside what takes over the variables of another store, under the names that they have here, without its buckets.
 
         What each replica has of its own stays in its memory. Variables that both have are here already, with the same values.
+
+        Returns:
+            Puts it in place; may be repeated from any point.
         """
-        new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
-        self.add(new)
-        self._guarded = self._guarded | (new.keys() & {names[name] for name in other._guarded})
-        moved = self._layout.absorb(other._layout, names)
-        self._watched = {**self._watched, **{names[name]: other._watched[name] for name in moved}}
-        self._has_moved_parameters = self._has_moved_parameters or other._has_moved_parameters
-        _stores.discard(other)
+        members = self._members.joined(other._members, names)
+        layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
+        watched = {**self._watched, **{names[name]: other._watched[name] for name in taken}}
+
+        def put_in_place() -> None:
+            self._members, self._layout, self._watched = members, layout, watched
+            self._moved |= other._moved
+            _stores.discard(other)
+
+        return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Forgets the variables whose tensors have other ids, as far as no memory is common to both; they stay where they are."""
-        kept = self._layout.keep_only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in kept}
-        self.names = {key: name for key, name in self.names.items() if name in kept}
-        self._watched = {name: watched for name, watched in self._watched.items() if name in kept}
-        self._guarded = self._guarded & kept
+        layout, kept = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
+        watched = {name: watched for name, watched in self._watched.items() if name in kept}
         self._copies.keep_only(kept)
+        self._layout, self._watched, self._members = layout, watched, self._members.only(kept)
+        self._moved &= self.names.keys()
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
         """The memory of some optimizers' buckets."""
@@ -155,9 +162,9 @@ class VariableStore:
         self._written, self._writing = frozenset(variable.name for variable in written), program.present
         first_written = [variable for variable in written if variable.name not in new.own]
         if first_written:
-            allocate_per_replica(new, first_written, self.tensors, self.devices)
-        counters = [counter_of(name) for name in program.variables] if self._has_copies else []
-        for name in (*program.variables, *counters):
+            allocate_per_replica(new, first_written, self.tensors, self.devices, self._members.counted())
+        counters = [self._members.counter_of(name) for name in program.variables] if self._has_copies else []
+        for name in (*program.variables, *filter(None, counters)):
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
             if not is_constant and name not in new.own and (name not in new.values or has_other_buckets):
                 new.values[name] = shared_copies(self.tensors[name], self.devices)
@@ -174,9 +181,8 @@ class VariableStore:
             return
         check_members(plan, self.tensors)
         old, planned = self._layout, {slot.variable for bucket in plan for slot in bucket.slots}
-        first = planned - (old.values.keys() if self._has_moved_parameters else set())
-        others = {id(tensor) for store in list(_stores) if store is not self for tensor in store.tensors.values()}
-        held = {name: own for name, own in self.tensors.items() if name in first and id(own) not in others}
+        moved = self._moved.union(*(store.names for store in list(_stores) if store is not self))
+        held = {name: own for name, own in self.tensors.items() if name in planned and id(own) not in moved}
         warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
         return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
@@ -189,26 +195,22 @@ class VariableStore:
         if not moved:
             return set()
         stores = [store for store in list(_stores) if store is not self]
-        others = {_memory_of(flat.parameters[0]) for store in stores for flat in store._layout.buckets}
-        return {self.names[id(tensor)] for tensor in moved if _memory_of(tensor) not in others}
+        others = {memory_of(flat.parameters[0]) for store in stores for flat in store._layout.buckets}
+        return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
         """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
-            self._watch(name, home)
+            self._watched[name] = Watched.of(self.tensors[name], home)
+        self._moved |= {id(self.tensors[name]) for name, home in layout.homes.items() if home is not None}
         self._layout = layout
         self._trained = {
             owner: [self._watched[slot.variable] for flat in flats for slot in flat.bucket.slots]
             for owner, flats in layout.planned.items()
         }
-        self._has_moved_parameters = self._has_moved_parameters or any(layout.planned.values())
         layout.homes, layout.moved = {}, Moved.NOTHING
-
-    def _watch(self, name: str, home: torch.Tensor | None) -> None:
-        tensor = self.tensors[name]
-        self._watched[name] = Watched(tensor, tensor._version, tensor.data_ptr(), home)
 
     def holds(self, program: Program, owner: int) -> bool:
         """Whether memory is laid out for a program."""
@@ -229,17 +231,18 @@ class VariableStore:
         Raises:
             ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
         """
-        watched = self._watched.items()
-        changed = [name for name, its in watched if its.has_changed() or id(self.tensors[name]) in stepped]
+        watched = self._watched
+        changed = [name for name, its in watched.items() if its.has_changed() or id(its.tensor) in stepped]
         for shown in self._layout.aggregates:
             changed += [name for name in shown.written_by_user() if name not in changed]
-        changed += counted_by(changed, self._watched) if changed else []
+        if changed:
+            changed += [name for name in watched if name not in changed and self._members.counter_of(name) in changed]
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
             leave_homes_of_others([self._watched[name] for name in changed], self._watched.values())
         for name in changed:
             known = self._layout.values[name][0]
-            if name in self._layout.own or name not in self._guarded:
+            if name in self._layout.own or name not in self._members.guarded:
                 check_type(name, self.tensors[name], known.shape, known.dtype)
         has_moved = [self._mirror(name) for name in changed]
         for shown in self._layout.aggregates if changed else ():
@@ -282,19 +285,16 @@ class VariableStore:
 
         So autograd refuses a backward through what it has saved of them before, and other steps over them see the update.
         """
-        trained = self._trained.get(owner, [])
-        torch.autograd.graph.increment_version([watched.tensor for watched in trained])
-        for watched in trained:
-            watched.version = watched.tensor._version
+        count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:
-        """Shows the per-replica variables that the step has written, aggregated, in the user's model."""
+        """Shows the per-replica variables that the step has written, aggregated, in the user's model; may be repeated.
+
+        It counts a version of each, so that other steps over them see it.
+        """
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
+            count_write([self._watched[name] for name in shown.names & self._written])
 
 
 _stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.runtime.state import open_states
 
 COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 ADAMW, SGD = functools.partial(torch.optim.AdamW, lr=0.05), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -406,3 +408,118 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
             warnings.simplefilter("ignore")
             step(x, target=x)
         assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("num_teachers", [1, 2])
+def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
+    num_teachers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version tells, and in eval mode no program reads the counter; two modules with one name have a counter each."""
+    separate_memories(monkeypatch)
+    teachers, own, x = [net(3, normalizes=True).eval() for _ in range(num_teachers)], net(3), torch.randn(6, 3).double()
+    now = SimpleNamespace(teacher=teachers[0])
+    loss = lambda y, target: F.mse_loss(y, now.teacher(target))  # noqa: E731
+    options = {"optimizer": SGD(own.parameters(), lr=0.0), "loss_fn": loss, "backend": "eager", **COPIES}
+    with warnings.catch_warnings(), mirrorc.compile(own, 2, **options) as step:
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            for now.teacher in teachers:
+                torch.testing.assert_close(step(x, target=x), loss(own(x), x).detach())
+            for teacher in teachers:
+                teacher.train()(3 * torch.randn(6, 3).double() + 1)
+                teacher.eval()
+        assert "outside.now.teacher.1.num_batches_tracked" not in step.program.variables
+
+
+def test_statistics_that_another_step_writes_are_read_in_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where optimizers have parameters in common in part, so that each step has variables of its own."""
+    separate_memories(monkeypatch)
+    first, second, reader, x = net(3, normalizes=True), net(3), net(3), torch.randn(6, 3).double()
+    both = nn.Sequential(first, second)
+    loss = lambda y, target: F.mse_loss(y, first(target))  # noqa: E731
+    one, other, reading = (
+        mirrorc.compile(own, 2, optimizer=SGD(own.parameters()), loss_fn=loss_fn, backend="eager", **COPIES)
+        for own, loss_fn in ((first, F.mse_loss), (both, F.mse_loss), (reader, loss))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for write in (one, other, other.evaluate, other.evaluate, one):
+            first.train()
+            write(3 * torch.randn(6, 3).double() + 1, target=x)
+            first.eval()
+            torch.testing.assert_close(reading.evaluate(x, target=x), loss(reader(x), x).detach())
+    assert len({id(step._state._held) for step in (one, other, reading)}) > 1
+    for step in (one, other, reading):
+        step.close()
+
+
+def interrupted_in_state(number: int) -> Callable[..., Any]:
+    """A trace function that interrupts the so manieth line of those that make held states one."""
+    count, is_begun = 0, False
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count, is_begun
+        code = frame.f_code
+        is_begun = is_begun or code.co_qualname == "HeldState.absorb"
+        if not is_begun or not code.co_filename.endswith(("_state.py", "variables.py", "layout.py", "members.py")):
+            return None
+        count += event == "line"
+        if count == number:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("number", [30, 100, *slow(*((number,) for number in range(10, 250, 20)))])
+def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, plain = Game(2), Game()
+    reaches = [False]
+    for game in (own, plain):
+        critic = game.critic
+        game.losses[0] = lambda y, target, critic=critic: critic(y).mean() if reaches[0] else y.square().mean()
+    own.close()
+    own.steps = [
+        mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss, backend="eager")
+        for net, optimizer, loss in zip(
+            own.nets, own.optimizers, (own.losses[0], lambda y, target: y.mean()), strict=True
+        )
+    ]
+    plain.losses[1] = lambda y, target: y.mean()
+    take_turns(own, plain, 0, 1)
+    reaches[0] = True
+    take_in = open_states.take_in
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.undo()
+        before = sys.gettrace()
+        sys.settrace(interrupted_in_state(number))
+        try:
+            take_in(*args)
+        finally:
+            sys.settrace(before)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(open_states, "take_in", interrupted)
+    before = copy.deepcopy(own.nets.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(KeyboardInterrupt):
+            own.train(0, torch.randn(5, 3).double())
+        assert all(torch.equal(value, before[name]) for name, value in own.nets.state_dict().items())
+        take_turns(own, plain, 1, 0, 0, 1)
+    assert own.steps[0]._state._held is own.steps[1]._state._held
+    own.close()
+
+
+@pytest.mark.parametrize("turns", [(0, 1), *slow(((1, 0),))])
+def test_what_holds_the_critics_memory_is_warned_of_in_any_order(turns: tuple[int, ...]) -> None:
+    game, x = Game(2), torch.randn(4, 3).double()
+    taken = game.critic.state_dict()
+    with pytest.warns(
+        UserWarning, match=r"memory of 4 of the model's parameters, such as .* is held by something else"
+    ):
+        for turn in turns:
+            game.train(turn, x)
+    game.close()
+    assert not torch.equal(taken["0.weight"], game.critic[0].weight)

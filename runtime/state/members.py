@@ -1,0 +1,82 @@
+"""Which of the user's tensors a store of variables has, under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The tensors of a store. It is replaced as a whole, as a call in another thread may go over it.
+
+    Attributes:
+        tensors: parameters and buffers, by name of their variable.
+        names: the name of each tensor, by its id.
+        guarded: those of which guards watch shape and dtype: programs are compiled anew if these change.
+        counters: for the id of a statistic that forwards write without counting a version, the id of the buffer that counts them.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    guarded: frozenset[str] = frozenset()
+    counters: Mapping[int, int] = field(default_factory=dict)
+
+    def with_added(
+        self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
+    ) -> Members:
+        """Further ones, of which some may be there already, under the same name."""
+        new = tensors.keys() - self.tensors.keys()
+        return Members(
+            {**self.tensors, **tensors},
+            {**self.names, **{id(tensor): name for name, tensor in tensors.items()}},
+            self.guarded | new if are_guarded else self.guarded - tensors.keys(),
+            {**self.counters, **counters},
+        )
+
+    def joined(self, other: Members, names: Mapping[str, str]) -> Members:
+        """Those of both, with the names that those of the other one have here."""
+        new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
+        return Members(
+            {**self.tensors, **new},
+            {**self.names, **{id(tensor): name for name, tensor in new.items()}},
+            self.guarded | (new.keys() & {names[name] for name in other.guarded}),
+            {**other.counters, **self.counters},
+        )
+
+    def only(self, kept: Collection[str]) -> Members:
+        """Those of some names."""
+        names = {key: name for key, name in self.names.items() if name in kept}
+        return Members(
+            {name: tensor for name, tensor in self.tensors.items() if name in kept},
+            names,
+            self.guarded.intersection(kept),
+            {key: counter for key, counter in self.counters.items() if key in names and counter in names},
+        )
+
+    def counter_of(self, name: str) -> str | None:
+        """The buffer that counts the forwards which write a statistic, if there is one."""
+        tensor = self.tensors.get(name)
+        return self.names.get(self.counters[id(tensor)]) if id(tensor) in self.counters else None
+
+    def counted(self) -> set[str]:
+        """The statistics whose writes a counter tells, and the counters."""
+        return {self.names[key] for pair in self.counters.items() for key in pair if key in self.names}
+
+
+def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """The counters of the statistics of a model, as `Members` has them.
+
+    Args:
+        tensors: by their paths in the model: statistics and counter are buffers of one module.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))
+        if counter is not None and counter is not tensor and not isinstance(tensor, torch.nn.Parameter):
+            found[id(tensor)] = id(counter)
+    return found
