@@ -1,11 +1,13 @@
 """What decides which tests run, where and when: a mistake there would leave tests out without a word."""
 
+import sys
 from itertools import combinations, product
 from logging import getLogger
 
 import pytest
 import saved_programs
 from distribution import Scheduler, longest_first, scope
+from interrupts import Interrupter, fail
 from selections import slow, thinned
 from tiny_programs import handmade
 
@@ -59,3 +61,18 @@ def test_a_shared_program_that_a_test_changes_is_named(monkeypatch: pytest.Monke
     assert saved_programs.changed_programs() == []
     next(iter(program.graphs()[0].nodes)).name = "other"
     assert saved_programs.changed_programs() == ["mine"]
+
+
+def test_an_interrupter_leaves_no_exception_behind() -> None:
+    def handles() -> None:
+        for _ in range(2):
+            try:
+                next(iter(()))
+            except StopIteration as end:
+                str(end)
+
+    interrupter = Interrupter(lambda filename: filename == __file__)
+    for place in range(interrupter.count(handles)):
+        with pytest.raises(RuntimeError, match="a failure was put here"):
+            interrupter.interrupted(handles, place, fail)
+        assert sys.exc_info()[1] is None, interrupter.where

@@ -156,10 +156,8 @@ _KNOWN = (
         ("backwards hooks require compiled autograd",),
     ),
     KnownFailure(
-        "it writes in place to a tensor that is no buffer of the model or of a loss that is a module, such as the statistics of "
-        "a BatchNorm that the loss only refers to",
-        "make it a buffer with register_buffer, or the module that has it a submodule of the model; a BatchNorm in eval mode "
-        "writes nothing",
+        "it writes in place to a tensor that is no buffer of a module",
+        "make it a buffer with register_buffer, of the model, of the loss or of a module that they refer to",
         ("mutating a non-functional tensor", "entirely functional graph, but found"),
     ),
 )

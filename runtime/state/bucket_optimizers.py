@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -225,14 +225,18 @@ class BucketOptimizers:
             (*whole, *self._numbers.flats),
         )
 
-    def update_memory(self, bucket: Bucket) -> UpdateMemory:
-        """The memory that the update of an element-wise bucket needs; the bucket need not be laid out yet."""
-        device, state = self._parameter(bucket.slots[0].variable).device, self._user_states(bucket)[0]
-        return update_memory(*self.groups[bucket.rule.group], bucket.dtype, device, state)
+    def update_memory(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> UpdateMemory:
+        """The memory that the update of an element-wise bucket of these parameters needs; it need not be laid out."""
+        optimizer, index = self.groups[bucket.rule.group]
+        first = parameters[0]
+        return update_memory(optimizer, index, bucket.dtype, first.device, optimizer.state.get(first, {}))
 
-    def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """Bytes of state for these buckets in an optimizer that runs by itself; None before its first step makes the state."""
-        states = [state for bucket in buckets for state in self._user_states(bucket)]
+    def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
+        """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step
+        makes the state."""
+        states = [
+            self.groups[bucket.rule.group][0].state.get(parameter, {}) for bucket, own in buckets for parameter in own
+        ]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         if not tensors and not self._has_run_by_itself:
             return None

@@ -191,12 +191,15 @@ class StepState:
         return is_to_move and not self.optimizers.fits(self.store.in_store(program).buckets)
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
-        """See `BucketOptimizers.update_memory`; of a bucket of a program."""
-        return self.optimizers.update_memory(self.store.bucket_in_store(bucket))
+        """See `BucketOptimizers.update_memory`; of a bucket of a program, also when the step is closed."""
+        return self.optimizers.update_memory(bucket, self._parameters_of(bucket))
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
         """See `BucketOptimizers.own_state_bytes`; of buckets of a program."""
-        return self.optimizers.own_state_bytes([self.store.bucket_in_store(bucket) for bucket in buckets])
+        return self.optimizers.own_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
+
+    def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [self.store.tensors[slot.variable] for slot in bucket.slots]
 
     def weight_of_loss(self, program: Program, num_examples: int) -> float:
         """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""

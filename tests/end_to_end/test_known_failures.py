@@ -21,7 +21,6 @@ from mirrorc import CaptureError, ExecutionError
 
 ARRAY, NUMBER, TOTAL = np.array([2.0, 3.0]), np.float32(2.0), torch.zeros(2)
 MASK = nn.Transformer.generate_square_subsequent_mask(3)
-OUTSIDE = nn.BatchNorm1d(2)
 
 
 class Net(nn.Module):
@@ -129,7 +128,6 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
     (lambda: Net(lambda net, y: y * float(ARRAY[0])), ("Python number of a value of numpy", "before the step")),
     (lambda: Net(lambda net, y: y * float(NUMBER)), ("Python number of a value of numpy", "before the step")),
     (READS_TOTAL, ("reads a tensor as a Python number", "compute with tensors")),
-    (lambda: Net(lambda net, y: OUTSIDE.train()(y)), ("writes in place to a tensor that is no buffer", "submodule")),
     (ADDS_UP, ("writes in place to a tensor that is no buffer", "register_buffer")),
     (lambda: Net(keep_mean), ("writes in place to a tensor that is no buffer", "register_buffer")),
     (lambda: Net(penalty_by_autograd), ("with torch.autograd.grad", "torch.func.vjp(net, x)")),

@@ -127,7 +127,11 @@ def test_autocast(kind: str) -> None:
 
     model.__class__ = Inside
     given = batches(dtype=torch.float32)[:1]
-    expected = train_on_one_device(model, SGD, given, F.mse_loss)
+    try:
+        expected = train_on_one_device(model, SGD, given, F.mse_loss)
+    except RuntimeError as error:
+        assert "could not create a primitive" in str(error)
+        pytest.skip("torch itself has no such layer of bfloat16 on this processor")
     plain = dtypes[0]
     dtypes.clear()
     with pytest.warns(UserWarning, match="changes dtypes"):

@@ -14,6 +14,7 @@ from typing import Any
 _Raise = Callable[[FrameType], None]
 # CPython looks for signals at these instructions, when they have been executed
 _CHECKING = ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+_CAUGHT = "PUSH_EXC_INFO"  # follows an instruction that raised: it has looked for none, and what is raised here Python never ends
 
 
 @functools.cache
@@ -65,9 +66,9 @@ class Interrupter:
         if event == "return":
             self._previous.pop(frame, None)
         elif event == "opcode":
-            found = self._previous.get(frame, "")
-            self._previous[frame] = _names(frame.f_code)[frame.f_lasti]
-            if found.startswith(_CHECKING):
+            found, now = self._previous.get(frame, ""), _names(frame.f_code)[frame.f_lasti]
+            self._previous[frame] = now
+            if found.startswith(_CHECKING) and now != _CAUGHT:
                 self._at_place(frame)
         return self._trace
 
