@@ -17,6 +17,7 @@ from mirrorc.errors import (
     VerifyError,
 )
 from mirrorc.ir.program import Program
+from mirrorc.ir.workers import World
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
 from mirrorc.step import Step
@@ -35,6 +36,7 @@ __all__ = [
     "Program",
     "Step",
     "VerifyError",
+    "World",
     "__version__",
     "after",
     "before",

@@ -14,8 +14,8 @@ from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.cluster import find_place
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import check_link
+from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.optimizer_groups import check_optimizers
@@ -45,6 +45,7 @@ from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
+from mirrorc.worlds import check_world, worker_devices, workers_of
 
 
 def compile(
@@ -80,6 +81,8 @@ def compile(
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
     workers: Workers = "auto",
+    world: World | None = None,
+    rank: int | None = None,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -141,6 +144,9 @@ def compile(
         workers: "auto" refuses to train in one of several workers (processes) that torchrun, TF_CONFIG or an initialised process
             group describes, see `mirrorc.cluster`: each would train a model of its own, as steps do not reduce over workers
             yet. None trains in this process alone, whatever the others do.
+        world: compile for one of several workers that need not be there: the step is prepared, printed, saved and compared, but
+            not called. None for a step that runs.
+        rank: the worker of ``world`` whose program is compiled; None for worker 0.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -148,12 +154,15 @@ def compile(
     asked = dict(locals())  # the arguments
     check_kinds(asked)
     check_loss_function(loss_fn)
-    _check_workers(workers)
+    if world is None:
+        _check_workers(workers)
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     dump_to = dump_directory(dump)
-    parsed = parse_devices(devices)
+    program_workers = workers_of(world, rank)
+    parsed = worker_devices(program_workers, devices)
+    check_world(program_workers, parsed, asked)
     check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
@@ -182,6 +191,7 @@ def compile(
             scales_loss=used_scaler is not None,
             fused_groups=optimizers.fused(parsed[0].torch_device.type),
             check_finite=check_finite,
+            over_workers=program_workers.are_several,
             **preferred,
         )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
@@ -214,6 +224,7 @@ def compile(
         scaler=used_scaler,
         autocast=casts_to,
         check_replicas_every=every,
+        program_workers=program_workers,
         remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.front_ends import FrontEnd
+from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.optimizer_groups import OptimizerGroups
@@ -57,6 +58,7 @@ class StepOptions:
     scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
     autocast: torch.dtype | None
     check_replicas_every: int  # 0 for never
+    program_workers: workers.Workers  # those of world=, or none besides this process
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
@@ -110,10 +112,11 @@ _TAKES = {
         (tuple, dict, NoneType),
         "give a tuple of positional arguments, a dict of keyword arguments, or a pair of both",
     ),
+    "world": _Takes((workers.World, NoneType), "give a mirrorc.World, such as World(num_workers=2), or None"),
+    "rank": _Takes((int, NoneType), "give the number of a worker of world=, or None for worker 0"),
     "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }
-"""By option. Not here is what is looked up or inspected, and refused there: model, optimizer, devices, and the names of backends,
-links and front ends."""
+"""By option. What is looked up or inspected is refused there: model, optimizer, devices, names of backends, links, front ends."""
 _MEANT_BY_THEMSELVES = (bool, str, bytes)
 _LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0  # the operating system's clocks do not take infinity
 

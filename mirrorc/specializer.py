@@ -237,7 +237,9 @@ class Specializer:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
-        program = captured.program.evolve(accumulation=purpose.accumulation).with_remarks(*options.remarks)
+        program = captured.program.evolve(
+            accumulation=purpose.accumulation, workers=options.program_workers
+        ).with_remarks(*options.remarks)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
         pipeline = purpose.passes_of(pipeline)

@@ -32,6 +32,7 @@ from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
 from mirrorc.step_reports import StepReports
+from mirrorc.worlds import refuse_to_run
 
 _T = TypeVar("_T")
 
@@ -86,6 +87,7 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
+        refuse_to_run(self._options.program_workers)
         return self._exclusively(lambda: self._train(args, kwargs, self._purpose_of_step()))
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +106,7 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
+        refuse_to_run(self._options.program_workers)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
@@ -131,6 +134,7 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
+        refuse_to_run(self._options.program_workers)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             return self._exclusively(lambda: self._evaluate(args, kwargs))
 

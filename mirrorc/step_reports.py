@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from mirrorc.analysis.worker_schedule import schedule_hash
 from mirrorc.capture.model_state import ModelState
 from mirrorc.clipping import told_norms
 from mirrorc.errors import ExecutionError
@@ -46,6 +47,17 @@ class StepReports(ABC):
         if self._last is None:
             raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
         return self._last.program
+
+    @property
+    def schedule_hash(self) -> str:
+        """The hash of what the program of the last call, or of `prepare`, exchanges with other workers: the same on all of them.
+
+        Raises:
+            ExecutionError: there is no program yet, or no other worker.
+        """
+        if not self.program.workers.are_several:
+            raise ExecutionError("there is no worker besides this one, so nothing is exchanged: compile with world=")
+        return schedule_hash(self.program)
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:

@@ -22,6 +22,7 @@ from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
+from mirrorc.passes.reduce_over_workers import ReduceOverWorkers
 from mirrorc.passes.replicate import Replicate
 from mirrorc.passes.reserve_memory import ReserveMemory
 from mirrorc.passes.reuse_arguments import ReuseArguments
@@ -49,6 +50,7 @@ __all__ = [
     "PlanBuckets",
     "ReadRowElements",
     "RecomputeElementwise",
+    "ReduceOverWorkers",
     "Replicate",
     "ReserveMemory",
     "ReuseArguments",
@@ -78,6 +80,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "insert-update": InsertUpdate,
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
+    "reduce-over-workers": ReduceOverWorkers,
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
@@ -106,6 +109,7 @@ def default_pipeline(
     scales_loss: bool = False,
     fused_groups: tuple[int, ...] = (),
     check_finite: bool | Literal["skip"] = False,
+    over_workers: bool = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -124,6 +128,7 @@ def default_pipeline(
         fused_groups: the numbers of the optimizers' groups that torch's fused kernels update, see `ScaleInUpdates`.
         check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
             the update out otherwise, True raises an error.
+        over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
@@ -145,6 +150,7 @@ def default_pipeline(
         InsertUpdate(),
         ScheduleOverlap(),
         ShareParameters(),
+        *([ReduceOverWorkers()] if over_workers else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),

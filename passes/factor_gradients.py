@@ -123,6 +123,8 @@ class FactorGradients:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
             )
+        if program.num_replicas == 1 and program.workers.are_several:
+            return "one device has no share to make, and workers exchange whole buckets"
         if program.num_replicas == 1:
             is_cpu = program.devices[0].torch_device.type == "cpu"
             return "" if is_cpu else "one device has no share to make"

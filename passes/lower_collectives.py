@@ -9,7 +9,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.links import best_link, carrier_of, check_link, link_named
+from mirrorc.ir.links import Span, best_link, carrier_of, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 
@@ -26,7 +26,7 @@ class LowerCollectives:
 
     Logical CPUs share memory: each device sums its share of the bucket, directly from the others' buckets. Distinct GPUs use
     NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. Operations that a link does not carry go over
-    the link that it falls back to.
+    the link that it falls back to. Exchanges between workers go over a link that joins workers.
 
     Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
@@ -49,14 +49,21 @@ class LowerCollectives:
         link, remark = self._choose(program)
         graph = copied(program.mirrored_graph)
         collectives = list(calls_to(graph, *ops.COLLECTIVES))
+        is_exchanged = any(calls_to(graph, *ops.EXCHANGES))
+        between, why = best_link(program.devices, Span.WORKERS) if is_exchanged else ("", "")
         for node in collectives:
             if node.target is ops.broadcast:
                 _lower_broadcast(program, node, carrier_of(link, ops.send))
             else:
-                node.kwargs = {**node.kwargs, "link": carrier_of(link, node.target)}
+                own = between if node.target in ops.EXCHANGES else link
+                node.kwargs = {**node.kwargs, "link": carrier_of(own, node.target)}
         lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph)
         if not collectives:
             return lowered.with_remarks("no link: there is no collective", is_kept=False)
+        if is_exchanged:
+            lowered = lowered.with_remarks(why or f"link {between} between workers: the best for these devices")
+        if all(node.target in ops.EXCHANGES for node in collectives):
+            return lowered
         idle = "" if link_named(link).moves_by_itself else "; nothing moves before the wait, which does all the work"
         return lowered.with_remarks(remark + idle)
 

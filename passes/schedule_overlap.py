@@ -36,6 +36,7 @@ class ScheduleOverlap:
     precedes: ClassVar = (
         Property.ORDERED,
         Property.PLACED,
+        Property.EXCHANGED,
         Property.CLIPPED,
         Property.UNSCALED,
         Property.CHECKED,

@@ -47,7 +47,13 @@ class ShareParameters:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     establishes: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = (
+        Property.EXCHANGED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
 
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):
@@ -91,7 +97,7 @@ def _remarks(program: Program) -> list[str]:
     remarks = [kept + (": each device reduces and updates its share of each bucket" if shared else "")]
     if shared:
         writing = "parameters are written after the commit, when no device reads them any more"
-        is_last = len(shared) > 1 and shared[-1] == program.buckets[-1].index
+        is_last = len(shared) > 1 and shared[-1] == program.buckets[-1].index and not program.workers.are_several
         order = (
             f"; bucket {shared[-1]}, launched last, is waited for first, though any order would do" if is_last else ""
         )

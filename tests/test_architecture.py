@@ -33,6 +33,7 @@ ORDER = (
     "mirrorc/options",
     "mirrorc/clipping",
     "mirrorc/microbatches",
+    "mirrorc/worlds",
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",
     "mirrorc/capture",

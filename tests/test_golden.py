@@ -12,18 +12,20 @@ from golden_programs import (
     NUM_DEVICES,
     UPDATE,
     VERSIONS,
+    WORKER,
     captured_text,
     checked_text,
     difference,
     golden_program,
     versions,
+    worker_text,
 )
 
 import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, CAPTURED]
+FILES = [*LOWERED, CHECKED, WORKER, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -53,6 +55,8 @@ def golden_text(file: str) -> str:
         return captured_text()
     if file == CHECKED:
         return checked_text()
+    if file == WORKER:
+        return worker_text()
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)
     return golden_program(name, int(num_devices)).to_text(slots=True, sources=False)
 

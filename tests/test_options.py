@@ -101,6 +101,8 @@ TAKEN: dict[str, set[str]] = {
     "check_replicas_every": {"None", "0", "1"},
     "example_inputs": {"None"},
     "workers": {"None", "'auto'"},
+    "world": {"None"},
+    "rank": {"None"},
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""

@@ -29,8 +29,8 @@ class Span:
     Attributes:
         start: the first element.
         stop: one past the last element.
-        replicas: of gradients, the replicas whose gradients are summed here, each once; of parameters, the replica that has
-            updated them.
+        replicas: of gradients, the replicas whose gradients are summed here, each once, by their numbers over all workers; of
+            parameters, the replica that has updated them.
     """
 
     start: int
@@ -81,7 +81,8 @@ class BucketParts:
     """Finds which part of a bucket each value of a program holds; follows values from replica to replica.
 
     `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
-    reduction gives the sum over all replicas. `step_optimizer` gives new parameters. From these values on, slices,
+    reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
+    was offered to it. `step_optimizer` gives new parameters. From these values on, slices,
     concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
@@ -117,6 +118,9 @@ class BucketParts:
         if launch.target is ops.recv:
             sent = self._sent.get(route_of(self._program, launch))
             return sent.all_input_nodes[:1] if sent is not None else []
+        if launch.target in ops.EXCHANGES:
+            own = replica_at(self._program, node)
+            return [given for given in launch.all_input_nodes if replica_at(self._program, given) == own][:1]
         return launch.all_input_nodes[:1] if launch.target is ops.broadcast else []
 
     def _part(self, node: fx.Node) -> Part | None:
@@ -139,6 +143,8 @@ class BucketParts:
         if launch.target in (ops.recv, ops.broadcast):
             (source,) = self._sources(wait) or (None,)
             return self._found.get(source) if source is not None else None
+        if launch.target in ops.EXCHANGES:
+            return self._exchanged(self._sources(wait), bucket_of(launch))
         if launch.target not in ops.REDUCTIONS:
             return None
         whole = self._whole(GRADIENTS, bucket_of(launch), range(self._program.num_replicas))
@@ -147,11 +153,23 @@ class BucketParts:
             return _cut(whole, *bucket.share(replica, self._program.num_replicas))
         return whole
 
+    def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
+        """The sum over all workers of what each has summed over its replicas; None if this one has offered anything else."""
+        part = self._exact(sources[0]) if sources else None
+        own, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
+            return None
+        if any(span.replicas != own for span in part.spans):
+            return None
+        return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
+
     def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
+        """A bucket, of these replicas of the worker."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket: Bucket = self._program.buckets[index]
-        return Part(kind, index, (Span(0, bucket.num_elements, frozenset(replicas)),))
+        first = self._program.workers.first_replica
+        return Part(kind, index, (Span(0, bucket.num_elements, frozenset(first + replica for replica in replicas)),))
 
     def _computed(self, node: fx.Node) -> Part | None:
         if node.target in (ops.norm, ops.is_finite):

@@ -165,6 +165,8 @@ def lies_in_own_memory(value: Any) -> bool:
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated):
         return True  # it was made so, or there is one replica
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
+    if launch is not None and launch.target in ops.EXCHANGES:
+        return True  # it was what the replica alone has of its worker's sum
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
     return launch.target is ops.reduce_scatter or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST

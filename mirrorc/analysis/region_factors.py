@@ -111,6 +111,9 @@ def _are_smaller(
         if program.num_replicas == 1 and first.form.writes_all:
             whole[variable] = "of which one device writes every element in any case"
             return False
+        if program.workers.are_several and not first.form.writes_all:
+            whole[variable] = "of tables, in which other workers have looked up other rows"
+            return False
         if len(shard) > 1 and not first.form.takes_parts:
             whole[variable] = f"{first.form.description} that is made of the factors of one microbatch alone"
             return False

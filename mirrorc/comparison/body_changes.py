@@ -24,6 +24,15 @@ def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
         yield f"the devices are in another order: {listed(both[1], _LISTED)} instead of {listed(both[0], _LISTED)}"
 
 
+def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
+    """Says whose of several workers' programs these are, and what is said of all workers, where that differs."""
+    alone = "a process on its own"
+    if old.worker != new.worker:
+        yield f"it is the program of {new.worker or alone} instead of {old.worker or alone}"
+    if old.workers and new.workers and old.workers != new.workers:
+        yield f"of the workers it is said: {new.workers}; instead of: {old.workers}"
+
+
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
     """Says which devices used to run the same program and no longer do, and the reverse."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):

@@ -17,6 +17,7 @@ from mirrorc.comparison.body_changes import (
     group_changes,
     optimizer_changes,
     remark_changes,
+    worker_changes,
 )
 from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
 from mirrorc.comparison.schedule_changes import schedule_changes
@@ -143,6 +144,7 @@ def _read(text: str, name: str) -> PrintedProgram:
 
 def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
     pairs = pair_buckets(old, new)
+    yield from worker_changes(old, new)
     yield from device_changes(old, new)
     if old.stage != new.stage:
         yield f"the stage changed from {old.stage} to {new.stage}"

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, share_one_memory
 
 _DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
+
+
+class Span(enum.Enum):
+    """What a link joins."""
+
+    DEVICES = "devices of one worker"
+    WORKERS = "workers"
 
 
 class SumPlace(enum.Enum):
@@ -39,10 +46,12 @@ class Link:
             gradients that are left as factors, and a wait needs only the launches of the other replicas.
         moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
             wait does all the work.
-        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``).
+        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``);
+            ``exchange`` between workers.
         falls_back_to: the name of the link that carries what this one does not.
-        sum_place: where the sum of an all_reduce lies.
+        sum_place: where the sum of an all_reduce, or of an exchange, lies.
         keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
+        spans: whether it joins the devices of one worker, or workers, each with devices of that type.
     """
 
     name: str
@@ -55,9 +64,12 @@ class Link:
     falls_back_to: str = ""
     sum_place: SumPlace = SumPlace.ADDITIONAL
     keeps_operands: bool = True
+    spans: Span = Span.DEVICES
 
-    def objection(self, devices: Sequence[Device]) -> str:
-        """Why the link cannot join the devices; an empty text if it can."""
+    def objection(self, devices: Sequence[Device], spans: Span = Span.DEVICES) -> str:
+        """Why the link cannot join the devices, or workers with such devices; an empty text if it can."""
+        if self.spans is not spans:
+            return f"it joins {self.spans.value}, not {spans.value}"
         if not self.is_for(devices):
             return f"it joins {_DEVICE_NAMES.get(str(self.device_type), self.device_type)}"
         return self.why_not(devices)
@@ -85,9 +97,9 @@ def unregister_link(name: str) -> None:
     del _links[name]
 
 
-def link_names() -> tuple[str, ...]:
-    """The names of all links, in the order in which they were registered."""
-    return tuple(_links)
+def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
+    """The names of all links that join devices of one worker, or workers, in the order in which they were registered."""
+    return tuple(name for name, link in _links.items() if link.spans is spans)
 
 
 def link_named(name: object) -> Link:
@@ -98,7 +110,7 @@ def link_named(name: object) -> Link:
     """
     link = _links.get(str(name))
     if link is None:
-        raise ValueError(f"link is {name!r}: give one of {', '.join(_links)}, or None for the best")
+        raise ValueError(f"link is {name!r}: give one of {', '.join(link_names())}, or None for the best")
     return link
 
 
@@ -116,9 +128,11 @@ def carrier_of(link: str, operation: Any) -> str:
     return carrier_of(found.falls_back_to, operation)
 
 
-def best_link(devices: Sequence[Device]) -> tuple[str, str]:
-    """The link that joins devices if the user names none, and a remark on why faster links cannot; empty if there are none."""
-    ranked = [(link.preference, link) for link in _links.values() if link.preference is not None]
+def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
+    """The link that joins devices, or workers with such devices, if the user names none, and a remark on why faster links cannot;
+    empty if there are none."""
+    known = [link for link in _links.values() if link.spans is spans]
+    ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
     for _, link in sorted(ranked, key=lambda pair: -pair[0]):
         if not link.is_for(devices):
@@ -130,18 +144,18 @@ def best_link(devices: Sequence[Device]) -> tuple[str, str]:
     raise ValueError(f"no link joins {', '.join(map(str, devices))}: register one with mirrorc.ir.links.register_link")
 
 
-def check_link(link: str | None, devices: Sequence[Device]) -> None:
-    """Refuses a link that does not exist or cannot join these devices; None, which means the best link, is accepted.
+def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
+    """Refuses a link that does not exist or cannot join these devices, or workers with them; None, for the best, is accepted.
 
     Raises:
         ValueError: names the devices and the remedy.
     """
     if link is None:
         return
-    objection = link_named(link).objection(devices)
+    objection = link_named(link).objection(devices, spans)
     if objection:
         names = ", ".join(device.name for device in devices)
-        others = " or ".join(repr(other.name) for other in _links.values() if not other.objection(devices))
+        others = " or ".join(repr(other.name) for other in _links.values() if not other.objection(devices, spans))
         raise ValueError(f"link={link!r} cannot join {names}: {objection}; use {others}, or None for the best")
 
 
@@ -189,3 +203,15 @@ register_link(
     )
 )
 register_link(Link("copy", preference=0))
+_BETWEEN_WORKERS = Link(
+    "gloo",
+    device_type="cpu",
+    preference=1,
+    moves_by_itself=True,
+    carries=(ops.exchange,),
+    sum_place=SumPlace.OWN,
+    keeps_operands=False,
+    spans=Span.WORKERS,
+)
+register_link(_BETWEEN_WORKERS)
+register_link(replace(_BETWEEN_WORKERS, name="nccl-workers", device_type="cuda"))

@@ -57,6 +57,7 @@ class Effect(enum.Enum):
     JOINS = "takes a value of every replica and belongs to none"
     SUMS = "adds up the replicas' values"
     SCATTERS = "gives each replica its share alone"
+    EXCHANGES = "adds up the workers' sums"
     SENDS = "gives a value to another replica"
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"
@@ -92,8 +93,7 @@ class Operation:
         shown: the keywords that are printed after its operands, in order, if they are set.
         stem: a template for the names of its nodes, see `mirrorc.ir.templates`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
-        called: a template for the printed name of its value; empty if the node's name is printed. For an operation that gives
-            a value for each bucket of a keyword, the template of each name.
+        called: a template for the printed name of its value, or of each if it gives one per bucket; empty for the node's name.
         awaited: for a launch, a template for the printed name of the value that a wait gives.
         printed: where a program's text shows it.
         summary: what it does, in a sentence.

@@ -22,6 +22,7 @@ from mirrorc.ir.type_rules import (
     of_bucket,
     of_buckets,
     of_commit,
+    of_exchange,
     of_finiteness,
     of_gather,
     of_loss_scale,
@@ -206,6 +207,24 @@ def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None)
 
 @operation(
     Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
+    gives=of_exchange,
+    stem="b{bucket}_exchange",
+    value="pending",
+    called="b{bucket}_exchange",
+    awaited="total",
+)
+def exchange(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
+    """Launches the sum over all workers of the sums of a bucket that each has made over its own replicas.
+
+    It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
+    same elements of the sum over workers, in the same memory. A worker sends each element once, however many devices it has.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
     since=Stage.UPDATED,
     until=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS),
@@ -361,6 +380,9 @@ FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 """Operations that give a gradient as factors."""
 
 REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
+EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
+"""Operations that join workers."""
+
 COLLECTIVES = Selection(lambda found: Effect.JOINS in found.effects)
 LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 """Operations that give a pending value."""

@@ -16,6 +16,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Variable
+from mirrorc.ir.workers import ALONE, Workers
 
 LOSS_OUTPUT = "loss"
 """The name of the output that is the loss of an evaluation; the names of all others begin with ``outputs``."""
@@ -48,6 +49,7 @@ class Property(enum.Enum):
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
+    EXCHANGED = "exchanged"  # updates take sums over all workers
     CLIPPED = "clipped"  # gradients are bounded as they are to be
     UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
@@ -146,6 +148,7 @@ class Program:
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
         properties: what passes have made true of it, besides the stage; the runner notes what a pass establishes.
+        workers: the workers that train together; devices, graphs and ``num_examples`` are those of one of them.
     """
 
     stage: Stage
@@ -166,6 +169,7 @@ class Program:
     loss_reduction: str = "mean"
     optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     properties: tuple[Property, ...] = ()
+    workers: Workers = ALONE
 
     def __post_init__(self) -> None:
         if isinstance(self.remarks, tuple) and any(isinstance(remark, str) for remark in self.remarks):
@@ -175,6 +179,18 @@ class Program:
     @property
     def num_replicas(self) -> int:
         return len(self.devices)
+
+    @functools.cached_property
+    def own_replicas(self) -> range:
+        """The replicas of this worker's devices, by their numbers over all workers."""
+        first = self.workers.first_replica
+        return range(first, first + self.num_replicas)
+
+    @property
+    def reduced_replicas(self) -> range:
+        """The replicas over which updates take sums: all workers' once sums are exchanged, before that this worker's."""
+        is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
+        return range(self.workers.num_all_replicas) if is_exchanged else self.own_replicas
 
     @functools.cached_property
     def present(self) -> tuple[int, ...]:

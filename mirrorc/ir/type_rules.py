@@ -170,11 +170,38 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
         raise TypeError("it waits for something that is not pending")
-    launched = operation_of(launch.target)
-    if launched is None or Effect.SCATTERS not in launched.effects:
+    if not gives_shares(program, launch):
         return pending[1]
     start, stop = _bucket(program, node).share(replica_at(program, node), program.num_replicas)
     return _flat(node, stop - start, pending[1][3])
+
+
+def gives_shares(program: Program, launch: Any) -> bool:
+    """Whether a wait for a launch gives each replica its share of the bucket alone."""
+    launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
+    if launched is None or Effect.EXCHANGES not in launched.effects:
+        return launched is not None and Effect.SCATTERS in launched.effects
+    return program.num_replicas > 1 and _bucket(program, launch).reduces_by_shares
+
+
+def of_exchange(program: Program, node: fx.Node) -> ValueType:
+    """The whole bucket as a pending value. Each operand must be its replica's share, or all of it on a worker's only device."""
+    bucket, given = _bucket(program, node), node.all_input_nodes
+    if not given:
+        raise TypeError("it is given no sum")
+    whole = (0, bucket.num_elements)
+    dtypes = set()
+    for source in given:
+        kind = noted_type(source)
+        own = bucket.share(replica_at(program, source), program.num_replicas) if gives_shares(program, node) else whole
+        if not isinstance(kind, tuple) or kind[0] != "tensor" or kind[1] != (own[1] - own[0],):
+            raise TypeError(
+                f"it is given {say_type(kind)}, which is not what {source.name} is to hold of bucket {bucket.index}"
+            )
+        dtypes.add(kind[3])
+    if len(dtypes) > 1:
+        raise TypeError(f"it adds up {' and '.join(sorted(map(str, dtypes)))}")
+    return ("pending", _flat(node, bucket.num_elements, dtypes.pop()))
 
 
 def of_update(program: Program, node: fx.Node) -> None:

@@ -28,6 +28,7 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
+from mirrorc.ir.type_rules import gives_shares
 from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
@@ -90,8 +91,8 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
         others: whether the line also stands for other devices, whose shares are in the table of buckets.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
-    bucket = _bucket(program, node) if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
-    if bucket is None:
+    bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
+    if bucket is None or not gives_shares(program, launch):
         return ""
     start, stop = bucket.share(replica, program.num_replicas)
     elements = f"elements {range_text(start, stop)}" if start < stop else "no elements"
@@ -116,7 +117,10 @@ def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     first = next((node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES), None)
-    text = "a factored gradient is not made here: at the wait each device makes its own share of it, of all replicas' factors"
+    whose = "this worker's replicas'" if program.workers.are_several else "all replicas'"
+    text = (
+        f"a factored gradient is not made here: at the wait each device makes its own share of it, of {whose} factors"
+    )
     return {first: [text]} if first is not None else {}
 
 
@@ -127,7 +131,8 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     piece, what = ("backward", "parameters") if program.trains else ("forward", "buffers")
     what = "accumulated gradients" if program.accumulates else what
     who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
-    lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step any more"]}
+    here = " on this worker" if program.workers.are_several else ""
+    lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step{here} any more"]}
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
@@ -252,6 +257,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather: lambda program, node: _gathered(node),
         ops.pack: _packed,
         ops.update: _updated,
+        ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.step_optimizer: _own_step,
     }
 )

@@ -160,6 +160,8 @@ class PrintedProgram:
         num_devices: the number of devices in the heading.
         is_evaluation: whether it is an evaluation, which has no buckets.
         accumulation: what the heading says of the gradients of several calls: "accumulating", "after accumulation" or nothing.
+        worker: which of several workers the heading names, and its replicas; empty if it names none.
+        workers: what it says of all workers, below the heading.
         after: the pass that the heading names; empty if it names none.
         milliseconds: the time in the heading, if there is one.
         report: a dump's report on the pass, below the heading.
@@ -174,6 +176,8 @@ class PrintedProgram:
     num_devices: int
     is_evaluation: bool = False
     accumulation: str = ""
+    worker: str = ""
+    workers: str = ""
     after: str = ""
     milliseconds: float | None = None
     report: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 
 The printed form::
 
-    text      = heading [ change ] bucket* optimizer* remark* function+ region*
+    text      = heading [ change ] [ workers ] bucket* optimizer* remark* function+ region*
     heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" [ "·" CALLS ] | "evaluation" )
-                [ "· MS ms" ]
+                [ "· worker N of N, replicas N … N of N" ] [ "· MS ms" ]
+    workers   = "# workers: " TEXT
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ "· shared" ] [ "· ready after d(VARIABLE) in REGION" ]
                 member+ [ share ]
@@ -29,11 +30,15 @@ The printed form::
 
 An ``evaluation`` has forward alone, and its functions return nothing: loss and outputs are gathered. An ``accumulating`` program
 adds its gradients to those that are kept, and one ``after accumulation`` updates with these, too. ``change`` stands in the
-files of ``dump=``, which end with it where the pass changed nothing. ``function`` is ``one_device``
-up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to SCHEDULED, and in LOWERED a function for
-each device; devices that run the same are printed together. The lines above it say which devices run it, on which examples, with
-which weight of the loss and from which random stream. ``source`` is the user's line that the operators come from, or their module
-where no line is known. A ``remark`` is one line: line breaks in it are written as ``\\n``.
+files of ``dump=``, which end with it where the pass changed nothing. A program of several workers is that of one of them, whose
+devices it has; ``workers`` says what the others have, and the hash of the exchanges that all of them make alike. Replicas are
+numbered over all workers, but for ``root``, ``source`` and ``destination``, which are replicas of this one.
+
+``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to
+SCHEDULED, and in LOWERED a function for each device; devices that run the same are printed together. The lines above it say
+which devices run it, on which examples, with which weight of the loss and from which random stream. ``source`` is the user's
+line that the operators come from, or their module where no line is known. A ``remark`` is one line: line breaks in it are
+written as ``\\n``.
 
 Unless ``fold=False`` or ``slots=True`` is given, repeated parts are printed once, without any loss of information:
 
@@ -77,6 +82,7 @@ from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
 from mirrorc.printing.wording import on_one_line, printable
+from mirrorc.printing.worker_text import worker_lines, worker_title
 
 
 class ProgramPrinter:
@@ -109,7 +115,11 @@ class ProgramPrinter:
             milliseconds: the time that the heading gives.
         """
         program, is_folded = self._program, not slots if fold is None else fold
-        lines = [program_heading(program, after, milliseconds), *table_lines(program, slots=slots, fold=is_folded)]
+        lines = [
+            program_heading(program, after, milliseconds),
+            *worker_lines(program),
+            *table_lines(program, slots=slots, fold=is_folded),
+        ]
         kept = (remark for remark in program.remarks if remark.is_kept and remarks)
         lines += [f"# remark: {on_one_line(str(remark))}" for remark in kept]
         lines += function_lines(program, self._lines_of, sources=sources, fold=is_folded)
@@ -173,6 +183,7 @@ def program_heading(program: Program, after: str = "", milliseconds: float | Non
     parts.append(_count(len(program.devices), "device"))
     parts.append(_count(len(program.buckets), "bucket") if program.trains else "evaluation")
     parts += [program.accumulation.value] if program.accumulation is not Accumulation.NONE else []
+    parts += [worker_title(program)] if program.workers.are_several else []
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []
     return "# " + " · ".join(parts)
 

@@ -24,6 +24,7 @@ from mirrorc.printing.text_cursor import TextCursor
 _HEADING = re.compile(
     r"# mirrorc(?: · after (?P<after>.+?))? · stage (?P<stage>[A-Z]+) · (?P<devices>\d+) devices?"
     r" · (?:(?P<buckets>\d+) buckets?|evaluation)(?: · (?P<accumulation>accumulating|after accumulation))?"
+    r"(?: · (?P<worker>worker \d+ of \d+, replicas? [\d …]+ of \d+))?"
     r"(?: · (?P<milliseconds>\d+(?:\.\d+)?) ms)?"
 )
 _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>[\w.]+)\((?P<arguments>.*)\):(?:  # (?P<comment>.*))?")
@@ -34,6 +35,7 @@ _TYPE = re.compile(r"(?:pending |share of )*(?:\w+\[(?:\d+(?:, \d+)*)?\]|\(.*\)|
 _AS_OTHER = re.compile(r"as (?P<name>\w+), but for these lines(; .*)?")
 _AS_BEFORE = "the program is as before"
 _REPORT = re.compile(rf"# (?:\d+ nodes.*|remark of this pass: .*|{_AS_BEFORE})")  # what a dump says of a pass
+_WORKERS = re.compile(r"# workers: .+")
 _OPTIMIZER = "# optimizer "
 _REMARK = "# remark: "
 _INDENT = "    "
@@ -54,6 +56,10 @@ def read_program_text(text: str) -> PrintedProgram:
     heading = cursor.match(_HEADING, cursor.take(), "the heading '# mirrorc · stage STAGE · N devices · N buckets'")
     report = [line.removeprefix("# ") for line in _while_matching(cursor, _REPORT)]
     cursor.expect(_AS_BEFORE not in report, "the program; this dump says that the pass before has left the same one")
+    workers = "".join(_while_matching(cursor, _WORKERS)).removeprefix("# workers: ")
+    cursor.expect(
+        bool(workers) == bool(heading["worker"]), "'# workers: TEXT' where the heading names a worker, and only there"
+    )
     buckets = read_buckets(cursor, int(heading["buckets"] or 0))
     optimizers, remarks = (tuple(_while_beginning(cursor, start)) for start in (_OPTIMIZER, _REMARK))
     functions, regions = _functions_and_regions(cursor)
@@ -62,6 +68,8 @@ def read_program_text(text: str) -> PrintedProgram:
         num_devices=int(heading["devices"]),
         is_evaluation=heading["buckets"] is None,
         accumulation=heading["accumulation"] or "",
+        worker=heading["worker"] or "",
+        workers=workers,
         after=heading["after"] or "",
         milliseconds=float(heading["milliseconds"]) if heading["milliseconds"] else None,
         report=tuple(report),

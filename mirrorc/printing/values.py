@@ -27,6 +27,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.templates import filled
+from mirrorc.ir.type_rules import gives_shares
 
 aten = torch.ops.aten
 
@@ -166,10 +167,10 @@ class PrintedValues:
         return self.name(node) + (f": {kind}" if kind else "")
 
     def _whole(self, node: fx.Node) -> torch.Tensor | None:
-        """The bucket of which a value is a share, after a reduce_scatter."""
+        """The bucket of which a value is a share, after a reduce_scatter or an exchange."""
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
-        return launch.meta["val"].value if isinstance(launch, fx.Node) and launch.target is ops.reduce_scatter else None
+        return launch.meta["val"].value if gives_shares(self._program, launch) else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
         """Lists values by name; values that are kept for later regions, and many values of a kind, are counted.

@@ -48,7 +48,9 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     """
     is_first = program.present[0] in replicas
     several = len(replicas) > 1
-    who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {spans(replicas)})"
+    numbers = spans(program.own_replicas[replica] for replica in replicas)
+    who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {numbers})"
+    whose = "this worker's" if program.workers.are_several else "the batch's"
     verb = "run this" if several else "runs this"
     own = num_examples(program, replicas[0])
     if own is None:
@@ -56,9 +58,9 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     total, each = sum(program.num_examples), " each" if several else ""
     if own == 0:
         they = "they add" if several else "it adds"
-        return [f"{who} {verb} on none of the batch's {counted(total, 'example')}: {they} zeros to each sum"]
+        return [f"{who} {verb} on none of {whose} {counted(total, 'example')}: {they} zeros to each sum"]
     return [
-        f"{who} {verb} on {own} of the batch's {total} example{'s' if total > 1 else ''}{each}",
+        f"{who} {verb} on {own} of {whose} {total} example{'s' if total > 1 else ''}{each}",
         *_example_lines(program, replicas),
         *([_weight_line(program, own, total, is_first)] if program.trains else []),
         *_seed_lines(program, is_first),
@@ -89,6 +91,10 @@ def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
     if program.loss_reduction == "sum":
         why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
         return f"#   {name} = 1{scaled}{why if is_first else ''}"
+    if program.workers.are_several:
+        why = ", its part of all examples: backward begins with it, so the gradient of their mean loss is the sum over replicas"
+        everyone = f"(examples of all {program.workers.num_workers} workers in this step)"
+        return f"#   {name} = {own}/{everyone}{scaled}{why if is_first else ''}"
     why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas"
     return f"#   {name} = {own}/{total}{scaled}{why if is_first else ''}"
 
@@ -98,6 +104,7 @@ def _seed_lines(program: Program, is_first: bool) -> list[str]:
     if name is None:
         return []
     why = ": each replica draws random numbers of its own; the step's seed is one draw of torch's default generator"
+    why += ", on worker 0" if program.workers.are_several else ""
     return [f"#   {name} = mix(seed of the step, number of the replica){why if is_first else ''}"]
 
 

@@ -13,6 +13,7 @@ from torch import fx
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
 from mirrorc.custom_ops.random import seed_of_microbatch
+from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute
@@ -168,10 +169,11 @@ class Binder:
             ops.reduce_scatter: communicator.launch_reduce_scatter,
         }[node.target]  # type: ignore[index]
 
-        def reduction(own: torch.Tensor | FactoredBucket, **_: Any) -> Any:
-            return launch(bucket, replica, own)
+        return lambda own, **_: launch(bucket, replica, own)
 
-        return reduction
+    @binds(ops.EXCHANGES)
+    def _bind_exchange(self, replica: int, node: fx.Node) -> Any:
+        raise ExecutionError(f"no step runs over several workers yet: a program with {node.name} is for reading")
 
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:

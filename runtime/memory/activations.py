@@ -201,7 +201,7 @@ class _Walk:
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # in the bucket
 
-    @accounts(ops.REDUCTIONS, ops.send)
+    @accounts(ops.REDUCTIONS, ops.EXCHANGES, ops.send)
     def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:

@@ -27,6 +27,7 @@ from mirrorc.ir.operation import (
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_inference import is_inferable
 from mirrorc.ir.type_rules import of_operand
+from mirrorc.ir.workers import World
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.colors import colored
@@ -58,6 +59,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
     found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
+    of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
+    found += every_stage(of_workers, over_workers=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
@@ -119,7 +122,8 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 
 def test_selections_are_made_of_effects() -> None:
     assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter]
-    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, ops.broadcast]
+    assert list(ops.EXCHANGES) == [ops.exchange]
+    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, ops.exchange, ops.broadcast]
     assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
     assert list(ops.FACTORED) == [ops.product, ops.index_add] and len(ops.FACTORED) == 2
     assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store]

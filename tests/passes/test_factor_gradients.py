@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc import World
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
@@ -299,6 +300,21 @@ def test_no_gradient_stays_factors_if_no_device_would_make_a_share(options: dict
     said = [remark.text for remark in after.remarks if remark.by == "factor-gradients"]
     assert said == [f"no gradient stays factors: {why}"], "and nothing of changed bits"
     assert factored(run_passes(before, [FactorGradients(min_elements=0, link="shared-memory")]))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_tables_are_exchanged_whole_and_products_where_devices_make_shares(num_devices: int) -> None:
+    """Other workers add rows that were not looked up here, and one device makes no shares that it could exchange."""
+    model = TwoTables()
+    model.head = nn.Linear(8, 60)
+    program = outlined(model, num_devices).evolve(workers=World(2, num_devices).worker(0))
+    after = FactorGradients(min_elements=1).run(program)
+    assert factored(after) == (["head.weight"] if num_devices == 2 else [])
+    why = {
+        1: "one device has no share to make, and workers exchange whole buckets",
+        2: "2 of tables, in which other workers have looked up other rows",
+    }
+    assert why[num_devices] in after.remarks[-1].text
 
 
 def test_a_link_counts_by_what_carries_its_shares() -> None:

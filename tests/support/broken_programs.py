@@ -33,6 +33,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
+from mirrorc.ir.workers import Workers, World
 from mirrorc.passes import (
     CheckFinite,
     ClipGradients,
@@ -137,6 +138,45 @@ def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
         return shared
 
     return "schedule-overlap", mutate
+
+
+def over_workers(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+    """A change of worker 1's program, which has two of the devices of three workers."""
+
+    def mutate(_: Program) -> Program:
+        captured = handmade(2, WEIGHTS).evolve(workers=World(3, (1, 2, 1)).worker(1))
+        program = every_stage(captured, over_workers=True, **CAPS)[pass_name]
+        verify(program)
+        return change(program) or program
+
+    return "lower-devices", mutate
+
+
+def on_all_devices(change: Callable[[fx.Graph], object]) -> Callable[[Program], None]:
+    def change_all(program: Program) -> None:
+        for graph in program.graphs():
+            change(graph)
+
+    return change_all
+
+
+def exchange_in_another_order(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.exchange)
+    other.append(one)
+
+
+def use_what_is_exchanged(graph: fx.Graph) -> None:
+    launch = first(graph, ops.exchange)
+    with graph.inserting_after(launch):
+        graph.call_function(torch.ops.aten.clone.default, (launch.args[0],))
+
+
+def leave_an_exchange_out(graph: fx.Graph) -> None:
+    launch = targets(graph, ops.exchange)[0]
+    for wait in list(launch.users):
+        wait.replace_all_uses_with(next(n for n in launch.all_input_nodes if replica_of(n) == replica_of(wait)))
+        graph.erase_node(wait)
+    graph.erase_node(launch)
 
 
 def repeat(graph: fx.Graph, node: fx.Node) -> None:
@@ -996,6 +1036,7 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
     ],
     "buckets_in_flight_are_not_used": [
+        over_workers(on_all_devices(lambda graph: set_args(first(graph, ops.exchange), (first(graph, ops.pack),)))),
         at("insert-update", use_in_flight),
         at("lower-devices", use_in_flight),
         at(
@@ -1080,10 +1121,17 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: first(graph, ops.update).append(first(graph, ops.commit))),
         at("schedule-overlap", update_early),
         whole("lower-devices", optimize_before_the_commit),
+        over_workers(on_all_devices(lambda graph: first(graph, ops.exchange).append(first(graph, ops.commit)))),
+        over_workers(
+            on_all_devices(lambda graph: first(graph, ops.commit).append(next(iter(first(graph, ops.exchange).users))))
+        ),
     ],
     "every_bucket_is_updated_once": [
         whole("lower-collectives", send_gradients),
         whole("lower-devices", send_gradients),
+        over_workers(on_all_devices(leave_an_exchange_out)),
+        over_workers(on_all_devices(leave_an_exchange_out), "reduce-over-workers"),
+        over_workers(lambda program: program.evolve(workers=Workers())),
         at("insert-update", lambda graph: erase(graph, first(graph, ops.update))),
         at("insert-update", lambda graph: repeat(graph, first(graph, ops.update))),
         at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),
@@ -1136,6 +1184,25 @@ BAD: dict[str, list[Mutation]] = {
         microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0", "bwd_0_adding"))),
         microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0_adding", "bwd_0"))),
         microbatched("accumulate-microbatches", change_of(return_an_earlier_gradient)),
+    ],
+    "a_program_is_one_workers": [
+        over_workers(lambda program: program.evolve(workers=Workers((1, 2, 1), 0))),
+        over_workers(lambda program: program.evolve(workers=Workers((1, 2, 1), 3)), "share-parameters"),
+        over_workers(lambda program: program.evolve(workers=Workers((0, 2, 1), 1)), "plan-buckets"),
+    ],
+    "buckets_are_exchanged_in_the_order_of_the_plan": [
+        over_workers(on_all_devices(exchange_in_another_order)),
+        over_workers(on_all_devices(exchange_in_another_order), "reduce-over-workers"),
+        ("lower-devices", lambda program: program.evolve(workers=Workers((2, 1), 0))),
+    ],
+    "workers_exchange_their_sums": [
+        over_workers(on_all_devices(lambda graph: with_kwargs(first(graph, ops.exchange), op="avg"))),
+        over_workers(
+            on_all_devices(lambda graph: set_args(first(graph, ops.exchange), first(graph, ops.exchange).args[::-1])),
+            "reduce-over-workers",
+        ),
+        over_workers(on_all_devices(use_what_is_exchanged), "reduce-over-workers"),
+        over_workers(on_all_devices(use_what_is_exchanged)),
     ],
     "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
 }

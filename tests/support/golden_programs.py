@@ -33,6 +33,7 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
+from mirrorc.ir.workers import Workers, World
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -41,6 +42,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
 CAPTURED = "convnet-captured.txt"  # the file with a captured program after the passes before the bucket plan
 CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is compiled with check_finite=True
+WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three workers, which has two of four devices
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
@@ -226,7 +228,9 @@ def _devices(number: int) -> Any:
     return parse_devices([f"cpu:{i}" for i in range(number)])
 
 
-def golden_program(name: str, num_devices: int, *, check_finite: bool = False) -> Program:
+def golden_program(
+    name: str, num_devices: int, *, check_finite: bool = False, workers: Workers | None = None
+) -> Program:
     """A model's lowered program; captured once for all numbers of devices that have shards of one size."""
     if num_devices == MODELS[name].uneven_on:
         program = _captured(name, num_devices)
@@ -238,7 +242,11 @@ def golden_program(name: str, num_devices: int, *, check_finite: bool = False) -
             shard_of_replica=(0,) * num_devices,
             num_examples=(each,) * num_devices,
         )
-    return run_passes(program, default_pipeline(**MODELS[name].buckets, check_finite=check_finite))
+    if workers is not None:
+        program = program.evolve(workers=workers)
+    is_one_of_several = program.workers.are_several
+    pipeline = default_pipeline(**MODELS[name].buckets, check_finite=check_finite, over_workers=is_one_of_several)
+    return run_passes(program, pipeline)
 
 
 def golden_texts() -> Iterator[tuple[str, str]]:
@@ -247,12 +255,19 @@ def golden_texts() -> Iterator[tuple[str, str]]:
         for num_devices in NUM_DEVICES:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
     yield CHECKED, checked_text()
+    yield WORKER, worker_text()
     yield CAPTURED, captured_text()
 
 
 def checked_text() -> str:
     """A lowered program whose steps take place only if all is finite."""
     return golden_program("digits", 2, check_finite=True).to_text(slots=True, sources=False)
+
+
+def worker_text() -> str:
+    """The lowered program of a worker whose world has workers of other sizes."""
+    workers = World(3, (1, 2, 1)).worker(1)
+    return golden_program("digits", 2, workers=workers).to_text(slots=True, sources=False)
 
 
 def captured_text() -> str:

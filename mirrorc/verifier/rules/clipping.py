@@ -101,7 +101,7 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
 def _is_whole(program: Program, bucket: int, parts: Sequence[Part]) -> bool:
     """Whether parts of a bucket hold each of its elements once, summed over all replicas, and changed alike."""
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
-    are_sums = all(span.replicas == frozenset(range(program.num_replicas)) for part in parts for span in part.spans)
+    are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)
     place = 0
     for start, stop in spans:
         if start != place:

@@ -13,7 +13,7 @@ from mirrorc.analysis.aliases import origins
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.ir import ops
-from mirrorc.ir.links import check_link, link_named
+from mirrorc.ir.links import Span, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
@@ -121,7 +121,7 @@ def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
 def _written(node: fx.Node) -> Iterator[_Memory]:
     """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index) for index in written_buckets(node))
-    if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.REDUCTIONS:
+    if node.target in (ops.pack, ops.add_accumulated, ops.exchange) or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
     if is_compute(node) and writes_argument(node.target):
         for origin in origins(node.all_input_nodes[0]):
@@ -190,12 +190,14 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
-    """A link that a collective names exists, can join the program's devices, and carries that collective."""
+    """A link that a collective names exists, can join the program's devices, or workers with such devices, and carries that
+    collective."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
             try:
-                check_link(None if link is None else str(link), program.devices)
+                spans = Span.WORKERS if node.target in ops.EXCHANGES else Span.DEVICES
+                check_link(None if link is None else str(link), program.devices, spans)
             except ValueError as error:
                 yield Violation(f"{say(node)} cannot go over {link}: {error}", node)
                 continue

@@ -73,9 +73,7 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
     share = bucket.share(
         replica_at(program, node), program.num_replicas
     )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
-    return any(
-        given.holds(GRADIENTS, index, *e, range(program.num_replicas)) for e in ((0, bucket.num_elements), share)
-    )
+    return any(given.holds(GRADIENTS, index, *e, program.reduced_replicas) for e in ((0, bucket.num_elements), share))
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
@@ -87,8 +85,8 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
-    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, operators on variables),
-    and before everything that writes a variable."""
+    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
+    operators on variables), and before everything that writes a variable."""
     variables = ViewedVariables(program)
     for where, graph, replicas in scopes(program):
         commits = Counter(replica_of(node) for node in calls_to(graph, ops.commit))
@@ -105,7 +103,8 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
             elif replica not in committed and writes_variables(node):
                 yield Violation(f"{node.name} on {where(replica)} writes variables before the commit", node)
             elif committed and _can_fail(variables, node):
-                early = committed if node.target in ops.REDUCTIONS else committed & {replica}
+                is_of_all = node.target in ops.REDUCTIONS or node.target in ops.EXCHANGES
+                early = committed if is_of_all else committed & {replica}
                 for one in sorted(early, key=str)[:1]:
                     yield Violation(f"{node.name} on {where(one)} can fail, but comes after the commit", node)
 
@@ -113,6 +112,8 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
 def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
     if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
         return True
+    if node.target in ops.EXCHANGES or any(source.target in ops.EXCHANGES for source in node.all_input_nodes):
+        return True  # another worker may be gone, which a wait finds out
     return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
 
 

@@ -24,7 +24,7 @@ from mutations.table import Edit, breaks
 
 _LINKS = ("shared-memory", "copy", "nccl")
 _TAGGED = (ops.slot, ops.pack, *ops.LAUNCHES, ops.send, ops.wait, ops.update, ops.store)
-_LINKED = (*ops.REDUCTIONS, ops.send, ops.recv)
+_LINKED = (*ops.REDUCTIONS, *ops.EXCHANGES, ops.send, ops.recv)
 
 
 @breaks
@@ -124,7 +124,7 @@ def change_a_tag(program: Program) -> Iterator[Edit]:
 @breaks
 def change_what_a_reduction_does(program: Program) -> Iterator[Edit]:
     """A reduction (once lowered, on one device) is another than a sum."""
-    for node in placed_nodes(program, *ops.REDUCTIONS):
+    for node in placed_nodes(program, *ops.REDUCTIONS, *ops.EXCHANGES):
         for operation in ("avg", "max"):
             yield partial(with_keywords, node, op=operation)
 

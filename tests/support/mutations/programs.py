@@ -24,6 +24,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
+from mirrorc.ir.workers import World
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
@@ -90,7 +91,7 @@ class Source:
             yield "", unshared
             return
         yield "", pipeline
-        if self.captured.num_replicas > 1:
+        if self.captured.num_replicas > 1 and not self.captured.workers.are_several:
             yield ", parameters not shared", unshared
 
 
@@ -279,6 +280,15 @@ def handmade_sources() -> Iterator[Source]:
             f"own optimizer and AdamW, {kind} on 3", handmade(3, mixed).evolve(accumulation=kind), SMALL_BUCKETS
         )
         yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
+    world = World(3, (1, 2, 3))
+    for n in (1, 2, 3):
+        workers, over_workers = world.worker(n - 1), caps | {"over_workers": True}
+        yield Source(
+            f"pairs, worker {n - 1} of 3", handmade(n, pairs, buffer=True).evolve(workers=workers), over_workers
+        )
+    alike = World(2, 2).worker(1)
+    scaled = caps | {"over_workers": True, "scales_loss": True, "max_grad_norm": 1.0}
+    yield Source("pairs, scaled and clipped, worker 1 of 2", handmade(2, pairs).evolve(workers=alike), scaled)
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})

@@ -1,0 +1,49 @@
+"""Finds what a worker's program exchanges with the others, which must be the same on all of them, and hashes it.
+
+Workers whose programs differ would wait for each other forever, or add up what does not belong together. They have no program in
+common: each has that of its own devices. What they compare is this schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of
+from mirrorc.ir.program import Program
+
+
+def worker_schedule(program: Program) -> tuple[str, ...]:
+    """The worker schedule of a program: a line on who takes part, and one for each exchange, in the order of their launches.
+
+    A line says all of an exchange that the other workers must have alike: operation, bucket, dtype, the number of elements, the
+    variables with their shapes and places, and the link. The devices of a worker and their shares are its own affair.
+    """
+    everyone = " ".join(map(str, program.workers.devices_per_worker))
+    launches = calls_to(_first_graph(program), *ops.EXCHANGES)
+    return (f"devices of workers: {everyone}", *(_line(program, node) for node in launches))
+
+
+def schedule_hash(program: Program) -> str:
+    """The SHA-256 of a program's worker schedule, in hexadecimal; the same on all workers, in every process."""
+    return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
+
+
+def _first_graph(program: Program) -> fx.Graph:
+    """The graph of all devices, or that of the first; the verifier checks that all exchange the same."""
+    return program.graphs()[0]
+
+
+def _line(program: Program, node: fx.Node) -> str:
+    bucket = program.buckets[bucket_of(node)]
+    slots = ", ".join(
+        f"{slot.variable}{list(slot.shape)}{list(slot.strides)} at {slot.offset}" for slot in bucket.slots
+    )
+    value = node.meta.get("val")
+    dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
+    return (
+        f"{name_of(node)} {node.kwargs.get('op')} bucket {bucket.index} {dtype} {bucket.num_elements} over "
+        f"{node.kwargs.get('link')}: {slots}"
+    )

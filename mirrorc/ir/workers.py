@@ -1,0 +1,102 @@
+"""Workers: the processes that train together, each with devices of its own, and whose program a program is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class World:
+    """Workers that need not be there, to compile the program of one of them for reading and for snapshots.
+
+    Attributes:
+        num_workers: how many workers there are.
+        devices_per_worker: how many devices each of them has; a tuple with a number for each worker if they differ.
+
+    Raises:
+        TypeError, ValueError: names what is wrong, and what to give.
+    """
+
+    num_workers: int
+    devices_per_worker: int | Sequence[int] = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_workers", _count("num_workers", self.num_workers))
+        given: Any = self.devices_per_worker
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+            object.__setattr__(self, "devices_per_worker", _count("devices_per_worker", given))
+            return
+        own = tuple(_count(f"devices_per_worker[{rank}]", number) for rank, number in enumerate(given))
+        if len(own) != self.num_workers:
+            raise ValueError(
+                f"devices_per_worker has {len(own)} numbers, but num_workers is {self.num_workers}: give one for each worker, or "
+                "a single number for all"
+            )
+        object.__setattr__(self, "devices_per_worker", own)
+
+    def worker(self, rank: int) -> Workers:
+        """The world as one of its workers sees it.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        if not 0 <= rank < self.num_workers:
+            raise ValueError(
+                f"rank is {rank}, but the world has {self.num_workers} workers: give a number from 0 to {self.num_workers - 1}"
+            )
+        own = self.devices_per_worker
+        return Workers((own,) * self.num_workers if isinstance(own, int) else tuple(own), rank)
+
+
+def _count(name: str, number: Any) -> int:
+    wanted = "give a positive whole number"
+    if isinstance(number, bool) or not hasattr(type(number), "__index__"):
+        raise TypeError(f"{name} is {number!r:.60}: {wanted}")
+    found = operator.index(number)
+    if found < 1:
+        raise ValueError(f"{name} is {found}: {wanted}")
+    return found
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a program, and which of them runs it. Replicas are numbered over all workers, in the order of ranks.
+
+    Attributes:
+        devices_per_worker: the number of devices of each worker; empty if a process trains on its own.
+        rank: the worker that runs the program.
+    """
+
+    devices_per_worker: tuple[int, ...] = ()
+    rank: int = 0
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is a worker besides this one."""
+        return len(self.devices_per_worker) > 1
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, len(self.devices_per_worker))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all have as many devices."""
+        return len(set(self.devices_per_worker)) < 2
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this worker's first replica."""
+        return sum(self.devices_per_worker[: self.rank])
+
+    @property
+    def num_all_replicas(self) -> int:
+        """The number of replicas of all workers; 0 if a process trains on its own, and its devices are all there are."""
+        return sum(self.devices_per_worker)
+
+
+ALONE = Workers()
+"""The workers of a process that trains on its own."""

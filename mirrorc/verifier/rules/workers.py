@@ -1,0 +1,96 @@
+"""Rules on programs of several workers: each bucket is exchanged once, in the order that all workers have, and as what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.routes import replica_at
+from mirrorc.ir.type_rules import gives_shares
+from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes
+
+
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
+def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
+    """A program of several workers is that of one of them, and has as many devices as that worker; each worker has a device."""
+    workers = program.workers
+    if not workers.devices_per_worker and not workers.rank:
+        return
+    if not 0 <= workers.rank < len(workers.devices_per_worker):
+        yield Violation(f"it is the program of worker {workers.rank}, but there are {workers.num_workers} workers")
+    elif workers.devices_per_worker[workers.rank] != program.num_replicas:
+        number = workers.devices_per_worker[workers.rank]
+        yield Violation(f"worker {workers.rank} has {number} devices, but its program has {program.num_replicas}")
+    if any(number < 1 for number in workers.devices_per_worker):
+        yield Violation(f"the workers have {workers.devices_per_worker} devices: each needs one")
+
+
+@rule(since=Stage.SCHEDULED)
+def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator[Violation]:
+    """A worker exchanges each bucket once, in the order of the bucket plan, which all workers share; so no two wait for each
+    other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing."""
+    is_exchanged = Property.EXCHANGED in program.properties or program.stage is Stage.LOWERED
+    updates = program.workers.are_several and program.trains and not program.accumulates
+    wanted = [bucket.index for bucket in program.buckets] if updates and is_exchanged else []
+    for where, graph, _ in scopes(program):
+        launches = list(calls_to(graph, *ops.EXCHANGES))
+        found = [bucket_of(node) for node in launches]
+        if found == wanted:
+            continue
+        place = where(None) if program.graph is None else "the mirrored graph"
+        if sorted(found) == wanted:
+            late = next(node for node, bucket in zip(launches, wanted, strict=True) if bucket_of(node) != bucket)
+            message = f"{place} exchanges the buckets in the order {found}: another worker would wait for another one, forever"
+            yield Violation(message, late)
+            continue
+        for bucket in sorted({*found, *wanted}):
+            times, expected = found.count(bucket), wanted.count(bucket)
+            if times != expected:
+                remedy = "; run 'reduce-over-workers'" if not found else ""
+                at = last_of_bucket(graph, bucket, None if program.graph is None else 0)
+                yield Violation(f"{place} exchanges bucket {bucket} {times} times, not {expected}{remedy}", at)
+
+
+@rule(since=Stage.SCHEDULED)
+def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
+    """An exchange adds up what each replica of a worker has of the bucket's sum over that worker: its share where it gets one,
+    all of it on the only device. Nothing else uses that any more."""
+    parts = BucketParts(program)
+    for where, graph, replicas in scopes(program):
+        for node in calls_to(graph, *ops.EXCHANGES):
+            if node.kwargs["op"] != "sum":
+                yield Violation(
+                    f"{say(node)} has op={node.kwargs['op']}, but gradients are weighted to be summed", node
+                )
+            owners = [replica_of(source) for source in node.all_input_nodes]
+            if owners != replicas:
+                yield Violation(f"{say(node)} joins replicas {owners}, not each of {program.num_replicas} once", node)
+            for source in node.all_input_nodes:
+                yield from _offered(program, parts, node, source, where(replica_of(source)))
+
+
+def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:
+    """What is wrong with what a replica offers to an exchange."""
+    bucket, part = program.buckets[bucket_of(node)], parts.of(source)
+    start, stop = 0, bucket.num_elements
+    if gives_shares(program, node):
+        start, stop = bucket.share(replica_at(program, source), program.num_replicas)
+    is_of_bucket = part is not None and (part.kind, part.bucket) == (GRADIENTS, bucket.index)
+    is_sum = (
+        is_of_bucket and part is not None and part.holds(GRADIENTS, bucket.index, start, stop, program.own_replicas)
+    )
+    if not is_sum and (start < stop or not is_of_bucket):  # an empty share holds nothing
+        yield Violation(
+            f"{say(node)} is given {source.name} on {where}, which is not what it has of this worker's sum", node
+        )
+    for user in source.users:
+        if user is not node:
+            yield Violation(
+                f"{source.name} is in flight to other workers but used by {user.name}; wait for {node.name}", user
+            )

@@ -1,0 +1,93 @@
+"""Checks of what is compiled for a world of workers that is not there: what the program of one cannot keep yet is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.devices import Device, parse_devices
+from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.ir.workers import ALONE, Workers, World
+from mirrorc.printing.wording import counted
+
+
+def workers_of(world: World | None, rank: int | None) -> Workers:
+    """The workers of a world, as worker ``rank`` sees them; those of a process on its own without a world.
+
+    Raises:
+        ValueError: there is no such worker.
+    """
+    if world is None:
+        if rank is not None:
+            raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
+        return ALONE
+    return world.worker(rank or 0)
+
+
+def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
+    """The devices of the worker whose program is compiled; as many as its world says, if ``devices`` is None.
+
+    Raises:
+        ValueError: the world says another number, or a device cannot be.
+    """
+    if not workers.devices_per_worker:
+        return parse_devices(devices)
+    number = workers.devices_per_worker[workers.rank]
+    found = parse_devices(number if devices is None else devices)
+    if len(found) != number:
+        raise ValueError(
+            f"devices names {counted(len(found), 'device')}, but worker {workers.rank} of the world has {number}: leave devices "
+            "out, or give World(devices_per_worker=...) the number of each worker's devices"
+        )
+    return found
+
+
+def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
+    """Refuses options that steps over several workers do not have yet.
+
+    Args:
+        workers: as `workers_of` gives them.
+        devices: of this worker.
+        asked: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        ValueError: names the option, why it cannot be, and the remedy.
+    """
+    if not workers.are_several:
+        return
+    if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):
+        raise ValueError(
+            f"world= gives this worker {len(devices)} devices, and {why}: a worker would send each gradient as often as it has "
+            "devices; give each worker one device"
+        )
+    reasons = {
+        "check_finite": (asked["check_finite"], "a worker looks at its own losses, of which the others are not told"),
+        "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),
+        "check_replicas_every": (asked["check_replicas_every"], "workers do not compare their replicas with others'"),
+        "bucket_cap_mb": (asked["bucket_cap_mb"] == "auto", "each worker would measure, and they need one plan"),
+    }
+    for option, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise ValueError(f"{option}={asked[option]!r} cannot be used with world= yet: {why}; leave it out")
+    if asked["clip_grad_norm"] is not None and not workers.are_alike:
+        raise ValueError(
+            "clip_grad_norm= cannot be used with world= where workers have different numbers of devices: they would add up a "
+            "norm in different ways, and their parameters would part; give all workers the same number, or leave it out"
+        )
+
+
+def refuse_to_run(workers: Workers) -> None:
+    """Refuses a call of a step that was compiled for a world.
+
+    Raises:
+        ExecutionError: says what it is for.
+    """
+    if workers.devices_per_worker:
+        raise ExecutionError(
+            f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "
+            "prepare() compiles it, and print(step.program) shows it; steps over several workers do not run yet. Compile "
+            "without world= to train"
+        )

@@ -1,0 +1,149 @@
+"""Exchanges every bucket's sum with the other workers, so that updates take sums over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import fx
+
+from mirrorc.analysis.clipping import gradient_takers, taken_by
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted
+
+
+@dataclass(frozen=True)
+class ReduceOverWorkers:
+    """Inserts an `exchange` of every bucket, whose sum over the replicas of this worker every other worker has of its own::
+
+        rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)
+        bwd_1 ...                                               bwd_1 ...
+        rs_1   = reduce_scatter(p_1, q_1, bucket=1, ...)        rs_1   = reduce_scatter(p_1, q_1, bucket=1, ...)
+        commit(replica=0)                                       wait_0 = wait(rs_0, bucket=0, replica=0)
+        wait_1 = wait(rs_1, bucket=1, replica=0)          ->    x_0    = exchange(wait_0, w_0, bucket=0, op=sum)
+        update(wait_1, bucket=1, replica=0)                     (the same for bucket 1)
+        wait_0 = wait(rs_0, bucket=0, replica=0)                total_0 = wait(x_0, bucket=0, replica=0)
+        update(wait_0, bucket=0, replica=0)                     total_1 = wait(x_1, bucket=1, replica=0)
+                                                                commit(replica=0)
+                                                                update(total_1, bucket=1, replica=0)
+                                                                update(total_0, bucket=0, replica=0)
+
+    Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. The only device
+    of a worker takes part with its packed bucket. A bucket's shares are waited for when the next bucket is launched, so that no
+    device stands still for the slowest one while there is backward to run. All workers exchange in the order of the bucket
+    plan, which is the same on all of them, whatever devices they have: no two wait for each other's next exchange. A network may
+    fail, so exchanges end before the commit.
+
+    Needs: updates that are element-wise, of shares where a worker has several devices, so it comes after share-parameters.
+    Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
+    """
+
+    name: str = field(default="reduce-over-workers", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    trains_only: ClassVar = True
+    updates_only: ClassVar = True
+    establishes: ClassVar = (Property.EXCHANGED,)
+    precedes: ClassVar = (
+        Property.EXCHANGED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
+
+    def run(self, program: Program) -> Program:
+        if not program.workers.are_several:
+            alone = program.evolve(stage=Stage.SCHEDULED)
+            return alone.with_remarks("nothing to exchange: there is one worker", is_kept=False)
+        for bucket in program.buckets:
+            _check(program, bucket)
+        graph = copied(program.mirrored_graph)
+        program = program.evolve(
+            stage=Stage.SCHEDULED, graph=graph, properties=(*program.properties, Property.EXCHANGED)
+        )
+        sums = _sums(program)
+        commit, last = min(calls_to(graph, ops.commit)), None
+        for bucket in program.buckets:
+            launch = _exchange(program, bucket, sums, last)
+            for value in sums[bucket.index]:
+                words = {"bucket": bucket.index, "replica": replica_of(value)}
+                users = [user for user in value.users if user is not launch]
+                total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
+                for user in users:
+                    user.replace_input_with(value, total)
+            last = launch
+        return program.with_remarks(*_remarks(program))
+
+
+def _check(program: Program, bucket: Bucket) -> None:
+    """Refuses a bucket whose update over several workers is not there yet."""
+    if not bucket.rule.elementwise:
+        raise PassError(
+            f"bucket {bucket.index} is updated by {bucket.rule.label}, which does not work element by element: each of several "
+            "workers would run it by itself, and nobody knows whether to the same end; use an element-wise optimizer"
+        )
+    if program.num_replicas > 1 and not bucket.reduces_by_shares:
+        raise PassError(
+            f"bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices, and a worker would send it as "
+            "often: several devices of one worker need to share their parameters (logical CPUs do, unless share-parameters is "
+            "left out); give each worker one device"
+        )
+
+
+def _sums(program: Program) -> list[list[fx.Node]]:
+    """What each replica has of each bucket's sum over this worker's replicas, in their order."""
+    graph = program.mirrored_graph
+    if program.num_replicas > 1:
+        return [
+            [node for node in calls_to(graph, ops.wait) if bucket_of(node) == bucket.index]
+            for bucket in program.buckets
+        ]
+    packs = {bucket_of(node): node for node in calls_to(graph, ops.pack)}
+    for taker in gradient_takers(graph):
+        for index, value in taken_by(taker):
+            if value is not packs[index]:
+                raise PassError(
+                    f"{value.name} is computed of bucket {index} before it is exchanged, and it is not said whether it is to be "
+                    "computed of each worker's gradients or of their sum: place the pass that makes it after "
+                    "'reduce-over-workers', where it takes the sum"
+                )
+    return [[packs[bucket.index]] for bucket in program.buckets]
+
+
+def _exchange(program: Program, bucket: Bucket, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None) -> fx.Node:
+    """Inserts the exchange of a bucket, after that of the bucket before; the waits for its sums move before it."""
+    own = sums[bucket.index]
+    place = own[0]
+    if own[0].target is ops.wait:
+        ready = [values[0].all_input_nodes[0] for values in sums[bucket.index : bucket.index + 2]]
+        place = max(ready)
+    place = max(place, last) if last is not None else place
+    if own[0].target is ops.wait:
+        for value in own:
+            place.append(value)
+            place = value
+            set_type(program, value)
+    return insert(program, place.next, ops.exchange, tuple(own), {"bucket": bucket.index, "op": "sum"})
+
+
+def _remarks(program: Program) -> list[str]:
+    workers = program.workers
+    num_bytes = sum(bucket.num_bytes for bucket in program.buckets)
+    sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)
+    first = ", which its devices have added up first" if program.num_replicas > 1 else ""
+    return [
+        f"{counted(len(program.buckets), 'exchange')}, one per bucket{first}: {size_text(num_bytes)}, of which each of "
+        f"{workers.num_workers} workers sends {size_text(sent)} in a step (in a ring, with as much received), however many "
+        "devices it has",
+        "workers exchange in the order of the bucket plan, the same on all of them; all sums are waited for before the commit, "
+        "because another worker may be gone",
+    ]

@@ -1,0 +1,120 @@
+"""Mutations of what workers exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.workers import Workers
+from mutations.places import placed_nodes
+from mutations.table import Edit, breaks
+
+
+def _exchanges(graph: fx.Graph) -> list[fx.Node]:
+    return list(calls_to(graph, *ops.EXCHANGES))
+
+
+def _on_all(program: Program, edit: Callable[[fx.Node], None]) -> Iterator[Edit]:
+    """An edit of each exchange, on all devices alike: the devices of a worker agree, and other workers do not."""
+
+    def edit_all(place: int) -> None:
+        for graph in program.graphs():
+            edit(_exchanges(graph)[place])
+
+    for place in range(len(_exchanges(program.graphs()[0]))):
+        yield partial(edit_all, place)
+
+
+def _leave_out(launch: fx.Node) -> None:
+    for wait in list(launch.users):
+        (own, *_) = [n for n in launch.all_input_nodes if replica_of(n) == replica_of(wait)]
+        wait.replace_all_uses_with(own)
+        wait.graph.erase_node(wait)
+    launch.graph.erase_node(launch)
+
+
+@breaks
+def leave_an_exchange_out(program: Program) -> Iterator[Edit]:
+    """A bucket is updated with the sum over this worker alone, on all devices."""
+    yield from _on_all(program, _leave_out)
+
+
+@breaks
+def exchange_in_another_order(program: Program) -> Iterator[Edit]:
+    """All devices of a worker launch two exchanges in another order than other workers."""
+
+    def edit(place: int) -> None:
+        for graph in program.graphs():
+            one, other = pairs(graph)[place]
+            other.append(one)
+
+    def pairs(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+        return [(one, other) for one, other in pairwise(_exchanges(graph)) if all(other < user for user in one.users)]
+
+    for place in range(len(pairs(program.graphs()[0]))):
+        yield partial(edit, place)
+
+
+@breaks
+def exchange_twice(program: Program) -> Iterator[Edit]:
+    """A bucket is exchanged and waited for once more, on all devices."""
+
+    def edit(launch: fx.Node) -> None:
+        with launch.graph.inserting_before(max(launch.users).next):
+            again = launch.graph.node_copy(launch)
+            for wait in launch.users:
+                launch.graph.node_copy(wait, lambda node, again=again: again if node is launch else node)  # type: ignore[misc]
+
+    yield from _on_all(program, edit)
+
+
+@breaks
+def update_with_this_workers_sum(program: Program) -> Iterator[Edit]:
+    """What takes the sum over all workers takes that over this worker alone."""
+    for launch in placed_nodes(program, *ops.EXCHANGES):
+        for wait in launch.users:
+            for own in launch.all_input_nodes if wait.users else ():
+                if replica_of(own) == replica_of(wait):
+                    yield partial(wait.replace_all_uses_with, own)
+
+
+@breaks
+def exchange_the_packed_bucket(program: Program) -> Iterator[Edit]:
+    """A replica offers its own gradients to the other workers, not those that its worker has summed."""
+    for launch in placed_nodes(program, *ops.EXCHANGES) if program.num_replicas > 1 else ():
+        for own in launch.all_input_nodes:
+            for packed in own.all_input_nodes[0].all_input_nodes:
+                if replica_of(packed) == replica_of(own):
+                    yield partial(launch.replace_input_with, own, packed)
+
+
+@breaks
+def wait_for_other_workers_after_the_commit(program: Program) -> Iterator[Edit]:
+    """A device commits before the other workers' sums are there, one of which may have failed."""
+    for launch in placed_nodes(program, *ops.EXCHANGES):
+        for wait in launch.users:
+            commits = [c for c in calls_to(launch.graph, ops.commit) if replica_of(c) == replica_of(wait)]
+            if all(commits[0] < user for user in wait.users):
+                yield partial(commits[0].append, wait)
+
+
+@breaks
+def belong_to_another_worker(program: Program) -> Iterator[Edit]:
+    """The program is said to be that of a worker with other devices, or of one that there is not."""
+    own = program.workers
+    for rank, number in enumerate((*own.devices_per_worker, 0) if own.are_several else ()):
+        if number != program.num_replicas:
+            yield partial(program.evolve, workers=Workers(own.devices_per_worker, rank))
+
+
+@breaks
+def forget_the_other_workers(program: Program) -> Iterator[Edit]:
+    """The program is said to be that of a process on its own, though it exchanges."""
+    if program.workers.are_several and _exchanges(program.graphs()[0]):
+        yield partial(program.evolve, workers=Workers())

@@ -1,0 +1,194 @@
+"""What `mirrorc.compile` makes for a world of workers that is not there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from golden_programs import MODELS, WORKER, golden_program, worker_text
+from saved_programs import assert_same, reload
+from tiny_programs import SMALL_BUCKETS, every_stage, handmade
+from torch import nn
+
+import mirrorc
+from mirrorc import World
+from mirrorc.comparison.diff import diff_programs
+from mirrorc.errors import ExecutionError, PassError
+from mirrorc.ir.program import Program
+from mirrorc.printing.reader import read_program_text
+from mirrorc.verifier.verifier import verify
+
+UNEVEN = World(3, (1, 2, 1))
+
+
+def compiled(world: World = UNEVEN, rank: int = 1, model: nn.Module | None = None, **options: Any) -> mirrorc.Step:
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "world": world, "rank": rank}
+    return mirrorc.compile(model, **{**given, **options})
+
+
+def batch(num_examples: int = 8) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(num_examples, 4), "target": torch.zeros(num_examples, dtype=torch.int64)}
+
+
+def worker(rank: int = 1, world: World = UNEVEN, **options: Any) -> dict[str, Program]:
+    workers = world.worker(rank)
+    captured = handmade(workers.devices_per_worker[rank], buffer=True).evolve(workers=workers)
+    return every_stage(captured, over_workers=True, **SMALL_BUCKETS, **options)
+
+
+def test_the_program_of_one_worker_is_compiled_where_no_other_is() -> None:
+    with compiled() as step:
+        program = step.prepare(**batch())
+        first, second = str(program).splitlines()[:2]
+        assert first == "# mirrorc · stage LOWERED · 2 devices · 1 bucket · worker 1 of 3, replicas 1 … 2 of 4"
+        schedule = f"all exchange the same in the same order, schedule {step.schedule_hash[:16]}"
+        told = "workers 0, 2 have 1 device, worker 1 has 2 devices; each runs the program of its devices, on examples of its own"
+        assert second == f"# workers: {told}; {schedule}"
+        assert "# cpu:0, cpu:1 (replicas 1, 2) run this on 4 of this worker's 8 examples each" in str(program)
+        assert "loss_weight = 4/(examples of all 3 workers in this step), its part of all examples" in str(program)
+        assert step.memory().total > 0
+    assert [step.program.num_replicas, step.program.num_examples] == [2, (4, 4)]
+
+
+def test_compile_makes_the_golden_program() -> None:
+    golden = MODELS["digits"]
+    model = golden.make().train()
+    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
+    with compiled(model=model, example_inputs=golden.inputs(golden.num_examples(2)), **options) as step:
+        assert step.program.to_text(slots=True, sources=False) == worker_text(), WORKER
+
+
+def test_all_workers_exchange_the_same_whatever_their_devices() -> None:
+    hashes = set()
+    for rank, num_examples in enumerate((4, 6, 2)):
+        with compiled(rank=rank) as step:
+            step.prepare(**batch(num_examples))
+            hashes.add(step.schedule_hash)
+    assert len(hashes) == 1 and re.fullmatch("[0-9a-f]{64}", hashes.pop())
+
+
+def test_workers_that_are_alike_have_one_program_but_for_their_numbers() -> None:
+    old, new = (golden_program("digits", 2, workers=World(64, 2).worker(rank)) for rank in (0, 3))
+    told = diff_programs(old, new).split("\n")
+    assert told[0] == (
+        "it is the program of worker 3 of 64, replicas 6 … 7 of 128 instead of worker 0 of 64, replicas 0 … 1 of 128"
+    )
+    assert (
+        new.to_text().splitlines()[1].startswith("# workers: all 64 have 2 devices and run this program, on examples")
+    )
+    one, other = (
+        re.sub(r"worker \d+ of 64, replicas \S+ … \S+|\(replicas \S+ \S+\)", "", p.to_text()) for p in (old, new)
+    )
+    assert one == other
+
+
+def test_a_comparison_tells_workers_from_a_process_on_its_own() -> None:
+    alone, other = golden_program("digits", 2), golden_program("digits", 2, workers=World(2, 2).worker(0))
+    assert diff_programs(alone, other).startswith(
+        "it is the program of worker 0 of 2, replicas 0 … 1 of 4 instead of a process on its own\n"
+    )
+    more = golden_program("digits", 2, workers=World(3, 2).worker(0))
+    assert "of the workers it is said: all 3 have 2 devices" in diff_programs(other, more)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_programs_of_every_stage_are_read_and_loaded_again(rank: int, tmp_path: Path) -> None:
+    for name, program in worker(rank, max_grad_value=1.0).items():
+        for fold in (True, False):
+            read = read_program_text(program.to_text(fold=fold))
+            assert read.worker.startswith(f"worker {rank} of 3, replica"), name
+            assert read.workers.startswith("workers 0, 2 have 1 device, worker 1 has 2 devices; each runs"), name
+            assert list(read.devices) == [device.name for device in program.devices]
+        loaded = reload(program, tmp_path)
+        assert_same(loaded, program)
+        verify(loaded)
+
+
+def test_a_text_whose_heading_and_workers_do_not_fit_is_no_program() -> None:
+    text = worker()["lower-devices"].to_text()
+    heading, workers, rest = text.split("\n", 2)
+    for wrong in (f"{heading}\n{rest}", text.replace(" · worker 1 of 3, replicas 1 … 2 of 4", "")):
+        with pytest.raises(ValueError, match="'# workers: TEXT' where the heading names a worker, and only there"):
+            read_program_text(wrong)
+    assert workers
+
+
+def test_a_dump_has_the_program_of_the_worker_after_each_pass(tmp_path: Path) -> None:
+    with compiled(dump=tmp_path, example_inputs=batch()):
+        (file,) = (tmp_path / "program-0").glob("*-reduce-over-workers.txt")
+    read = read_program_text(file.read_text(encoding="utf-8"))
+    assert read.after == "reduce-over-workers" and read.worker == "worker 1 of 3, replicas 1 … 2 of 4"
+
+
+def test_a_step_of_a_world_is_for_reading() -> None:
+    model = nn.Linear(4, 3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with compiled(model=model, example_inputs=batch()) as step:
+        for call in (step, step.accumulate, step.evaluate):
+            with pytest.raises(
+                ExecutionError, match="compiled for worker 1 of a world of 3, which is for reading: prepare"
+            ):
+                call(**batch())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    options = {"scaler": scaler, "clip_grad_norm": 1.0, "microbatches": 2, "return_outputs": True}
+    with compiled(World(2, 2), **options) as step:
+        text = str(step.prepare(**batch()))
+    assert "b0_total_norm: f32[]" in text and "otherwise=skip" in text
+    assert re.search(r"update\(bucket=0, b0_total, \w+\)", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": 3}, "rank is 3, but the world has 3 workers"),
+        ({"world": None}, "rank is 1, but there is no world=: give rank only with a mirrorc.World"),
+        ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
+        ({"check_finite": True}, "check_finite=True cannot be used with world= yet: a worker looks at its own losses"),
+        ({"cuda_graphs": True}, "cuda_graphs=True"),
+        ({"check_replicas_every": 2}, "check_replicas_every=2 cannot be used with world= yet"),
+        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto' cannot be used with world= yet: each worker would measure"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm= cannot be used with world= where workers have different numbers"),
+    ],
+)
+def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compiled(**options)
+
+
+def test_an_optimizer_that_runs_by_itself_is_refused_when_it_is_compiled() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    said = "bucket 0 is updated by Adafactor group 0, which does not work element by element"
+    with compiled(model=model, optimizer=optimizer) as step, pytest.raises(PassError, match=said):
+        step.prepare(**batch())
+
+
+def test_a_step_without_other_workers_has_no_schedule() -> None:
+    with compiled(World(1, 2), rank=0) as step:
+        assert "worker" not in str(step.prepare(**batch())).splitlines()[0]
+        with pytest.raises(ExecutionError, match="there is no worker besides this one"):
+            assert step.schedule_hash
+
+
+@pytest.mark.parametrize(
+    ("world", "told"),
+    [
+        (World(2), "all 2 have 1 device and run this program, on examples of their own"),
+        (World(60, (1, 2) * 30), "30 workers have 1 device, 30 workers have 2 devices; each runs"),
+        (World(8, [1] * 6 + [2] * 2), "workers 0 … 5 have 1 device, workers 6, 7 have 2 devices; each runs"),
+        (
+            World(6, (1, 2, 3, 4, 5, 6)),
+            "worker 0 has 1 device, worker 1 has 2 devices, worker 2 has 3 devices, worker 3 has 4 devices, others have more",
+        ),
+    ],
+)
+def test_a_line_tells_what_other_workers_have(world: World, told: str) -> None:
+    assert worker(0, world)["plan-buckets"].to_text().splitlines()[1].startswith(f"# workers: {told}")
