@@ -207,15 +207,15 @@ def test_figures_are_means_over_the_middle_third_of_steps_and_the_first_step_is_
 
 
 @pytest.fixture
-def gloo() -> Iterator[str]:
+def ether() -> Iterator[str]:
     """A link from outside of the package, which moves by itself."""
-    register_link(Link("gloo", moves_by_itself=True))
-    yield "gloo"
-    unregister_link("gloo")
+    register_link(Link("ether", moves_by_itself=True))
+    yield "ether"
+    unregister_link("ether")
 
 
-@pytest.mark.parametrize("link", ["nccl", "gloo"])
-@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("link", ["nccl", "ether"])
+@pytest.mark.usefixtures("ether")
 def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     """Bucket 0 is of 4 KiB and arrives meanwhile; bucket 1, of 8 MiB in equal halves, takes 4 ms after backward."""
     halves = [
