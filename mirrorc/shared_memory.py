@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.ir.variables import OUTSIDE
 from mirrorc.torch_internals import is_dense, num_users
 
 
@@ -110,7 +111,7 @@ def _addresses(tensor: torch.Tensor) -> torch.Tensor:
 
 def _objection(tensors: Mapping[str, torch.Tensor], first: str, second: str) -> str:
     both = f"{_kind(tensors[first])} {first!r} and {_kind(tensors[second])} {second!r}"
-    if all(isinstance(tensors[name], torch.nn.Parameter) for name in (first, second)):
+    if all(isinstance(tensors[name], torch.nn.Parameter) and not name.startswith(OUTSIDE) for name in (first, second)):
         remedy = (
             f"tie them, so that they are one parameter (model.{second} = model.{first}, before the optimizer is made), or give "
             f"one memory of its own (model.{second}.data = model.{second}.detach().clone())"

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.errors import CaptureError
+from mirrorc.ir.variables import OUTSIDE
 from mirrorc.torch_internals import JointGraph, ReadVariable, guards_of, outside_variables, read_from_module
 
 _PLACE = "mirrorc_outside"  # where a traced module has them
@@ -123,9 +124,9 @@ class OutsideNames:
         if known is None or known[0]() is not tensor:
             used = {name for _, name in self._known.values()} | taken
             words = re.sub(r"\W*\W", ".", called).strip(".") or "variable"
-            name, number = f"outside.{words}", 1
+            name, number = f"{OUTSIDE}{words}", 1
             while name in used:
                 number += 1
-                name = f"outside.{words}_{number}"
+                name = f"{OUTSIDE}{words}_{number}"
             known = self._known[id(tensor)] = weakref.ref(tensor), name
         return known[1]

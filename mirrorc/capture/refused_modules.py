@@ -37,10 +37,7 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                 "are added all the same."
             )
         elif kind == _SPECTRAL_NORM and module.training:
-            raise CaptureError(
-                f"spectral_norm {name!r} of {what} assigns its vectors anew in forward, which a captured step does not do again. "
-                "Remedy: put this module in eval mode for the step, and let it iterate in a forward of your own now and then."
-            )
+            raise CaptureError(f"spectral_norm {name!r} of {what} {SPECTRAL_NORM}")
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
             if remedy:
@@ -48,6 +45,13 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                     f"{kind} {name!r} of {what} has a hook of torch.nn.utils ({type(hook).__name__}), which assigns an attribute "
                     f"in forward, and a captured step does not do that again. Remedy: {remedy}."
                 )
+
+
+SPECTRAL_NORM = (
+    "assigns its vectors anew in forward, which a captured step does not do again. Remedy: put this module in eval mode for the "
+    "step, and let it iterate in a forward of your own now and then."
+)
+"""Why one in train mode is refused."""
 
 
 _SPECTRAL_NORM = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers

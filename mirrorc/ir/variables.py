@@ -10,6 +10,9 @@ import torch
 
 from mirrorc.ir.shares import share_bounds
 
+OUTSIDE = "outside."
+"""What the names of those variables begin with that belong to modules outside of the model."""
+
 
 class Role(enum.Enum):
     PARAMETER = "parameter"
