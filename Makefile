@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
-# Every property, on a selection of models, devices and optimizers: about ten minutes on two cores.
+# Every property, on a selection of models, devices and optimizers: ten to fifteen minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 

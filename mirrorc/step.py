@@ -140,6 +140,9 @@ class Step(StepReports):
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self._options.devices)
+        workers = self._options.program_workers
+        if workers.are_several:
+            devices += f" of worker {workers.rank} of {workers.num_workers}"
         kept = self._specializer.num_programs
         state = (
             "closed"

@@ -25,6 +25,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.mirrored_variable import MirroredVariable, mirrored_variables
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.worlds import refuse_to_run
 
 _T = TypeVar("_T")
 
@@ -140,6 +141,7 @@ class StepReports(ABC):
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
         last = self._last_trained  # another thread may run the step meanwhile
+        refuse_to_run(self._options.program_workers)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "

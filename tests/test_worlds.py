@@ -1,6 +1,7 @@
 """What `mirrorc.compile` makes for a world of workers that is not there."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,17 @@ def test_a_dump_has_the_program_of_the_worker_after_each_pass(tmp_path: Path) ->
     assert read.after == "reduce-over-workers" and read.worker == "worker 1 of 3, replicas 1 … 2 of 4"
 
 
-def test_a_step_of_a_world_is_for_reading() -> None:
+def test_a_step_of_a_world_is_for_reading(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with compiled(model=model, example_inputs=batch()) as step:
-        for call in (step, step.accumulate, step.evaluate):
+        calls = [partial(call, **batch()) for call in (step, step.accumulate, step.evaluate)]
+        for call in (*calls, step.explain, partial(step.timeline, tmp_path / "trace.json")):
             with pytest.raises(
                 ExecutionError, match="compiled for worker 1 of a world of 3, which is for reading: prepare"
             ):
-                call(**batch())
+                call()
+        assert "on cpu:0, cpu:1 of worker 1 of 3" in repr(step)
     assert all(map(torch.equal, before, model.parameters()))
 
 
