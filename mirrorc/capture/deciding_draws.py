@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import one_of_torchs
+from mirrorc.torch_internals import one_of_torchs, traced_file
 
 
 class DrawnScalarDecides:
@@ -19,6 +19,11 @@ class DrawnScalarDecides:
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
+
+    @property  # type: ignore[misc]  # it cannot be written
+    def __class__(self) -> type:
+        """What isinstance() in a trace asks for: a tensor, but in this file."""
+        return DrawnScalarDecides if traced_file() in ("", __file__) else torch.Tensor
 
     def __bool__(self) -> bool:
         return self.answer
@@ -44,6 +49,11 @@ class DrawnScalar:
 
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype
+
+    @property  # type: ignore[misc]  # it cannot be written
+    def __class__(self) -> type:
+        """What isinstance() in a trace asks for: a tensor, but in this file."""
+        return DrawnScalar if traced_file() in ("", __file__) else torch.Tensor
 
     def item(self) -> float:
         """The value."""
@@ -102,5 +112,9 @@ def _rand(*size: Any, **options: Any) -> Any:
     return DrawnScalar(one_of_torchs(), tuple(shape), dtype)
 
 
-DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand}
-"""The functions of torch whose random numbers models decide by, and those that are traced in their place."""
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, DrawnScalar, DrawnScalarDecides))
+
+
+DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
+"""The functions of torch whose random numbers models decide by, that which would not know them, and what is traced instead."""

@@ -14,12 +14,14 @@ from torch import fx
 
 from mirrorc.capture.asserts import refuse_effects
 from mirrorc.capture.containers import put_together
-from mirrorc.capture.deciding_draws import DECIDING, DrawnScalar
+from mirrorc.capture.deciding_draws import DECIDING, DrawnScalar, DrawnScalarDecides
 from mirrorc.capture.dropped_effects import changed_arguments, dropped_effects
 from mirrorc.capture.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.known_failures import DATA_DEPENDENT
+from mirrorc.capture.masked_assignments import choose_where_masked
+from mirrorc.capture.masked_spans import masking_functions
 from mirrorc.capture.outside_variables import take_outside_variables
 from mirrorc.capture.packed_sequences import PaddedSequences
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
@@ -40,6 +42,7 @@ from mirrorc.torch_internals import (
     give_values,
     guards_of,
     is_drawn,
+    made_leaves,
     noted_calls,
     quiet_fake_tensors,
     storage_key,
@@ -75,6 +78,7 @@ class DynamoFrontEnd(FrontEnd):
         remove_marks(traced)
         notes = changed_arguments(traced, call, what)
         notes += dropped_effects(traced, text, what, trace)
+        choose_where_masked(traced.graph)
         if isinstance(call, EvaluationCall):
             assert outputs is not None, "an evaluation keeps its outputs"
             return Traced(
@@ -142,22 +146,27 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
+    instead = {**TRACED_INSTEAD, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
-        with traced_instead(functions), asked_for_class(PaddedSequences):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(traced_instead(functions))
+            stack.enter_context(made_leaves())
+            for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
+                stack.enter_context(asked_for_class(kind))
             return trace_full_graph(
                 call, leaves, makes_arguments, numbers, guards_results=guards_results, takes_draws=can_draw
             )
 
     try:
         with noted_calls(torch.rand) as draws:
-            return traced(TRACED_INSTEAD)
+            return traced(instead)
     except Exception as error:
         can_decide = can_draw and draws and torch.get_default_device().type == "cpu"
         if not can_decide or not any(word in str(error).lower() for word in DATA_DEPENDENT):
             raise
         try:
-            return traced({**TRACED_INSTEAD, **DECIDING})
+            return traced({**instead, **DECIDING})
         except Exception as other:
             is_given_up = isinstance(other, NumbersGivenUp) and all(map(is_drawn, other.names))
             if is_given_up or DrawnScalar.__name__ in str(other):  # a number is used as only a tensor can be

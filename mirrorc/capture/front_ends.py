@@ -193,4 +193,5 @@ def _tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "To copy construct from a tensor")  # of arrays, which are tensors in a trace
         yield stack

@@ -59,6 +59,19 @@ _KNOWN = (
         line="_assert(",
     ),
     KnownFailure(
+        "a CTC loss needs memory that depends on the values of lengths and labels, and shapes of a graph are fixed",
+        "train this model with plain PyTorch: a step has no CTC loss; other heads of the same model, such as those that classify "
+        "sequences, are captured",
+        ("_ctc_loss.tensor",),
+    ),
+    KnownFailure(
+        "its CTC loss looks at the labels, and needs memory that depends on their values, and shapes of a graph are fixed",
+        "train this model with plain PyTorch: a step has no CTC loss; other heads of the same model, such as those that classify "
+        "sequences, are captured",
+        DATA_DEPENDENT,
+        line="labels.max() >= self.config.vocab_size",
+    ),
+    KnownFailure(
         "it masks its input at random places, whose number and shapes follow random numbers of numpy",
         "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the step",
         DATA_DEPENDENT,
@@ -91,9 +104,10 @@ _KNOWN = (
         line="skip_the_layer",
     ),
     KnownFailure(
-        "it sets requires_grad of a tensor in forward, and the graph of a step has gradients of parameters alone",
-        "leave the line out: gradients of parameters are the same without it. Speech models of Hugging Face leave it out after "
-        "model.freeze_feature_encoder(), which is usual for fine-tuning",
+        "it sets requires_grad of a tensor that was there before it, such as an argument, and a step has gradients of "
+        "parameters alone",
+        "leave the line out: gradients of parameters are the same without it; for the gradient of an argument, run the model by "
+        "itself",
         ("setattr() on tensor.requires_grad",),
     ),
     KnownFailure(

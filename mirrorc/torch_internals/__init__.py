@@ -33,6 +33,7 @@ from mirrorc.torch_internals.host_numbers import NumbersGivenUp, attribute_sourc
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
 from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
+from mirrorc.torch_internals.made_leaves import made_leaves
 from mirrorc.torch_internals.operators import (
     bare_name,
     copy_each,
@@ -134,6 +135,7 @@ __all__ = [
     "lazily_negative",
     "lazy_graph_module",
     "leaf_of_placeholder",
+    "made_leaves",
     "mark_optimizer_stepped",
     "noted_calls",
     "num_users",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -68,17 +69,21 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """While it lasts, Dynamo asks objects of a class for their ``__class__``, in this thread, as Python's isinstance does.
+    """While it lasts, isinstance() in traces of this thread asks objects of a class for their ``__class__``, as in Python.
 
-    By itself, it does so only where isinstance is given a single class.
+    By itself, Dynamo does so only where isinstance is given a single class. Elsewhere it asks for the class that has the methods.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     thread, python_type = threading.get_ident(), UserDefinedObjectVariable.python_type
 
     def class_of(self: Any) -> type:
-        is_asked = self.value_type is kind and threading.get_ident() == thread
-        return self.value.__class__ if is_asked else python_type(self)
+        if self.value_type is not kind or threading.get_ident() != thread:
+            return python_type(self)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code is class_of.__code__:  # of another class
+            frame = frame.f_back
+        return self.value.__class__ if frame.f_code.co_name == "call_isinstance" else python_type(self)
 
     UserDefinedObjectVariable.python_type = class_of  # type: ignore[method-assign]
     try:

@@ -157,6 +157,23 @@ def test_a_scalar_that_does_more_than_decide_is_no_number(asked: Callable[[], An
         step(torch.ones(4, 3), target=torch.zeros(4, 3))
 
 
+def test_a_scalar_that_decides_is_a_tensor() -> None:
+    def does(y: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(())
+        decided = drawn < 2.0
+        kinds = [isinstance(one, torch.Tensor) and isinstance(one, (torch.Tensor, int)) for one in (drawn, decided)]
+        are_tensors = all(kinds) and torch.is_tensor(drawn) and torch.is_tensor(decided) and torch.is_tensor(y)
+        is_other = isinstance(drawn, (float, nn.Parameter)) or isinstance(decided, bool) or torch.is_tensor(0.5)
+        if decided and are_tensors and not is_other:
+            return y
+        return y + 100
+
+    model = Does(does)
+    expected = F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 3)).item()
+    with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step:
+        assert step(torch.ones(4, 3), target=torch.zeros(4, 3)).item() == pytest.approx(expected)
+
+
 def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
     model = LeavesOutLayers()
     with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step:

@@ -1,0 +1,46 @@
+"""Has ``x[mask] = value`` choose between two values at each place, so that the gradient of the value has a fixed shape."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def choose_where_masked(graph: fx.Graph) -> None:
+    """Rewrites assignments to masked places of a tensor, of a value that has a gradient, in a tracer's graph.
+
+    ``x[mask] = value`` becomes ``x.copy_(torch.where(mask, value, x))``, with a mask as wide as ``x``. PyTorch's backward of
+    the former gathers the gradient at the masked places, and how many these are depends on the mask.
+    """
+    for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
+        place, mask, value = node.args
+        if not _is_masked(place, mask, value):
+            continue
+        source, chosen = (arg.meta["example_value"] for arg in (place, mask))
+        with graph.inserting_before(node):
+            wide = graph.call_method("reshape", (mask, (*chosen.shape, *(1,) * (source.dim() - chosen.dim()))))
+            new = graph.call_function(torch.where, (wide, value, place))
+            copied = graph.call_method("copy_", (place, new))
+        for made in (wide, new, copied):
+            made.meta = {**node.meta, "example_value": source}
+        wide.meta["example_value"] = chosen.reshape((*chosen.shape, *(1,) * (source.dim() - chosen.dim())))
+        graph.erase_node(node)
+    graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+def _is_masked(place: Any, mask: Any, value: Any) -> bool:
+    """Whether a value that has a gradient, and that all masked places get alike, is assigned."""
+    if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
+        return False
+    found = [arg.meta.get("example_value") for arg in (place, mask, value)]
+    if not all(isinstance(one, torch.Tensor) for one in found):
+        return False
+    source, chosen, given = found
+    is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
+    counted = len([*itertools.dropwhile(lambda size: size == 1, given.shape)])  # PyTorch leaves out leading ones
+    is_alike = counted <= source.dim() - chosen.dim() and given.dim() <= source.dim() and given.dtype == source.dtype
+    return is_mask and is_alike and given.requires_grad

@@ -1,0 +1,74 @@
+"""What is traced in place of the function by which speech models of Hugging Face mask random spans (SpecAugment)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_NAME = "_compute_mask_indices"  # each file of a model has a copy
+_PARAMETERS = ["shape", "mask_prob", "mask_length", "attention_mask", "min_masks"]
+
+
+def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """The functions of this kind that the modules of a model call, and the one that is traced in their place."""
+    files = {type(module).__module__ for module in root.modules()}
+    found = (getattr(sys.modules.get(file), _NAME, None) for file in files if file.startswith("transformers."))
+    return {own: masked_spans for own in found if own and list(inspect.signature(own).parameters) == _PARAMETERS}
+
+
+def masked_spans(
+    shape: tuple[int, int],
+    mask_prob: float,
+    mask_length: int,
+    attention_mask: torch.Tensor | None = None,
+    min_masks: int = 0,
+) -> torch.Tensor:
+    """Random spans, with the distribution of Hugging Face's function, by torch's random numbers in place of numpy's.
+
+    Its number of spans is random, so that its arrays have no fixed shapes; here a mask has them.
+
+    Args:
+        shape: rows, and places in a row.
+        mask_prob: the part of a row's places that spans cover if they are apart.
+        mask_length: that of a span.
+        attention_mask: [rows, places]; spans are in the first places of a row, as many as it has ones.
+        min_masks: the fewest spans in a row.
+
+    Returns:
+        [rows, places], bool: what is masked. Spans of a row begin at different places, each choice of them being equally likely.
+    """
+    rows, places = shape
+    if mask_length < 1:
+        raise ValueError("`mask_length` has to be bigger than 0.")
+    if mask_length > places:
+        raise ValueError("`mask_length` has to be smaller than `sequence_length`")
+    lengths = torch.full((rows,), places) if attention_mask is None else attention_mask.detach().sum(-1)
+    device = lengths.device
+    rounding = torch.empty((), dtype=torch.float64, device=device).uniform_()  # one for all rows
+    most = _num_spans(lengths.new_full((1,), places), rounding, places, mask_prob, mask_length, min_masks)
+    spans = _num_spans(lengths, rounding, places, mask_prob, mask_length, min_masks)
+    beginnings = places - mask_length + 1
+    keys = torch.empty((rows, beginnings), dtype=torch.float64, device=device).uniform_()
+    is_beyond = torch.arange(beginnings, device=device) >= (lengths - mask_length + 1).unsqueeze(1)
+    keys = keys.masked_fill(is_beyond, 2.0)
+    largest = keys.sort(dim=1).values.gather(1, (spans - 1).clamp(min=0).unsqueeze(1))
+    begins = (keys <= largest) & (spans > 0).unsqueeze(1)
+    begun = F.pad(begins.to(torch.int64), (0, mask_length - 1)).cumsum(1)
+    masked = begun > F.pad(begun, (mask_length, 0))[:, :places]
+    only_last = ((spans == 0) & (most > 0)).unsqueeze(1)  # where a row is too short for any, the last place is masked
+    return masked | (only_last & (torch.arange(places, device=device) == places - 1))
+
+
+def _num_spans(
+    lengths: torch.Tensor, rounding: torch.Tensor, places: int, mask_prob: float, mask_length: int, min_masks: int
+) -> torch.Tensor:
+    """How many spans there are in rows of some lengths, int64."""
+    wanted = (mask_prob * lengths.to(torch.float64) / mask_length + rounding).to(torch.int64).clamp(min=min_masks)
+    wanted = torch.where(wanted * mask_length > places, places // mask_length, wanted)
+    return torch.minimum(wanted, (lengths - mask_length + 1).clamp(min=0))

@@ -1,0 +1,38 @@
+"""Has Dynamo take ``x.requires_grad = True`` of a value that forward has computed, which changes no gradient of a parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def made_leaves() -> Iterator[None]:
+    """While it lasts, traces of this thread may set ``requires_grad`` to True of values that they have computed.
+
+    What reads it finds it set, and in values that are computed of it, too. The graph has nothing of it: backward goes from the
+    loss to parameters, whatever else could have a gradient. Of what was there before the trace, an argument say, it is refused.
+    """
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
+
+    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # of its own since 2.13
+    thread, call = threading.get_ident(), kind.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == thread and getattr(self, "fn", setattr) is setattr and len(args) == 3:
+            owner, name, value = (arg.realize() if hasattr(arg, "realize") else arg for arg in args)
+            is_computed = isinstance(owner, TensorVariable) and owner.source is None
+            said = [arg.as_python_constant() for arg in (name, value) if arg.is_python_constant()]
+            if is_computed and said == ["requires_grad", True]:
+                owner.as_proxy().node.meta["example_value"].requires_grad_()
+                owner.requires_grad = True
+                return ConstantVariable.create(None)
+        return call(self, tx, args, kwargs)
+
+    kind.call_function = call_function
+    try:
+        yield
+    finally:
+        kind.call_function = call
