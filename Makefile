@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 DISTRIBUTED := -n auto --maxprocesses=4 --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(DISTRIBUTED)
 
+# Python keeps what it has compiled: every worker and every process that tests start would compile all files anew, for 10 to 15 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-slow test-all test-torch lint bench bench-tf clean
 
 # constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.

@@ -270,7 +270,7 @@ def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
         both.step(x, target=y)
 
 
-@pytest.mark.parametrize("how", ["step", "optimizer", "model", "part"])
+@pytest.mark.parametrize("how", selections.slow_but(["step", "part"], ["step", "optimizer", "model", "part"]))
 def test_zero_grad_drops_what_is_kept(how: str) -> None:
     with Both() as both:
         first, last = batches(4, 4)
@@ -343,7 +343,7 @@ class DoubleBuckets:
         return program
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
 def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int) -> None:
     with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from asserting import TEXT, Asserting
 from references import assert_same_model, train_step, unchanged
+from selections import slow
 from torch import nn
 
 import mirrorc
@@ -30,9 +31,8 @@ def compiled(model: nn.Module, devices: int, **options: Any) -> tuple[mirrorc.St
     [
         (1, {}),
         (2, {}),
-        (3, {"disable_passes": ("share-parameters",)}),
-        (2, {"link": "copy", "disable_passes": ("share-parameters",)}),
-        pytest.param(2, {"backend": "inductor"}, marks=pytest.mark.slow),
+        *slow((3, {"disable_passes": ("share-parameters",)})),
+        *slow((2, {"link": "copy", "disable_passes": ("share-parameters",)}), (2, {"backend": "inductor"})),
     ],
     ids=["one", "shared", "mirrored", "copy", "inductor"],
 )

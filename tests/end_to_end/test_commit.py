@@ -30,7 +30,7 @@ from mirrorc.runtime.state import flat_optimizer
 
 # torch's guards take an error in a function that they call for a change; Ctrl-C is kept meanwhile
 WITHIN_GUARDS = tuple(f"{torch.__path__[0]}/{folder}/" for folder in ("_dynamo", "_functorch"))
-BATCH = {"x": torch.linspace(-1, 1, 30).reshape(5, 6).sin(), "target": torch.tensor([0, 1, 2, 0, 1])}
+BATCH = {"x": torch.linspace(-1, 1, 36).reshape(6, 6).sin(), "target": torch.tensor([0, 1, 2, 0, 1, 2])}
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
 COPIES = {"link": "copy", "disable_passes": ["share-parameters"]}

@@ -177,7 +177,7 @@ def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) 
         assert step.explain().num_steps == 3  # without the first one
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
 def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int) -> None:
     """As under ``torch.no_grad()``: each shard has statistics of its own, as in a training step."""
     model, optimizer = make(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)))

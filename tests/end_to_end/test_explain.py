@@ -70,7 +70,7 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
     assert max(len(line) for line in lines if not line.endswith(behind)) <= 110
 
 
-@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("without", slow_but([(SHARE,)], [(), (SHARE,)]), ids=["shared", "mirrored"])
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
     with compiled(num_devices, disable_passes=without, **SMALL) as step:
@@ -98,7 +98,7 @@ def test_one_step_is_explained_though_it_warmed_up() -> None:
 
 
 @pytest.mark.parametrize("num_devices", slow_but([2], [1, 2, 3]))
-@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("without", slow_but([()], [(), (SHARE,)]), ids=["shared", "mirrored"])
 def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
     with compiled(num_devices, SignSgd, disable_passes=without, **SMALL) as step:
         for _ in range(3):

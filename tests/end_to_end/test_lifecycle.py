@@ -286,8 +286,8 @@ def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = torch.random.get_rng_state()
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
-        step(**mlp_batch(5))
-        step(**mlp_batch(5))
+        step(**mlp_batch(6))
+        step(**mlp_batch(6))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -434,7 +434,7 @@ def test_a_step_is_neither_copied_nor_pickled() -> None:
             for _ in range(2):
                 with pytest.raises(TypeError, match=r"cannot be copied or pickled.*compile the copy"):
                     attempt(step)
-                step(**mlp_batch(5))
+                step(**mlp_batch(6))
         with mirrorc.compile(
             (twin := copy.deepcopy(model)),
             2,
@@ -442,4 +442,4 @@ def test_a_step_is_neither_copied_nor_pickled() -> None:
             loss_fn=F.cross_entropy,
             backend="eager",
         ) as other:
-            assert other(**mlp_batch(5)).item() == step(**mlp_batch(5)).item()
+            assert other(**mlp_batch(6)).item() == step(**mlp_batch(6)).item()

@@ -64,7 +64,7 @@ def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_c
     steps = {i: compiled(*own[i], loss_fn=None, **way) for i in names}
     for seed in range(6):
         torch.manual_seed(seed)
-        batch = {"noise": torch.randn(5, 3).double(), "real": torch.randn(5, 3).double()}
+        batch = {"noise": torch.randn(6, 3).double(), "real": torch.randn(6, 3).double()}
         for i in range(2):
             expected = train_step(*plain[i], batch, None)
             found = steps[i](**batch).item() if i in steps else train_step(*own[i], batch, None)
@@ -79,14 +79,14 @@ def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_c
         step.close()
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", slow_but([2], [1, 2]))
 def test_a_backward_through_parameters_that_a_step_has_changed_is_refused_by_torch(num_devices: int) -> None:
     model = make_mlp()
     with compiled(model, ADAM(model.parameters()), num_devices) as step:
         for _ in range(2):
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             loss = F.cross_entropy(model(mlp_batch(4)["x"]), mlp_batch(4)["target"])
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
             model.zero_grad()
@@ -141,7 +141,7 @@ def test_memory_that_is_replaced_or_written_behind_torchs_back(
             for own, its, its_kept in ((model, optimizer, kept[0]), (twin, of_twin, kept[1])):
                 if event is not None:
                     event(own, its, its_kept)
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
             assert_mirrored(step, model, 2)
     assert_same_model(model, twin, 1e-10)
@@ -163,12 +163,12 @@ def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: i
     held = list(holders(model))[index]
     with compiled(model, ADAM(model.parameters())) as step:
         with pytest.warns(UserWarning, match=r"'(first|second)\.weight'.*taken before.*state_dict") as told:
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
         assert len(told) == 1 and told[0].filename == __file__
         later = next(holders(model))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             step(**mlp_batch(3))
         assert all(torch.equal(later[name], value) for name, value in model.state_dict().items())
     del held
@@ -180,14 +180,14 @@ def test_nothing_is_told_where_nobody_holds_the_memory_of_parameters() -> None:
     saved = copy.deepcopy(model.state_dict())
     averaged = torch.optim.swa_utils.AveragedModel(model)
     optimizer = ADAM(model.parameters())
-    train_step(model, optimizer, mlp_batch(5), F.cross_entropy)
+    train_step(model, optimizer, mlp_batch(6), F.cross_entropy)
     circle: list[Any] = [model.state_dict()]  # garbage that is collected one day
     circle.append(circle)
     del circle
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with compiled(model, optimizer, 3) as step:
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             step(**mlp_batch(4, seed=1))
     assert_same_model(twin, make_mlp(), 0)
     assert saved and averaged is not None
@@ -216,11 +216,11 @@ def test_parameters_in_memory_that_processes_share_are_refused() -> None:
     with compiled(model, ADAM(model.parameters())) as step:
         for _ in range(2):
             with pytest.raises(ValueError, match=r"'first\.weight'.*share_memory.*load_state_dict"):
-                step(**mlp_batch(5))
+                step(**mlp_batch(6))
     assert all(p.is_shared() for p in model.parameters())
     model = make_mlp()
     with compiled(model, ADAM(model.parameters())) as step:
-        step(**mlp_batch(5))
+        step(**mlp_batch(6))
         model.share_memory()
         with pytest.raises(ValueError, match=r"share_memory"):
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))

@@ -45,7 +45,7 @@ class Pair:
         self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizer, **options)
 
     def train(self, bad: float | None = None, clip: Any = None, autocast: torch.dtype | None = None) -> None:
-        x, target = torch.randn(7, 5, dtype=self.dtype), torch.randn(7, 3, dtype=self.dtype)
+        x, target = torch.randn(6, 5, dtype=self.dtype), torch.randn(6, 3, dtype=self.dtype)
         if bad is not None:
             x[3, 2] = bad
         loss = self.step(x, target=target)
@@ -72,8 +72,8 @@ class Pair:
 @pytest.mark.parametrize(
     ("make", "num_devices", "options"),
     [
-        (ADAMW, 1, {}), (SGD, 3, UNSHARED), (ADADELTA, 2, {}),
-        *slow((ADAMW, 2, {}), (SGD, 4, {"bucket_cap_mb": 1e-4})),
+        (SGD, 3, UNSHARED), (ADADELTA, 2, {}),
+        *slow((ADAMW, 1, {}), (ADAMW, 2, {}), (SGD, 4, {"bucket_cap_mb": 1e-4})),
         *slow((ADADELTA, 3, UNSHARED), (ADAMW, 2, UNSHARED | {"link": "copy"}), (SGD, 2, {"backend": "inductor"})),
     ],
 )  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_scaled_step_is_that_of_one_device_also_where_it_is_skipped(
         assert step.num_skipped == len(BAD)
 
 
-@pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (2, {}), (3, UNSHARED)])
+@pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (3, UNSHARED), *slow((2, {}))])
 def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, Any]) -> None:
     def clip(net: nn.Module) -> None:
         nn.utils.clip_grad_norm_(net.parameters(), 0.05)

@@ -42,10 +42,9 @@ MOMENTUM = STATEFUL["sgd"]
 ADAMW = STATEFUL["adamw"]
 # No step count; two moments and a third; state from the start; a scalar besides the step count; an optimizer by itself.
 KINDS_OF_STATE = [
-    "sgd",
     "adam",
     "adadelta",
-    *slow(("adagrad",), ("nadam",), ("adamw",), ("rmsprop",), ("adamax",), ("radam",)),
+    *slow(("sgd",), ("adagrad",), ("nadam",), ("adamw",), ("rmsprop",), ("adamax",), ("radam",)),
 ]
 
 
@@ -72,7 +71,7 @@ class Pair:
         """Trains both, on the same batches."""
         for _ in range(steps):
             self._seed += 1
-            batch = mlp_batch(5, seed=self._seed)
+            batch = mlp_batch(6, seed=self._seed)
             loss = self.step(**batch)
             expected = train_step(self.twin, self.twin_optimizer, batch, self.loss_fn)
             assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
@@ -103,7 +102,7 @@ def test_state_of_a_single_device_run_goes_on(name: str) -> None:
     model = make_mlp()
     optimizer = STATEFUL[name](model.parameters())
     for seed in range(3):
-        train_step(model, optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
+        train_step(model, optimizer, mlp_batch(6, seed=seed), F.cross_entropy)
     pair = Pair(model, STATEFUL[name])
     pair.on_both(lambda _, own: own.load_state_dict(saved_and_loaded(optimizer.state_dict())))
     pair.train(3)
@@ -120,7 +119,7 @@ def test_state_of_a_mirrored_run_goes_on_on_a_single_device(name: str) -> None:
     optimizer.load_state_dict(saved_and_loaded(pair.optimizer.state_dict()))
     pair.twin_optimizer.load_state_dict(pair.twin_optimizer.state_dict())  # it turns some entries into other dtypes
     for seed in range(3):
-        batch = mlp_batch(5, seed=100 + seed)
+        batch = mlp_batch(6, seed=100 + seed)
         train_step(model, optimizer, batch, F.cross_entropy)
         train_step(pair.twin, pair.twin_optimizer, batch, F.cross_entropy)
     assert_same_model(model, pair.twin, TOLERANCE)
@@ -143,7 +142,7 @@ def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
     pair = Pair(model, ADAMW)
     for seed in range(2):
         pair.on_both(
-            lambda model, own, seed=seed: train_step(model, own, mlp_batch(5, seed=50 + seed), F.cross_entropy)
+            lambda model, own, seed=seed: train_step(model, own, mlp_batch(6, seed=50 + seed), F.cross_entropy)
         )
     pair.train(2)
     pair.check()
@@ -171,9 +170,9 @@ def test_saved_state_is_small() -> None:
 @pytest.mark.parametrize(
     ("make_optimizer", "change"),
     [
-        (MOMENTUM, {"momentum": 0.5, "weight_decay": 0.1}),
         (ADAMW, {"lr": 0.1, "betas": (0.8, 0.99)}),
         (STATEFUL["adadelta"], {"rho": 0.5}),
+        *slow((MOMENTUM, {"momentum": 0.5, "weight_decay": 0.1})),
         *slow((MOMENTUM, {"lr": 0.03}), (MOMENTUM, {"nesterov": True})),
         *slow((ADAMW, {"amsgrad": True}), (ADAMW, {"maximize": True, "eps": 1e-3})),
     ],
@@ -206,7 +205,9 @@ def test_parameters_with_different_step_counts(name: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("make_optimizer", [MOMENTUM, ADAMW, STATEFUL["adadelta"]], ids=["sgd", "adamw", "adadelta"])
+@pytest.mark.parametrize(
+    "make_optimizer", [ADAMW, STATEFUL["adadelta"], *slow((MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
+)
 def test_state_loaded_between_steps_is_honored(make_optimizer: OptimizerMaker) -> None:
     pair = Pair(make_mlp(), make_optimizer, num_devices=3)
     pair.train(1)
@@ -382,7 +383,7 @@ class Tied(nn.Module):
         return self.decoder(torch.tanh(self.encoder(x)))
 
 
-@pytest.mark.parametrize("make_optimizer", [ADAMW, STATEFUL["adadelta"]], ids=["adamw", "adadelta"])
+@pytest.mark.parametrize("make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],))], ids=["adamw", "adadelta"])
 def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
     pair = Pair(Tied(), make_optimizer)
     pair.train(3)
@@ -414,8 +415,7 @@ class MixedPrecision(nn.Module):
     ("make_optimizer", "small", "tolerance"),
     [
         *slow((MOMENTUM, torch.float32, 1e-5), (MOMENTUM, torch.bfloat16, 0.02)),
-        (MOMENTUM, torch.float16, 0.005),
-        *slow((ADAMW, torch.float32, 1e-5)),
+        *slow((MOMENTUM, torch.float16, 0.005), (ADAMW, torch.float32, 1e-5)),
         (ADAMW, torch.bfloat16, 0.02),
         *slow((STATEFUL["adagrad"], torch.bfloat16, 0.02)),
     ],
@@ -428,7 +428,7 @@ def test_parameters_of_several_dtypes(make_optimizer: OptimizerMaker, small: tor
     optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         for seed in range(2):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             loss, expected = step(**batch), train_step(twin, twin_optimizer, batch, F.cross_entropy)
             assert loss.item() == pytest.approx(expected, rel=tolerance)
             assert_mirrored(step, model, 2)
@@ -439,7 +439,7 @@ def test_parameters_of_several_dtypes(make_optimizer: OptimizerMaker, small: tor
 @pytest.mark.slow
 def test_parameters_of_several_dtypes_when_compiled() -> None:
     torch.manual_seed(0)
-    model, batch = MixedPrecision(torch.bfloat16), mlp_batch(5)
+    model, batch = MixedPrecision(torch.bfloat16), mlp_batch(6)
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy) as step:
@@ -485,7 +485,7 @@ def test_two_steps_in_turn_over_one_model() -> None:
 def test_training_by_hand_between_steps_is_honored() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
-    pair.on_both(lambda model, own: train_step(model, own, mlp_batch(5, seed=77), F.cross_entropy))
+    pair.on_both(lambda model, own: train_step(model, own, mlp_batch(6, seed=77), F.cross_entropy))
     pair.train(2)
     pair.check()
 
@@ -638,7 +638,7 @@ def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -
         pair.train(2)
         pair.on_both(lambda _, own, change=change: own.param_groups[0].update(change))
         with pytest.raises(KeyError, match=entry):
-            train_step(pair.twin, pair.twin_optimizer, mlp_batch(5), F.cross_entropy)
+            train_step(pair.twin, pair.twin_optimizer, mlp_batch(6), F.cross_entropy)
         for _ in range(2):
             with (
                 unchanged(pair.model, pair.optimizer),
@@ -646,7 +646,7 @@ def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -
                     ValueError, match=f"'[a-z.]*' has no '{entry}', which it needs with {switch}.*zeros_like"
                 ),
             ):
-                pair.step(**mlp_batch(5))
+                pair.step(**mlp_batch(6))
         pair.on_both(
             lambda _, own, entry=entry: [s.update({entry: torch.zeros_like(p)}) for p, s in own.state.items()] and None
         )
@@ -672,7 +672,7 @@ def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
         before = dict(state)
         change(state)
         with pytest.raises(ValueError, match=words):
-            pair.step(**mlp_batch(5))
+            pair.step(**mlp_batch(6))
         state.update(before)
         pair.train(2)
     pair.check()
@@ -683,7 +683,7 @@ def test_a_model_that_changes_its_dtype_needs_its_optimizers_state_cast() -> Non
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
     pair.on_both(lambda model, _: model.float() and None)
-    batch = mlp_batch(5)
+    batch = mlp_batch(6)
     batch = {**batch, "x": batch["x"].float()}
     for _ in range(2):
         with unchanged(pair.model, pair.optimizer), pytest.raises(ValueError, match=r"call optimizer\.load_state_dict"):

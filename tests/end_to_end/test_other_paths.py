@@ -108,7 +108,7 @@ def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices
     cases += [(name, _same_output, loss) for name, loss in LOSSES.items()]
     for name, uses, loss in cases:
         batches = [
-            {"input": torch.randn(5, 3, dtype=torch.float64), "target": torch.randn(5, 4, dtype=torch.float64)}
+            {"input": torch.randn(6, 3, dtype=torch.float64), "target": torch.randn(6, 4, dtype=torch.float64)}
             for _ in range(4)
         ]
         plain, plain_loss, plain_optimizer = _made(uses, loss)
@@ -134,7 +134,7 @@ def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices
 
 def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> None:
     """A BatchNorm in train mode takes other statistics on each replica: it is compared with itself, reached as usual."""
-    batches = [(torch.randn(5, 3).double(), torch.randn(5, 4).double()) for _ in range(3)]
+    batches = [(torch.randn(6, 3).double(), torch.randn(6, 4).double()) for _ in range(3)]
     states = []
     for uses in (lambda net, y: net.norm(y), lambda net, y: net.modules_by_name["norm"](y)):
         net, loss, optimizer = _made(uses, lambda net: F.mse_loss)

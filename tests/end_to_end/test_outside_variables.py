@@ -85,7 +85,7 @@ class Game:
 
 def take_turns(own: Game, plain: Game, *turns: int) -> None:
     for turn in turns:
-        x = torch.randn(5, 3).double()
+        x = torch.randn(6, 3).double()
         torch.testing.assert_close(own.train(turn, x), plain.train(turn, x))
     assert_same(own, plain)
 
@@ -515,7 +515,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(KeyboardInterrupt):
-            own.train(0, torch.randn(5, 3).double())
+            own.train(0, torch.randn(6, 3).double())
         assert all(torch.equal(value, before[name]) for name, value in own.nets.state_dict().items())
         take_turns(own, plain, 1, 0, 0, 1)
     assert own.steps[0]._state._held is own.steps[1]._state._held

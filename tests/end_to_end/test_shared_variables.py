@@ -131,7 +131,7 @@ class Turns:
         """Takes turns and compares; returns how often something was copied on the way to a step."""
         counted = CountedCopies()
         for turn in turns:
-            x = torch.randn(5, 3).double()
+            x = torch.randn(6, 3).double()
             with counted:
                 loss = self.steps[turn](x)
             model, optimizers = self.plain[turn]

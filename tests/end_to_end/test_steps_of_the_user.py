@@ -43,8 +43,8 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
                 optimizer.step, of_twin.step = patched(optimizer, calls[0]), patched(of_twin, calls[1])
             if seed == 4:
                 optimizer.step, of_twin.step = originals
-            loss = step(**mlp_batch(5, seed=seed)).item()
-            assert loss == pytest.approx(train_step(twin, of_twin, mlp_batch(5, seed=seed), F.cross_entropy))
+            loss = step(**mlp_batch(6, seed=seed)).item()
+            assert loss == pytest.approx(train_step(twin, of_twin, mlp_batch(6, seed=seed), F.cross_entropy))
             assert_mirrored(step, model, 2)
             text = str(step.program)
             assert ("step_optimizer" in text) == (2 <= seed < 4)
@@ -66,7 +66,7 @@ def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float 
     optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
         for seed in range(8):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             expected = train_step(twin, of_twin, batch, F.cross_entropy)
             if seed in (0, 3, 4, 6):
                 found = train_step(model, optimizer, batch, F.cross_entropy)
@@ -106,7 +106,7 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     others = [torch.optim.SGD(m.parameters(), lr=0.2, fused=True) for m in (model, twin)]
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
         for seed in range(6):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             if seed in (2, 3):
                 expected = train_step(twin, others[1], batch, F.cross_entropy)
                 found = train_step(model, others[0], batch, F.cross_entropy)
@@ -129,7 +129,7 @@ def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_coun
     others = [torch.optim.SGD(own.second.parameters(), lr=0.2, fused=True) for own in (model, twin)]
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
         for seed in range(9):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             if seed == 5:
                 optimizer.param_groups[0]["params"] = list(model.second.parameters())
                 of_twin.param_groups[0]["params"] = list(twin.second.parameters())
@@ -173,9 +173,9 @@ def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pyt
         optimizer = torch.optim.AdamW(model.parameters())
         with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
             call(model.parameters())  # before the first step
-            step.prepare(**mlp_batch(5))
+            step.prepare(**mlp_batch(6))
             recwarn.clear()
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             for _ in range(2):
                 call(model.parameters())
             call(make_mlp().parameters())
@@ -194,8 +194,8 @@ def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.Warn
     with mirrorc.compile(
         model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
     ) as step:
-        step(**mlp_batch(5))
-        F.cross_entropy(model(mlp_batch(5)["x"]), mlp_batch(5)["target"]).backward()
+        step(**mlp_batch(6))
+        F.cross_entropy(model(mlp_batch(6)["x"]), mlp_batch(6)["target"]).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
         norm = torch.nn.utils.get_total_norm(gradients)
         assert early_clip_grad_norm_(model.parameters(), 1e9) == norm
@@ -218,10 +218,10 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         optimizer.step()
-        step.prepare(**mlp_batch(5))
+        step.prepare(**mlp_batch(6))
         recwarn.clear()
         for _ in range(3):
-            step(**mlp_batch(5))
+            step(**mlp_batch(6))
             scaler.step(optimizer)
             optimizer.step()
             scheduler.step()
@@ -244,7 +244,7 @@ def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest
     )
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         for seed in range(3):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
             early_clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -267,7 +267,7 @@ def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: 
         recwarn.clear()
         with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
             for seed in range(3):
-                batch = mlp_batch(5, seed=seed)
+                batch = mlp_batch(6, seed=seed)
                 loss = step(**batch)
                 assert loss.item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
                 for of_user in (loss, scaler.scale(loss)):
@@ -295,7 +295,7 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     model = make_mlp()
     twin = copy.deepcopy(model)
     optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    batches = iter([mlp_batch(5, seed=seed) for seed in range(9)])
+    batches = iter([mlp_batch(6, seed=seed) for seed in range(9)])
 
     def check() -> None:
         batch = next(batches)
@@ -343,7 +343,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_
             expected = [torch.add(p.detach(), p.grad, alpha=-0.1) for p in body]
             for parameter in head:
                 parameter.grad = None
-            step(**mlp_batch(5, seed=seed))
+            step(**mlp_batch(6, seed=seed))
             assert all(p.grad is gradient for p, gradient in zip(body, kept, strict=True))
             own.step()
             own.zero_grad()
@@ -363,7 +363,7 @@ def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
         own.register_step_pre_hook(clipping(0.05))
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         for seed in range(4):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
             assert_mirrored(step, model, 2)
     assert_same_model(model, twin, 1e-10)
@@ -388,7 +388,7 @@ def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
         own.register_step_pre_hook(penalize)
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
         for seed in range(3):
-            batch = mlp_batch(5, seed=seed)
+            batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
     assert_same_model(model, twin, 1e-10)
 
@@ -398,5 +398,5 @@ def test_parameters_stay_plain() -> None:
     with mirrorc.compile(
         model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
     ) as step:
-        step(**mlp_batch(5))
+        step(**mlp_batch(6))
         assert all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())
