@@ -451,17 +451,17 @@ class Switched(nn.Module):
 def test_modes_and_plain_attributes_are_specialized_on() -> None:
     twins = Twins(Switched())
     with twins.step:
-        first = twins.train(mlp_batch(5))
+        first = twins.train(mlp_batch(6))
         for model in (twins.model, twins.twin):
             model.eval()
-        second = twins.train(mlp_batch(5))
+        second = twins.train(mlp_batch(6))
         for model in (twins.model, twins.twin):
             model.train()
             model.scale = 2.0
-        third = twins.train(mlp_batch(5))
+        third = twins.train(mlp_batch(6))
         for model in (twins.model, twins.twin):
             model.scale = 1.0
-        assert twins.train(mlp_batch(5)) in (first, third), "a number that changes is an input of the third"
+        assert twins.train(mlp_batch(6)) in (first, third), "a number that changes is an input of the third"
         assert len({id(first), id(second), id(third)}) == 3
     assert_same_model(twins.model, twins.twin, TOLERANCE)
 
@@ -509,7 +509,7 @@ def test_autocast_around_the_call(backend: str) -> None:
 
 @pytest.mark.parametrize("form", ["keywords", "pair"])
 def test_example_inputs_compile_at_once(form: str) -> None:
-    model, batch = make_mlp(), mlp_batch(5)
+    model, batch = make_mlp(), mlp_batch(6)
     twin = copy.deepcopy(model)
     examples = {"keywords": batch, "pair": ((batch["x"],), {"target": batch["target"]})}[form]
     optimizer = MOMENTUM(model.parameters())
@@ -542,7 +542,7 @@ def test_example_inputs_as_a_tuple() -> None:
 
 
 def test_the_batch_is_not_changed() -> None:
-    model, batch = make_mlp(), mlp_batch(5)
+    model, batch = make_mlp(), mlp_batch(6)
     before = {key: value.clone() for key, value in batch.items()}
     with mirrorc.compile(
         model, 2, optimizer=MOMENTUM(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
@@ -565,5 +565,5 @@ def test_devices_by_name() -> None:
         loss_fn=F.cross_entropy,
         backend="eager",
     ) as step:
-        step(**mlp_batch(5))
+        step(**mlp_batch(6))
         assert list(step.graphs) == ["cpu:5", "cpu:2"]

@@ -9,7 +9,7 @@ from mutations.programs import handmade_sources, model_sources
 
 from mirrorc.verifier import verifier
 
-HANDMADE_QUOTA, MODEL_QUOTA = 3, 1  # mutants of a kind, of handmade programs in all and of each model
+HANDMADE_QUOTA, MODEL_QUOTA = 2, 1  # mutants of a kind, of handmade programs in all and of each model
 SMALL_MODELS, LARGE_MODELS = ("mlp", "conv"), ("resnet", "gpt2", "bert", "vit")
 
 
