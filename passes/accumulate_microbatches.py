@@ -18,6 +18,7 @@ from mirrorc.ir.graph_edits import call, copied, copy_node
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.ir.variables import Aggregation
 from mirrorc.printing.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
@@ -49,10 +50,11 @@ class AccumulateMicrobatches:
             return [w_slot]                                   return [w_slot]
 
     A microbatch's loss counts by its part of the shard's examples, unless the loss is a sum. It reads the buffers as the
-    microbatch before it has left them, and has a random stream of its own. What it hands to the caller is joined: rows in the
-    order of examples, scalars by the numbers of examples. A gradient that is left as factors gets those of all microbatches:
-    ``product(left_0, right_0, left_1, right_1)``. The gradients of the last microbatch are those of the shard, and come
-    in the order of its backward, so that what reduces them overlaps with it.
+    microbatch before it has left them, but those that all write alike (`Aggregation.SAME`), and has a random stream of its
+    own. What it hands to the caller is joined: rows in the order of examples, scalars by the numbers of examples. A gradient
+    that is left as factors gets those of all microbatches: ``product(left_0, right_0, left_1, right_1)``. The gradients of
+    the last microbatch are those of the shard, and come in the order of its backward, so that what reduces them overlaps with
+    it.
 
     Needs: outlined graphs of microbatches; replicas without microbatches are left alone.
     Guarantees: each result is the sum over the microbatches in their order; each slot is written by the first one and added to
@@ -220,9 +222,11 @@ class _Repeated:
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A variable: that which the microbatch before has written, if it has."""
-        written = before["writes"].get(node.kwargs["variable"]) if before is not None else None
-        return written if written is not None else self._shared_copy(node)
+        """A variable: that which the microbatch before has written, if it has; all take the same of what each writes alike."""
+        name = str(node.kwargs["variable"])
+        written = before["writes"].get(name) if before is not None else None
+        is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
+        return written if written is not None and not is_same else self._shared_copy(node)
 
     def _shared_copy(self, node: fx.Node) -> fx.Node:
         key = (node.target, node.kwargs["variable"])

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
-from torch.nn.utils import parametrizations
 
-from mirrorc.capture.refused_modules import SPECTRAL_NORM
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import (
@@ -167,10 +165,6 @@ def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
             "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
             "use local variables for what need not last"
         )
-    if any(
-        frame.filename == parametrizations.__file__ for frame in write.stack
-    ):  # of a module that forward or the loss reach
-        raise CaptureError(f"spectral_norm {write.words.name!r}, which {what} reaches, {SPECTRAL_NORM}")
     if is_read:
         raise CaptureError(
             f"forward or loss of {what} reads and changes {write.words.name}{where}: each step would go on from the last one, "

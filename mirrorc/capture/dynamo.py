@@ -40,6 +40,7 @@ from mirrorc.torch_internals import (
     export_forward_graph,
     export_joint_graph,
     give_values,
+    given_results,
     guards_of,
     is_drawn,
     made_leaves,
@@ -152,6 +153,7 @@ def _trace(
         with contextlib.ExitStack() as stack:
             stack.enter_context(traced_instead(functions))
             stack.enter_context(made_leaves())
+            stack.enter_context(given_results())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))
             return trace_full_graph(

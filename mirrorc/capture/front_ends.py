@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
 from mirrorc.capture.captured_graph import CapturedGraph, restructure
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.outside_variables import OutsideNames, check_outside_writes
+from mirrorc.capture.spectral_norms import tensors_at, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
@@ -174,10 +176,24 @@ def capture(
         traced = front_end.trace(stack, call, leaves, decompositions)
     what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
     check_outside_writes(traced.joint, names, what)
-    captured = restructure(traced.joint, leaf_names, {**variable_names, **names}, trained, what)
+    names = {**variable_names, **names}
+    captured = restructure(traced.joint, leaf_names, names, trained, what)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs)
+    alike = _written_alike(graph, call, traced.joint, names)
+    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, alike=alike)
+
+
+def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> frozenset[str]:
+    """The buffers that a graph writes to the same value on all replicas."""
+    roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
+    ids = vectors_of_spectral_norms(roots) if joint.buffer_writes else set()
+    if not ids:
+        return frozenset()
+    tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})
+    vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
+    output: Any = graph.output_node().args[0]
+    return written_alike(graph, output["writes"], vectors)
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

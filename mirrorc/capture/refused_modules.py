@@ -36,8 +36,6 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                 "attribute sparse to False, and use an optimizer for dense gradients; on CPUs only rows that were looked up "
                 "are added all the same."
             )
-        elif kind == _SPECTRAL_NORM and module.training:
-            raise CaptureError(f"spectral_norm {name!r} of {what} {SPECTRAL_NORM}")
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
             if remedy:
@@ -47,18 +45,9 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                 )
 
 
-SPECTRAL_NORM = (
-    "assigns its vectors anew in forward, which a captured step does not do again. Remedy: put this module in eval mode for the "
-    "step, and let it iterate in a forward of your own now and then."
-)
-"""Why one in train mode is refused."""
-
-
-_SPECTRAL_NORM = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers
-
 _HOOKS: dict[type, str] = {
     WeightNorm: "use torch.nn.utils.parametrizations.weight_norm",
-    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm, in eval mode for the step",
+    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm",
     prune.BasePruningMethod: "multiply with the mask in a parametrization (torch.nn.utils.parametrize), or make the pruning "
     "permanent with torch.nn.utils.prune.remove",
 }

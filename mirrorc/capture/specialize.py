@@ -291,6 +291,7 @@ def _variables(
         if name in writes:
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
+            aggregation = Aggregation.SAME if all(name in c.alike for c in captured) else aggregation
         shape = tuple(tensor.shape)
         strides = tuple(tensor.stride())
         variables[name] = Variable(

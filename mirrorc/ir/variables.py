@@ -30,6 +30,7 @@ class Aggregation(enum.Enum):
     NONE = "none"
     MEAN = "mean"
     FIRST = "first"  # replica 0's
+    SAME = "same"  # that of any replica: each writes the same, and one that did not run takes it over
 
 
 @dataclass(frozen=True)

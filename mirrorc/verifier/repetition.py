@@ -13,6 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program
 from mirrorc.ir.value_types import value_type
+from mirrorc.ir.variables import Aggregation
 from mirrorc.verifier.expressions import Expressions
 
 aten = torch.ops.aten
@@ -22,8 +23,9 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
     """The results of each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
 
     The loss is the sum of the microbatches' losses, each times its part of the shard's examples, unless the loss is a sum. A
-    gradient is the sum over all microbatches, in order; a buffer's value that of the last one, where each begins with what the
-    one before has left. Each microbatch has the checks of its own. Outputs are put together as replicas' parts are.
+    gradient is the sum over all microbatches, in order; a buffer's value that of the last one, where each begins with what
+    the one before has left, or if all write alike, with what there was. Each microbatch has the checks of its own. Outputs
+    are put together as replicas' parts are.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]
@@ -37,7 +39,11 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
                     given[node] = written[str(node.kwargs["variable"])]
             numbered = expressions.number_graph(graph, given)
             output: Any = fx.node.map_arg(graph.output_node().args[0], functools.partial(_number, numbered))
-            written = {name: number.value for name, number in output["writes"].items()}
+            written = {
+                name: number.value
+                for name, number in output["writes"].items()
+                if program.variables[name].aggregation is not Aggregation.SAME
+            }
             for check in calls_to(graph, ops.check):
                 yield (
                     replica, "condition of the check", repr(check.kwargs["text"]), numbered[check.all_input_nodes[0]],

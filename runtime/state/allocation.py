@@ -65,7 +65,7 @@ def allocate_per_replica(
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
         kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)
-    for (dtype, aggregation), members in kinds.items():
+    for (dtype, _), members in kinds.items():
         sizes = [tensors[v.name].numel() for v in members]
         flats = [torch.empty(sum(sizes), dtype=dtype, device=device.torch_device) for device in devices]
         seen = flats[0] if len(flats) == 1 else torch.empty_like(flats[0])
@@ -81,7 +81,7 @@ def allocate_per_replica(
             offset += size
         if len(flats) > 1:
             by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
-            layout.aggregates.append(ShownBuffers(aggregation, by_name, seen, flats, counted))
+            layout.aggregates.append(ShownBuffers(by_name, seen, flats, counted))
 
 
 def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:

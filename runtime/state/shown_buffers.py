@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -20,6 +20,7 @@ class _Member:
     """A buffer's part of what is shown, and of the copy of it; ``is_counted`` if a counter tells of forwards that write it."""
 
     name: str
+    place: slice
     now: torch.Tensor
     then: torch.Tensor
     is_counted: bool
@@ -33,7 +34,6 @@ class ShownBuffers:
     count their forwards (``num_batches_tracked``) are not compared, and `VariableStore` looks at the counter.
 
     Args:
-        aggregation: how the values of the replicas are shown as one.
         sizes: the number of elements of each buffer, by name, in order.
         shown: what the model shows, 1-D.
         flats: the memory of each replica, 1-D.
@@ -45,21 +45,19 @@ class ShownBuffers:
 
     def __init__(
         self,
-        aggregation: Aggregation,
         sizes: Mapping[str, int],
         shown: torch.Tensor,
         flats: Sequence[torch.Tensor],
         counted: Collection[str],
     ) -> None:
-        self._aggregation = aggregation
         self._shown = shown
         self._flats = flats
         self._kept = shown.clone()
         self._now, self._then = _bits(shown), _bits(self._kept)
         starts = [0, *accumulate(sizes.values())]
         self._members = [
-            _Member(name, shown[start : start + size], self._kept[start : start + size], name in counted)
-            for start, (name, size) in zip(starts, sizes.items(), strict=False)
+            _Member(name, slice(start, end), shown[start:end], self._kept[start:end], name in counted)
+            for name, (start, end) in zip(sizes, pairwise(starts), strict=True)
         ]
         self.names = frozenset(sizes)
 
@@ -70,27 +68,31 @@ class ShownBuffers:
         other.names = frozenset(member.name for member in other._members)
         return other
 
-    def aggregate(self, written: Collection[str], present: Sequence[int]) -> None:
+    def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
         """Shows the values of the replicas, aggregated.
 
         Args:
-            written: the buffers that the step has written. Others keep the very bits that are shown: a mean of equal numbers
-                may be rounded.
+            written: the buffers that the step has written, and how each is shown as one. Others keep the very bits that are
+                shown: a mean of equal numbers may be rounded.
             present: the replicas that have written them, because they had examples. The values of others count again when they
-                write next.
+                write next; what all write alike, they take over.
         """
-        unwritten = self.names.difference(written)
-        if len(unwritten) == len(self.names):
+        kinds = {written[name] for name in self.names if name in written}
+        if not kinds:
             return
         shown, flats = self._shown, [self._flats[replica] for replica in present]
         shown.copy_(flats[0])
-        if self._aggregation is Aggregation.MEAN:
+        if Aggregation.MEAN in kinds:
             for flat in flats[1:]:
                 shown.add_(flat.to(shown.device))
             shown.div_(len(flats))
-        for member in self._members if unwritten else ():
-            if member.name in unwritten:
+        absent = [flat for replica, flat in enumerate(self._flats) if replica not in present]
+        for member in self._members:
+            if member.name not in written:
                 member.now.copy_(member.then)
+            elif written[member.name] is Aggregation.SAME:
+                for flat in absent:
+                    flat[member.place].copy_(member.now)
         self._kept.copy_(shown)
 
     def note(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.ir.variables import Role, Synchronization, Variable
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.allocation import (
     allocate_buckets,
@@ -50,7 +50,7 @@ class VariableStore:
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
         self._trained: dict[int, list[Watched]] = {}  # parameters that lie in buckets, by the buckets' owner
-        self._written: frozenset[str] = frozenset()  # per-replica variables that the program that runs now writes
+        self._written: dict[str, Aggregation] = {}  # per-replica variables that the program that runs now writes
         self._writing: tuple[int, ...] = ()  # the replicas that write them
         self._freed: set[int] = set()  # the owners of buckets that are needed no more
         self._moved: frozenset[int] = frozenset()  # the ids of tensors that have been views of memory of this store
@@ -159,7 +159,7 @@ class VariableStore:
             new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
             new.own |= new.in_buckets
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
-        self._written, self._writing = frozenset(variable.name for variable in written), program.present
+        self._written, self._writing = {v.name: v.aggregation for v in written}, program.present
         first_written = [variable for variable in written if variable.name not in new.own]
         if first_written:
             allocate_per_replica(new, first_written, self.tensors, self.devices, self._members.counted())
@@ -294,7 +294,7 @@ class VariableStore:
         """
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
-            count_write([self._watched[name] for name in shown.names & self._written])
+            count_write([self._watched[name] for name in shown.names & self._written.keys()])
 
 
 _stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()

@@ -86,7 +86,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "slogdet": lambda: WithMatrices(lambda a, b: torch.linalg.slogdet(a)[1][:, None] * b.squeeze(-1)),
     "bag": lambda: Words(nn.EmbeddingBag(10, 4)),
     "weight_norm": lambda: between(parametrizations.weight_norm(nn.Linear(4, 4))),
-    "spectral_norm": lambda: between(in_eval_mode(parametrizations.spectral_norm(nn.Linear(4, 4)))),
+    "spectral_norm in eval mode": lambda: between(in_eval_mode(parametrizations.spectral_norm(nn.Linear(4, 4)))),
     "orthogonal": lambda: between(parametrizations.orthogonal(nn.Linear(4, 4))),
 }
 
@@ -125,7 +125,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "sparse function": (lambda: Words(LooksUp()), batch(), "gradient of 'table.weight' .*is sparse.*without sparse=True"),
     "weight_norm": (lambda: between(weight_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*WeightNorm.*parametrizations"),
     "spectral_norm": (lambda: between(spectral_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*SpectralNorm.*parametrizations"),
-    "spectral norm": (lambda: between(parametrizations.spectral_norm(nn.Linear(4, 4))), batch(), "spectral_norm 'layers.0.*eval"),
     "pruned": (lambda: between(pruned()), batch(), "'layers.0' .*L1Unstructured.*prune.remove"),
     "shape": (
         lambda: between(nn.Identity()),

@@ -1,0 +1,171 @@
+"""Spectral norms iterate their vectors once in each forward, as on one device with the whole batch, on all replicas alike."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_model
+from selections import slow
+from separate_memories import separate_memories
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+
+import mirrorc
+from mirrorc.ir.variables import Aggregation
+
+SIZES = (6, 1, 5, 2)
+COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+
+
+class Bounded(nn.Module):
+    """A net of bounded layers, called twice on each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = spectral_norm(nn.Conv1d(1, 2, 3))
+        self.head = spectral_norm(nn.Linear(8, 2), n_power_iterations=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def judged(y: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.convolution(y.unsqueeze(1)).tanh().flatten(1))
+            return out
+
+        return judged(x) - judged(-x)
+
+
+def mean_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(y, target)
+
+
+def made() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = Bounded().double()
+    twin = copy.deepcopy(model)
+    return model, twin, [torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9) for own in (model, twin)]
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 6).double(), torch.randn(size, 2).double()
+
+
+def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
+    vectors = [v for name, v in step.variables.items() if name.startswith(prefix) and name.endswith(("._u", "._v"))]
+    assert vectors and all(v.aggregation is Aggregation.SAME for v in vectors)
+    assert all(torch.equal(value, v.value) for v in vectors for value in v.values)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "sizes", "options", "memories"),
+    [
+        (3, (6, 1), {}, "one"),
+        (2, (4,), {"microbatches": 2}, "two"),
+        *slow(
+            (1, SIZES, {}, "one"),
+            (2, SIZES, {}, "two"),
+            (3, SIZES, {}, "one"),
+            (2, SIZES, {"microbatches": 2}, "one"),
+            (1, SIZES, {"microbatches": 3}, "one"),
+            (2, SIZES, {"backend": "inductor"}, "one"),
+        ),
+    ],
+)
+def test_vectors_are_those_of_one_device(
+    num_devices: int, sizes: tuple[int, ...], options: dict[str, Any], memories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a batch has fewer examples than devices, in accumulated gradients, evaluations and a forward of the user's."""
+    if memories == "two":
+        separate_memories(monkeypatch)
+        options = {**options, **COPIES}
+    model, twin, (optimizer, other) = made()
+    options = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", **options}
+    with mirrorc.compile(model, num_devices, **options) as step:
+        for size in sizes:
+            x, y = batch(size)
+            loss = step(x, target=y)
+            other.zero_grad()
+            expected = mean_loss(twin(x), y)
+            expected.backward()
+            other.step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+        assert_alike(step)
+        if sizes != SIZES:
+            assert_same_model(model, twin, 1e-9)
+            return
+        (x, y), (u, v) = batch(4), batch(4)
+        step.accumulate(x, target=y)
+        step(u, target=v)
+        other.zero_grad()
+        ((mean_loss(twin(x), y) + mean_loss(twin(u), v)) / 2).backward()
+        other.step()
+        torch.testing.assert_close(step.evaluate(x, target=y), mean_loss(twin(x), y).detach(), rtol=1e-10, atol=1e-12)
+        for own in (model, twin):
+            own(x)
+        step.evaluate(x)
+        twin(x)
+        assert_alike(step)
+        for own in (model, twin):
+            own.eval()
+        torch.testing.assert_close(step.evaluate(x, target=y), mean_loss(twin(x), y).detach(), rtol=1e-10, atol=1e-12)
+    assert_same_model(model, twin, 1e-9)
+
+
+class Game:
+    """A generator, and a critic with spectral norms that both steps run in train mode."""
+
+    def __init__(self, num_devices: int) -> None:
+        torch.manual_seed(0)
+        self.generator = nn.Linear(3, 3).double()
+        self.critic = nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 1))).double()
+        self.nets = nn.ModuleList([self.generator, self.critic])
+        self.optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in self.nets]
+        generator, critic = self.generator, self.critic
+        self.losses = [
+            lambda made, real: -critic(made).mean(),
+            lambda judged, noise: critic(generator(noise).detach()).mean() - judged.mean(),
+        ]
+        self.steps = [
+            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, backend="eager")
+            for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
+            if num_devices
+        ]
+
+    def train(self, turn: int, x: torch.Tensor) -> torch.Tensor:
+        if self.steps:
+            found: torch.Tensor = self.steps[turn](x, target=x)
+            return found
+        self.nets.zero_grad()
+        loss = self.losses[turn](self.nets[turn](x), x)
+        loss.backward()
+        self.optimizers[turn].step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "turns"),
+    [(2, [(0, 4), (1, 1)]), *slow(*((n, [(0, 6), (1, 6), (1, 1), (0, 1), (1, 5), (0, 6)]) for n in (1, 2, 3)))],
+)
+def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, turns: list[Any]) -> None:
+    own, plain = Game(num_devices), Game(0)
+    for turn, size in turns:
+        x = torch.randn(size, 3).double()
+        torch.testing.assert_close(own.train(turn, x), plain.train(turn, x), rtol=1e-10, atol=1e-12)
+    assert_same_model(own.nets, plain.nets, 1e-9)
+    assert_alike(own.steps[0], "outside.critic.")
+    for step in own.steps:
+        step.close()
+
+
+def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own() -> None:
+    layer = nn.Linear(4, 2)
+    parametrize.register_parametrization(layer, "weight", nn.Dropout(0.5))
+    model = spectral_norm(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=mean_loss, backend="eager") as step:
+        step(torch.ones(4, 4), target=torch.ones(4, 2))
+        vector = step.variables["parametrizations.weight.1._u"]
+        assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
