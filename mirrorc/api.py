@@ -13,25 +13,27 @@ from torch import nn
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
-from mirrorc.cluster import find_place
+from mirrorc.cluster import Cluster, find_place, join
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.optimizer_groups import check_optimizers
-from mirrorc.options import (
+from mirrorc.option_kinds import (
     Auto,
     BackendName,
     FiniteCheck,
     FrontEndName,
     LinkName,
     LossReduction,
-    StepOptions,
     Workers,
+    check_kinds,
+)
+from mirrorc.options import (
+    StepOptions,
     check_bucket_sizes,
     check_cuda_graphs,
     check_finite_option,
-    check_kinds,
     check_loss_function,
     check_replicas_option,
     dump_directory,
@@ -45,7 +47,7 @@ from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
-from mirrorc.worlds import check_world, worker_devices, workers_of
+from mirrorc.worlds import check_world, joined_workers, worker_devices, workers_of
 
 
 def compile(
@@ -81,6 +83,7 @@ def compile(
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
     workers: Workers = "auto",
+    process_group: Any = None,
     world: World | None = None,
     rank: int | None = None,
 ) -> Step:
@@ -141,27 +144,30 @@ def compile(
             have nothing to compare, a remark says so.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
-        workers: "auto" refuses to train in one of several workers (processes) that torchrun, TF_CONFIG or an initialised process
-            group describes, see `mirrorc.cluster`: each would train a model of its own, as steps do not reduce over workers
-            yet. None trains in this process alone, whatever the others do.
+        workers: "auto" trains together with the other workers (processes) that an initialised process group, torchrun or
+            TF_CONFIG describes, see `mirrorc.cluster`: each compiles the same step, over devices of its own, and calls it with
+            examples of its own. None trains in this process alone, whatever the others do.
+        process_group: a group of `torch.distributed` with all workers, where that is not the default group.
         world: compile for one of several workers that need not be there: the step is prepared, printed, saved and compared, but
             not called. None for a step that runs.
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
+        CommunicationError: a worker does not come, or does not compile the same step; all that are there raise it.
     """
     asked = dict(locals())  # the arguments
     check_kinds(asked)
     check_loss_function(loss_fn)
-    if world is None:
-        _check_workers(workers)
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     dump_to = dump_directory(dump)
     program_workers = workers_of(world, rank)
     parsed = worker_devices(program_workers, devices)
+    cluster = _joined(workers, process_group, longest_wait) if world is None else None
+    if cluster is not None:
+        program_workers = joined_workers(cluster, parsed, longest_wait)
     check_world(program_workers, parsed, asked)
     check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
@@ -225,6 +231,7 @@ def compile(
         autocast=casts_to,
         check_replicas_every=every,
         program_workers=program_workers,
+        cluster=cluster,
         remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)
@@ -234,21 +241,21 @@ def compile(
     return step
 
 
-def _check_workers(workers: Workers) -> None:
-    """Refuses to train alone among other workers, unless that is asked for.
+def _joined(workers: Workers, process_group: Any, timeout_seconds: float) -> Cluster | None:
+    """The workers that this process trains with, when all have come; None if it trains alone.
 
     Raises:
-        ValueError: says which worker this is, or what is wrong in the description, and the remedy.
+        TypeError, ValueError: what describes the workers is wrong; or a group is given to a process that is to train alone.
+        CommunicationError: see `mirrorc.cluster.join`.
     """
     if workers is None:
-        return
+        if process_group is not None:
+            raise ValueError(
+                "process_group= names workers, and workers=None trains without others: leave out one of them"
+            )
+        return None
     try:
-        place = find_place()
+        place = find_place(process_group)
     except ValueError as error:
         raise ValueError(f"{error}; or give workers=None, to train in this process alone") from None
-    if place.num_workers > 1:
-        raise ValueError(
-            f"this is {place}, and each of them would train a model of its own: a step over several workers is not there yet. "
-            "Start one process, where devices=['cpu:0', 'cpu:1'] names several devices; or give workers=None, to train in this "
-            "process alone"
-        )
+    return join(process_group, timeout_seconds=timeout_seconds) if place.num_workers > 1 else None

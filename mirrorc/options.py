@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from mirrorc.capture.front_ends import FrontEnd
+from mirrorc.cluster import Cluster
 from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.option_kinds import LossReduction
 from mirrorc.passes import ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
-
-LossReduction = Literal["mean", "sum"]
-Auto = Literal["auto"]
-
-# What can be declared outside of the package, too, is any text; these are the names that are there from the beginning.
-BackendName = Literal["inductor", "eager"] | str
-LinkName = Literal["shared-memory", "nccl", "copy"] | str
-FrontEndName = Literal["auto", "dynamo"] | str
-FiniteCheck = bool | Literal["skip"]
-Workers = Auto | None
 
 
 @dataclass(frozen=True)
@@ -58,95 +48,12 @@ class StepOptions:
     scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
     autocast: torch.dtype | None
     check_replicas_every: int  # 0 for never
-    program_workers: workers.Workers  # those of world=, or none besides this process
+    program_workers: workers.Workers  # the joined ones, those of world=, or none besides this process
+    cluster: Cluster | None  # the workers that have joined
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
-@dataclass(frozen=True)
-class _Takes:
-    """What an option takes.
-
-    Attributes:
-        kinds: the types of its values; bool, str and bytes are meant only by themselves, not as numbers or sequences.
-        allowed: what the user can give, for the message.
-        texts: those that it takes besides.
-    """
-
-    kinds: tuple[Any, ...]
-    allowed: str
-    texts: tuple[str, ...] = ()
-
-
-_NAMES = _Takes((Sequence, Set), "give a sequence of names, such as ('replicate',)")
-_TAKES = {
-    "loss_fn": _Takes((Callable, NoneType), "give a function loss_fn(output, target)"),
-    "loss_reduction": _Takes((), "say 'mean' or 'sum', as the loss does over its examples", get_args(LossReduction)),
-    "dump": _Takes((str, os.PathLike, NoneType), "give the path of a directory, or None"),
-    "print_after": _NAMES,
-    "print_after_all": _Takes((bool,), "say True, to print the program after each pass, or False"),
-    "passes": _Takes((Sequence, NoneType), "give a list of passes, or None for mirrorc.passes.default_pipeline()"),
-    "add_passes": _Takes((Sequence,), "give a list, such as [mirrorc.after('pack-gradients', it)]"),
-    "disable_passes": _NAMES,
-    "bucket_cap_mb": _Takes(
-        (Real,),
-        "give a positive number of MiB (math.inf for one bucket), or 'auto' to choose by measurement",
-        get_args(Auto),
-    ),
-    "first_bucket_mb": _Takes(
-        (Real, NoneType), "give a positive number of MiB, or None for what bucket_cap_mb chooses"
-    ),
-    "exact_order": _Takes((bool,), "say True, to leave out passes that change bits, or False"),
-    "timeout_seconds": _Takes((Real,), "give a positive number of seconds (math.inf for no bound)"),
-    "record": _Takes((bool,), "say True, for step.explain() and step.timeline(), or False"),
-    "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
-    "return_outputs": _Takes((bool,), "say True, for loss, outputs = step(...), or False"),
-    "microbatches": _Takes((int,), "give a number of parts, 1 to run each shard at once"),
-    "progress": _Takes((bool,), "say True, to be told what takes long while it is compiled, or False"),
-    "check_finite": _Takes(
-        (bool,),
-        "say True, to raise an error where a loss or gradient is not finite, 'skip', to leave such updates out, or False",
-        ("skip",),
-    ),
-    "check_replicas_every": _Takes((int, NoneType), "give a number of steps, or 0 for never"),
-    "example_inputs": _Takes(
-        (tuple, dict, NoneType),
-        "give a tuple of positional arguments, a dict of keyword arguments, or a pair of both",
-    ),
-    "world": _Takes((workers.World, NoneType), "give a mirrorc.World, such as World(num_workers=2), or None"),
-    "rank": _Takes((int, NoneType), "give the number of a worker of world=, or None for worker 0"),
-    "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
-}
-"""By option. What is looked up or inspected is refused there: model, optimizer, devices, names of backends, links, front ends."""
-_MEANT_BY_THEMSELVES = (bool, str, bytes)
 _LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0  # the operating system's clocks do not take infinity
-
-
-def check_kinds(options: Mapping[str, Any]) -> None:
-    """Refuses values of another kind than an option takes.
-
-    Args:
-        options: the arguments of `mirrorc.compile`, by name.
-
-    Raises:
-        TypeError: a value has the wrong type; names the option, the value, and what is allowed.
-        ValueError: so does this, for a text where other texts are taken.
-    """
-    for option, takes in _TAKES.items():
-        value = options[option]
-        if takes.texts and isinstance(value, str):
-            if value not in takes.texts:
-                raise ValueError(f"{option} is {_shown(value)}: {takes.allowed}")
-        elif not any(_is_of(value, kind) for kind in takes.kinds):
-            raise TypeError(f"{option} is {_shown(value)}: {takes.allowed}")
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and (kind in _MEANT_BY_THEMSELVES or not isinstance(value, _MEANT_BY_THEMSELVES))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def check_loss_function(loss_fn: Any) -> None:
@@ -169,7 +76,9 @@ def wait_seconds(timeout_seconds: float) -> float:
         ValueError: it is not positive.
     """
     if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: {_TAKES['timeout_seconds'].allowed}")
+        raise ValueError(
+            f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds (math.inf for no bound)"
+        )
     return min(float(timeout_seconds), _LONGEST_WAIT_SECONDS)
 
 

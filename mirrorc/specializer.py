@@ -42,6 +42,7 @@ from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.open_states import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.team import Team
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
 from mirrorc.torch_internals import attribute_source, is_dense, torch_modes
@@ -58,6 +59,9 @@ class Specializer:
         state: the state that all specializations of the step share.
         num_threads: the number of threads of each device.
         interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
+
+    Attributes:
+        team: the workers that train together; None for a process on its own.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Specializer:
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = MeasuredSizes(options, num_threads)
+        self.team: Team | None = None
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
@@ -271,6 +276,7 @@ class Specializer:
             options.timeout_seconds,
             recorder,
             step_graph,
+            self.team if purpose.updates else None,
         )
         graph_of = captured.program.shard_of_replica
         return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs, graph_of)

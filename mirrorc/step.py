@@ -19,6 +19,7 @@ from mirrorc.exclusive_calls import ExclusiveCalls
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.joint_calls import JointCalls
 from mirrorc.kept_gradients import KeptGradients
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
@@ -32,7 +33,7 @@ from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
 from mirrorc.step_reports import StepReports
-from mirrorc.worlds import refuse_to_run
+from mirrorc.worlds import refuse_to_accumulate, refuse_to_run
 
 _T = TypeVar("_T")
 
@@ -64,6 +65,8 @@ class Step(StepReports):
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._pool: DevicePool | None = None
+        self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
+        self._specializer.team = self._joint.team if self._joint is not None else None
         self._signature = Signature(
             options.model,
             options.loss_fn,
@@ -87,8 +90,8 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
-        refuse_to_run(self._options.program_workers)
-        return self._exclusively(lambda: self._train(args, kwargs, self._purpose_of_step()))
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        return self._exclusively(lambda: self._train_jointly(args, kwargs, self._purpose_of_step()))
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward on one batch, and keeps its gradients for the next training call.
@@ -106,7 +109,8 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
-        refuse_to_run(self._options.program_workers)
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        refuse_to_accumulate(self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
@@ -134,7 +138,7 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
-        refuse_to_run(self._options.program_workers)
+        refuse_to_run(self._options.program_workers, self._options.cluster)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             return self._exclusively(lambda: self._evaluate(args, kwargs))
 
@@ -181,6 +185,10 @@ class Step(StepReports):
     def _purpose_of_step(self) -> Purpose:
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
+    def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
+        with self._joint.call() if self._joint is not None else contextlib.nullcontext():
+            return self._train(args, kwargs, purpose)
+
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
@@ -194,6 +202,8 @@ class Step(StepReports):
         found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
         executor = found.executor
         self._calls.check_open()  # compiling takes long
+        if self._joint is not None and not self._joint.meet(found.executor, shards, is_stale=is_stale):
+            return self._train(args, kwargs, purpose)  # anew, with the chief's values
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
         self._last_trained = executor if purpose.updates else self._last_trained
@@ -234,11 +244,18 @@ class Step(StepReports):
         if self._pool is None:
             self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
         total = sum(shards.num_examples)
+        seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
+        is_joint = self._joint is not None and executor.program.trains
+        if self._joint is not None and is_joint:
+            total, seed = self._joint.agreed.num_examples, self._joint.agreed.seed
         is_mean = options.loss_reduction == "mean"
         weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
-        seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         self._last = executor
-        return executor.run(self._pool, shards.tensors, weights, total, seed, self._guard, numbers)
+        loss = executor.run(self._pool, shards.tensors, weights, total, seed, self._guard, numbers)
+        if is_joint and loss is not None:
+            assert self._joint is not None
+            return self._joint.finish(executor, loss)
+        return loss
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
@@ -262,6 +279,8 @@ class Step(StepReports):
         self._habits.close()
         self._state.optimizers.user_steps.forget(self._habits.warn_of_idle_step)
         self._state.close()
+        if self._joint is not None:
+            self._joint.close()
         if self._pool is not None:
             self._pool.close()
         self._specializer.release()

@@ -50,6 +50,26 @@ class StepReports(ABC):
         return self._last.program
 
     @property
+    def rank(self) -> int:
+        """The number of this worker among those that train together; 0 in a process on its own."""
+        return self._options.program_workers.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers train together; 1 in a process on its own."""
+        return self._options.program_workers.num_workers
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas all workers have together."""
+        return self._options.program_workers.num_all_replicas or len(self._options.devices)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose values the others take over at the start; also in a process on its own."""
+        return self.rank == 0
+
+    @property
     def schedule_hash(self) -> str:
         """The hash of what the program of the last call, or of `prepare`, exchanges with other workers: the same on all of them.
 
@@ -141,7 +161,7 @@ class StepReports(ABC):
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
         last = self._last_trained  # another thread may run the step meanwhile
-        refuse_to_run(self._options.program_workers)
+        refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "

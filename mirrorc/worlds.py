@@ -1,4 +1,4 @@
-"""Checks of what is compiled for a world of workers that is not there: what the program of one cannot keep yet is refused."""
+"""Which workers a step is compiled for, those of a world that is not there or those that have joined, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.cluster import Cluster
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.links import why_memory_is_not_shared
@@ -25,6 +26,25 @@ def workers_of(world: World | None, rank: int | None) -> Workers:
             raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
         return ALONE
     return world.worker(rank or 0)
+
+
+def joined_workers(cluster: Cluster, devices: Sequence[Device], timeout_seconds: float) -> Workers:
+    """The workers that have joined, when each has told how many devices it has.
+
+    Raises:
+        ValueError: a device is none that works together with other workers yet.
+        CommunicationError: a worker told nothing in time.
+    """
+    others = sorted({device.torch_device.type for device in devices} - {"cpu"})
+    said = cluster.all_say(f"{len(devices)} {' '.join(others)}".strip(), timeout_seconds=timeout_seconds)
+    numbers, kinds = zip(*(each.partition(" ")[::2] for each in said), strict=True)
+    if any(kinds):
+        rank = next(rank for rank, kind in enumerate(kinds) if kind)
+        raise ValueError(
+            f"{cluster.workers[rank]} has devices of the type {kinds[rank]!r}: steps over several workers run on CPUs so far; "
+            "give devices=['cpu:0'], or workers=None to train in this process alone"
+        )
+    return Workers(tuple(map(int, numbers)), cluster.rank)
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
@@ -60,8 +80,8 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
         return
     if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):
         raise ValueError(
-            f"world= gives this worker {len(devices)} devices, and {why}: a worker would send each gradient as often as it has "
-            "devices; give each worker one device"
+            f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
+            "it has devices; give each worker one device"
         )
     reasons = {
         "check_finite": (asked["check_finite"], "a worker looks at its own losses, of which the others are not told"),
@@ -71,23 +91,35 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
     }
     for option, (is_asked, why) in reasons.items():
         if is_asked:
-            raise ValueError(f"{option}={asked[option]!r} cannot be used with world= yet: {why}; leave it out")
+            raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
     if asked["clip_grad_norm"] is not None and not workers.are_alike:
         raise ValueError(
-            "clip_grad_norm= cannot be used with world= where workers have different numbers of devices: they would add up a "
+            "clip_grad_norm= cannot be used over workers that have different numbers of devices: they would add up a "
             "norm in different ways, and their parameters would part; give all workers the same number, or leave it out"
         )
 
 
-def refuse_to_run(workers: Workers) -> None:
-    """Refuses a call of a step that was compiled for a world.
+def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
+    """Refuses a call of a step that was compiled for a world; ``cluster`` has the workers that have joined.
 
     Raises:
         ExecutionError: says what it is for.
     """
-    if workers.devices_per_worker:
+    if workers.devices_per_worker and cluster is None:
         raise ExecutionError(
             f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "
-            "prepare() compiles it, and print(step.program) shows it; steps over several workers do not run yet. Compile "
-            "without world= to train"
+            "prepare() compiles it, and print(step.program) shows it. Compile without world= to train"
+        )
+
+
+def refuse_to_accumulate(cluster: Cluster | None) -> None:
+    """Refuses a call that keeps gradients over several workers.
+
+    Raises:
+        ExecutionError: says why, and the remedy.
+    """
+    if cluster is not None:
+        raise ExecutionError(
+            "step.accumulate() cannot be used over several workers yet: they tell each other their numbers of examples in a "
+            "step alone; give microbatches=, which takes the batch of one call in parts"
         )

@@ -20,6 +20,7 @@ ORDER = (
     "mirrorc/__init__",
     "mirrorc/api",
     "mirrorc/step",
+    "mirrorc/joint_calls",  # of several workers
     "mirrorc/kept_gradients",
     "mirrorc/exclusive_calls",
     "mirrorc/step_reports",
@@ -31,6 +32,7 @@ ORDER = (
     "mirrorc/instruments",
     "mirrorc/progress",
     "mirrorc/options",
+    "mirrorc/option_kinds",
     "mirrorc/clipping",
     "mirrorc/microbatches",
     "mirrorc/worlds",
@@ -42,6 +44,7 @@ ORDER = (
     "mirrorc/comparison",
     "mirrorc/dumps",
     "runtime/execution",
+    "runtime/workers",
     "runtime/tuning",
     "runtime/memory",
     "runtime/communication",

@@ -100,6 +100,7 @@ TAKEN: dict[str, set[str]] = {
     "check_finite": {*BOOLS, "'skip'"},
     "check_replicas_every": {"None", "0", "1"},
     "example_inputs": {"None"},
+    "process_group": {"None"},
     "workers": {"None", "'auto'"},
     "world": {"None"},
     "rank": {"None"},

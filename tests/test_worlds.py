@@ -154,11 +154,17 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
         ({"rank": 3}, "rank is 3, but the world has 3 workers"),
         ({"world": None}, "rank is 1, but there is no world=: give rank only with a mirrorc.World"),
         ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
-        ({"check_finite": True}, "check_finite=True cannot be used with world= yet: a worker looks at its own losses"),
+        (
+            {"check_finite": True},
+            "check_finite=True cannot be used over several workers yet: a worker looks at its own losses",
+        ),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
-        ({"check_replicas_every": 2}, "check_replicas_every=2 cannot be used with world= yet"),
-        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto' cannot be used with world= yet: each worker would measure"),
-        ({"clip_grad_norm": 1.0}, "clip_grad_norm= cannot be used with world= where workers have different numbers"),
+        ({"check_replicas_every": 2}, "check_replicas_every=2 cannot be used over several workers yet"),
+        (
+            {"bucket_cap_mb": "auto"},
+            "bucket_cap_mb='auto' cannot be used over several workers yet: each worker would measure",
+        ),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm= cannot be used over workers that have different numbers"),
     ],
 )
 def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], said: str) -> None:

@@ -19,7 +19,7 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
     """The worker schedule of a program: a line on who takes part, and one for each exchange, in the order of their launches.
 
     A line says all of an exchange that the other workers must have alike: operation, bucket, dtype, the number of elements, the
-    variables with their shapes and places, and the link. The devices of a worker and their shares are its own affair.
+    variables with their shapes and places, the link, and who updates it. The devices of a worker and their shares are its own.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.EXCHANGES)
@@ -45,5 +45,5 @@ def _line(program: Program, node: fx.Node) -> str:
     dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
     return (
         f"{name_of(node)} {node.kwargs.get('op')} bucket {bucket.index} {dtype} {bucket.num_elements} over "
-        f"{node.kwargs.get('link')}: {slots}"
+        f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}"
     )

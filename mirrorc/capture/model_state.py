@@ -89,6 +89,10 @@ class ModelState:
         """The parameters among the variables."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
+    def modes(self) -> str:
+        """Which modules are in training mode now: a letter for each."""
+        return "".join("t" if module.training else "e" for module in self._modules)
+
     def check_memory(self) -> None:
         """Refuses a trainable parameter that shares memory with another parameter or buffer.
 

@@ -6,20 +6,22 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker, call_roll
-from mirrorc.cluster.sameness import check_same_facts
+from mirrorc.cluster.sameness import all_say, check_same_facts
 from mirrorc.cluster.stores import first_line, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
+
+_T = TypeVar("_T")
 
 _BY_GROUP = "the process group"
 _LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
@@ -47,6 +49,7 @@ class Cluster:
     workers: tuple[Worker, ...] = ()
     store: Any = None
     _num_comparisons: Iterator[int] = field(default_factory=itertools.count)
+    _num_names: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_chief(self) -> bool:
@@ -72,17 +75,46 @@ class Cluster:
             CommunicationError: names the first worker whose facts are not the chief's, and the first fact in which they differ;
                 or who did not come to compare.
         """
+        if self.num_workers > 1:
+            self._meet(
+                lambda store, deadline: check_same_facts(store, self.workers, self.rank, what, facts, deadline),
+                f"compared {what}",
+                timeout_seconds,
+            )
+
+    def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
+        """What each worker says, by rank. All workers call it, as often and in the same order.
+
+        Args:
+            text: what this one says.
+            timeout_seconds: the longest time to wait for the others.
+
+        Raises:
+            CommunicationError: names who said nothing in time.
+        """
         if self.num_workers == 1:
-            return
+            return [text]
+        return self._meet(
+            lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline),
+            "spoke with the others",
+            timeout_seconds,
+        )
+
+    def new_name(self) -> str:
+        """A name that is the same on all workers, if all call this as often and in the same order, and another one each time."""
+        return f"joint/{next(self._num_names)}"
+
+    def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
+        """Calls a function with a store of its own and the deadline, in a bounded time."""
         store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self.store)
         deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
         seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS
         try:
-            in_bounded_time(lambda: check_same_facts(store, self.workers, self.rank, what, facts, deadline), seconds)
+            return in_bounded_time(lambda: function(store, deadline), seconds)
         except (TimeoutError, RuntimeError) as error:
             raise CommunicationError(
-                f"{self.workers[self.rank]} lost the workers' store while it compared {what} ({first_line(error)}). See why the "
-                "process that had opened it ended or hangs: worker 0, or torchrun's agent"
+                f"{self.workers[self.rank]} lost the workers' store while it {doing} ({first_line(error)}). See why the process "
+                "that had opened it ended or hangs: worker 0, or torchrun's agent"
             ) from error
 
     def __repr__(self) -> str:

@@ -62,6 +62,25 @@ def check_same_facts(
         raise CommunicationError(difference)
 
 
+def all_say(store: Any, workers: Sequence[Worker], rank: int, text: str, deadline: float) -> list[str]:
+    """What each worker says, by rank.
+
+    Args:
+        store, workers, rank, deadline: as for `check_same_facts`.
+        text: what this one says.
+
+    Raises:
+        CommunicationError: some of them said nothing in time.
+    """
+    store.set(f"said/{rank}", text)
+    keys = [f"said/{other}" for other in range(len(workers))]
+    late = _await(store, keys, deadline)
+    if late:
+        names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
+        raise CommunicationError(f"{names} did not say in time what the other workers wait for")
+    return [store.get(key).decode() for key in keys]
+
+
 def first_difference(one: Worker, facts: Facts, other: Worker, others_facts: Facts) -> str:
     """Says in which fact two workers differ first; an empty text if in none. The first fact of each is what they compare."""
     what = facts[0][1]

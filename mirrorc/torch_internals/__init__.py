@@ -12,6 +12,7 @@ from mirrorc.torch_internals.allocations import (
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
 from mirrorc.torch_internals.given_results import given_results
+from mirrorc.torch_internals.gloo import GlooGroup
 from mirrorc.torch_internals.gradient_clipping import observe_clipping
 from mirrorc.torch_internals.graph_inputs import (
     ReadVariable,
@@ -88,6 +89,7 @@ __all__ = [
     "DynamoGuards",
     "FakeTensor",
     "FakeTensorMode",
+    "GlooGroup",
     "GuardsChange",
     "JointGraph",
     "NumbersGivenUp",

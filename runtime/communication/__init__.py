@@ -11,7 +11,7 @@ from mirrorc.runtime.communication.registry import (
     register_communicator,
     unregister_communicator,
 )
-from mirrorc.runtime.communication.rendezvous import Aborted
+from mirrorc.runtime.communication.rendezvous import Aborted, StepStoppedError
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "CopyCommunicator",
     "NcclCommunicator",
     "SharedMemoryCommunicator",
+    "StepStoppedError",
     "communicator_for",
     "communicators_of",
     "register_communicator",

@@ -87,6 +87,15 @@ class Communicator:
         visit_parts(share, visit)
         return share
 
+    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+        """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over
+        all workers. It is sent when all replicas have offered theirs."""
+        raise self._not_carried("exchange")
+
+    def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
+        """This replica's part of the bucket, which was given, when it holds the sum over all workers."""
+        raise self._not_carried("exchange")
+
     def _not_carried(self, operation: str) -> NotImplementedError:
         return NotImplementedError(
             f"link {self.link!r} does not carry {operation}: `Link.carries` says what it does, and the verifier checks it"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.errors import CommunicationError
+from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.devices.events import record_event, wait_event
@@ -18,6 +18,10 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 class Aborted(Exception):
     """Raised in a replica that waits when another replica has failed."""
+
+
+class StepStoppedError(ExecutionError):
+    """Raised for a step in which no replica has failed: another thread has stopped it."""
 
 
 class Rendezvous:

@@ -50,5 +50,5 @@ def replica_arguments(
             values.append(torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64))
         else:
             assert seed is not None
-            values.append(torch.tensor(mix(seed, replica), dtype=torch.int64))
+            values.append(torch.tensor(mix(seed, program.own_replicas[replica]), dtype=torch.int64))
     return values

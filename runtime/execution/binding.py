@@ -1,4 +1,7 @@
-"""Binds a device's graph to memory, regions and links: says which function runs each of its nodes."""
+"""Binds a device's graph to memory, regions and links: says which function runs each of its nodes.
+
+It is long, as it has a handler for each operation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from torch import fx
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
 from mirrorc.custom_ops.random import seed_of_microbatch
-from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute
@@ -172,8 +174,15 @@ class Binder:
         return lambda own, **_: launch(bucket, replica, own)
 
     @binds(ops.EXCHANGES)
-    def _bind_exchange(self, replica: int, node: fx.Node) -> Any:
-        raise ExecutionError(f"no step runs over several workers yet: a program with {node.name} is for reading")
+    def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
+
+        def exchange(own: torch.Tensor, **_: Any) -> torch.Tensor:
+            exchanges.launch_exchange(bucket, replica, whole)
+            return own
+
+        return exchange
 
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
@@ -209,6 +218,7 @@ class Binder:
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
+            ops.exchange: communicator.wait_exchange,
         }
         wait_for = waits[collective.target]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
 from mirrorc.runtime.devices.events import record_event, wait_event
 
-_TAKES_PLACE, _SKIPPED, _STOPPED = "takes place", "skipped", "stopped"
+_TAKES_PLACE, _SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped", "agreeing"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class CommitPoint:
     Args:
         devices: the devices, in order of replicas.
         timeout_seconds: the longest time that a replica waits for the others.
+
+    Attributes:
+        agree: asks the other workers whether they decide alike, that the step takes place or that it is skipped, and returns if
+            so; from its call on nothing on this worker stops the step. None for a process on its own.
     """
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -41,6 +46,8 @@ class CommitPoint:
         self._decision: dict[str, str] = {}
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
+        self.agree: Callable[[bool], None] | None = None
+        self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
     def _make_rendezvous(self) -> Rendezvous:
@@ -61,6 +68,11 @@ class CommitPoint:
         """Whether the step takes place or is skipped: nothing stops it any more."""
         return self._decision.get("step") in (_TAKES_PLACE, _SKIPPED)
 
+    @property
+    def is_binding(self) -> bool:
+        """Whether the step is decided, or other workers may have decided it, who were told that this one can do it."""
+        return self._decision.get("step") in (_TAKES_PLACE, _SKIPPED, _AGREEING)
+
     def begin(self) -> None:
         """Begins a step, which is not decided yet."""
         self._decision = {}
@@ -80,13 +92,28 @@ class CommitPoint:
 
     def commit(self) -> None:
         """Decides that the step takes place; raises `Aborted` if it is stopped."""
-        if not self._is_suspended and self._decision.setdefault("step", _TAKES_PLACE) is not _TAKES_PLACE:
-            raise Aborted
+        if not self._is_suspended:
+            self._decide(_TAKES_PLACE)
 
     def skip(self) -> None:
         """Decides that the step is skipped; raises `Aborted` if it is stopped."""
-        if self._decision.setdefault("step", _SKIPPED) is not _SKIPPED:
-            raise Aborted
+        self._decide(_SKIPPED)
+
+    def _decide(self, decision: str) -> None:
+        if self.agree is None:
+            if self._decision.setdefault("step", decision) is not decision:
+                raise Aborted
+            return
+        with self._agreeing:  # one replica asks, and the others wait for the answer
+            if self._decision.setdefault("step", _AGREEING) is _AGREEING:
+                try:
+                    self.agree(decision is _TAKES_PLACE)
+                except BaseException:
+                    self._decision["step"] = _STOPPED
+                    raise
+                self._decision["step"] = decision
+            if self._decision["step"] is not decision:
+                raise Aborted
 
     def abort(self) -> None:
         """Wakes every replica that waits here; they raise `Aborted`."""

@@ -1,8 +1,12 @@
-"""Runs the steps of a lowered program: on every device, the function of its graph."""
+"""Runs the steps of a lowered program: on every device, the function of its graph.
+
+It is long, as it tells all that happens to a step, from its arguments to its failure.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +38,8 @@ from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.workers.exchanges import exchanges_of
+from mirrorc.runtime.workers.team import Team
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -48,6 +54,7 @@ class Executor:
         timeout_seconds: the longest time that a replica waits for another one.
         recorder: keeps the times of the last steps; None for no recording.
         step_graph: captures and replays the steps of a program of one device; None to make all calls in every step.
+        team: the workers that train together; None for a process on its own.
 
     Attributes:
         commit: decides whether a step takes place.
@@ -63,11 +70,14 @@ class Executor:
         timeout_seconds: float,
         recorder: Recorder | None = None,
         step_graph: StepGraph | None = None,
+        team: Team | None = None,
     ) -> None:
         self.program, self.recorder, self._step_graph = program, recorder, step_graph
         self.regions, self.state = regions, state
         self.commit = commit_point_of(program, timeout_seconds)
-        self._communicators = communicators_of(program, timeout_seconds)
+        self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
+        self._is_exchanged = team is not None  # others' rows come into the buckets
+        self.commit.agree = team.vote if team is not None else None
         self.outputs = StepOutputs(program)
         self._binder = Binder(program, regions, state, constants, self._communicators, self.commit, self.outputs)
         self._functions: list[GraphFunction] = []
@@ -75,6 +85,7 @@ class Executor:
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
+        self._stopping = threading.Lock()  # so that nobody stops a step that is cleaned up after
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds, self._layout, self._losses = timeout_seconds, -1, Losses(program, state)
 
@@ -201,7 +212,8 @@ class Executor:
 
     def interrupt(self) -> None:
         """Stops the step that runs in another thread, unless it is committed."""
-        self._stop()
+        with self._stopping:
+            self._stop()
 
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
@@ -229,7 +241,7 @@ class Executor:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
         writer = (weakref.ref(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
-        if not self.state.keeps_gradients_of(writer):
+        if self._is_exchanged or not self.state.keeps_gradients_of(writer):
             forget_what_is_written(self._binder.pieces)
         self.state.give_gradients_to(writer)
 
@@ -295,6 +307,7 @@ class Executor:
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return
         self._forget_step()
-        self.commit.begin_afresh()
+        with self._stopping:
+            self.commit.begin_afresh()
         for communicator in self._communicators.values():
             communicator.begin_afresh()

@@ -11,7 +11,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Synchronization
 from mirrorc.runtime.codegen.graph_function import failing_nodes
-from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.communication import Aborted, StepStoppedError
 
 
 def explain_failure(program: Program, failures: Mapping[int, BaseException], has_committed: bool) -> MirrorcError:
@@ -25,7 +25,7 @@ def explain_failure(program: Program, failures: Mapping[int, BaseException], has
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
     if error is None:
-        return ExecutionError(
+        return StepStoppedError(
             "the step was stopped: another thread has closed it while it ran. No parameter was changed."
         )
     nodes = list(failing_nodes(error.__traceback__))

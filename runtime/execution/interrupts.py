@@ -114,8 +114,8 @@ class InterruptGuard:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         users = self._users
         assert users is not None, "it is set while the handler is"
-        is_decided = self.commit is not None and self.commit.is_decided
-        if is_decided or self.is_ending or self._is_holding:
+        is_binding = self.commit is not None and self.commit.is_binding
+        if is_binding or self.is_ending or self._is_holding:
             if self._kept_at is None:
                 self._kept_at = time.monotonic()
             elif time.monotonic() - self._kept_at > _LONGEST_SECONDS:

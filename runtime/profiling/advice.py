@@ -34,6 +34,8 @@ def advise(
     devices: Sequence[DeviceTimes],
 ) -> str:
     """The candidate with the largest estimated gain, if it is worth the trouble."""
+    if program.workers.are_several:
+        return "none is given for steps over several workers, as the time of other workers and of the network is not recorded."
     if len(devices) == 1:
         return "nothing to do: one device has nobody to communicate with."
     skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)

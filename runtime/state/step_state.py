@@ -69,6 +69,11 @@ class StepState:
         return self._held.reserved
 
     @property
+    def is_whole(self) -> bool:
+        """Whether variables and optimizers are those of some step, not of two in part."""
+        return self._held.is_whole and self.optimizers.is_whole
+
+    @property
     def layout(self) -> int:
         """The number of the present layout of memory; when it changes, views of the memory must be made anew."""
         return self._held.layout

@@ -109,6 +109,10 @@ class StepVariables:
         """See `VariableStore.aggregate`."""
         self._store.aggregate()
 
+    def show(self, values: Mapping[str, torch.Tensor]) -> None:
+        """See `VariableStore.show`."""
+        self._store.show({self._names[name]: value for name, value in values.items()})
+
     def in_store(self, program: Program) -> Program:
         """A program with the store's names in its tables; the same one each time."""
         if not self._is_renamed:

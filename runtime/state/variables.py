@@ -1,4 +1,7 @@
-"""Stores the variables of all replicas, and follows what the user does to them."""
+"""Stores the variables of all replicas, and follows what the user does to them.
+
+It is long, as whatever moves or writes their memory is in one place.
+"""
 
 from __future__ import annotations
 
@@ -295,6 +298,15 @@ class VariableStore:
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
             count_write([self._watched[name] for name in shown.names & self._written.keys()])
+
+    def show(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Gives all replicas these values of per-replica variables, and shows them in the user's model."""
+        for name, value in values.items():
+            for own in (self.tensors[name].detach(), *self._layout.values[name]):
+                own.copy_(value)
+        for shown in self._layout.aggregates:
+            shown.note()
+        count_write([self._watched[name] for name in values])
 
 
 _stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()

@@ -14,16 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from worker_processes import ENVIRONMENT, free_port, outcomes
+from worker_processes import ENVIRONMENT, free_port, outcomes, told
 
 import mirrorc
 from mirrorc.cluster import Place, find_place, join, joining
-
-
-def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets."""
-    size = str(num_workers)
-    return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def tf_config(kind: str, index: int, cluster: dict[str, list[str]]) -> dict[str, str]:
@@ -138,12 +132,14 @@ def compiled(**options: Any) -> mirrorc.Step:
     return mirrorc.compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager", **options)
 
 
-def test_compile_refuses_to_train_alone_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in told(1, 4, 5).items():
+def test_compile_trains_alone_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in told(1, 4, free_port()).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"worker 1 of 4 by torchrun's variables.*is not there yet.*workers=None"):
-        compiled()
+    with pytest.raises(mirrorc.CommunicationError, match=r"worker 1 of 4 by torchrun's variables.*nobody opened"):
+        compiled(timeout_seconds=0.2)
     compiled(workers=None).close()
+    with pytest.raises(ValueError, match="process_group= names workers, and workers=None trains without others"):
+        compiled(workers=None, process_group=3)
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(ValueError, match=r"RANK is '4'.*or give workers=None"):
         compiled()
@@ -153,11 +149,11 @@ def test_compile_refuses_to_train_alone_unasked(monkeypatch: pytest.MonkeyPatch)
     compiled().close()
 
 
-def test_compile_refuses_it_in_a_process_group_too() -> None:
+def test_compile_waits_for_the_workers_of_a_process_group() -> None:
     distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:
-        with pytest.raises(ValueError, match="worker 0 of 2 by the process group"):
-            compiled()
+        with pytest.raises(mirrorc.CommunicationError, match="worker 1 of 2 did not come in time"):
+            compiled(timeout_seconds=0.2)
     finally:
         distributed.destroy_process_group()
 
@@ -192,12 +188,16 @@ torch.distributed.init_process_group("gloo")  # at the same address: they do not
 ranks = [None, None]
 torch.distributed.all_gather_object(ranks, (cluster.rank, cluster.local_rank, cluster.num_workers))
 assert ranks == [(0, 0, 2), (1, 1, 2)], ranks
-try:
-    mirrorc.compile(torch.nn.Linear(2, 1), 2)
-except ValueError as error:
-    assert "is not there yet" in str(error)
-else:
-    raise AssertionError
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=torch.nn.MSELoss(), backend="eager", timeout_seconds=60)
+losses = [None, None]
+torch.distributed.all_gather_object(losses, float(step(torch.randn(4, 2), target=torch.randn(4, 1))))
+assert losses[0] == losses[1] and step.num_replicas == 4, losses
+weights = [None, None]
+torch.distributed.all_gather_object(weights, model.weight.tolist())
+assert weights[0] == weights[1], weights
+step.close()
 torch.distributed.destroy_process_group()
 """
 

@@ -206,8 +206,8 @@ def test_process_group() -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
     try:
         model = net()
-        with pytest.raises(ValueError, match=quoted("process-group")):
-            compiled(model, SGD(model.parameters()))
+        with pytest.raises(mirrorc.CommunicationError, match=quoted("process-group")):
+            compiled(model, SGD(model.parameters()), timeout_seconds=0.2)
         compiled(model, SGD(model.parameters()), workers=None).close()
     finally:
         torch.distributed.destroy_process_group()

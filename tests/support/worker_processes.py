@@ -1,4 +1,4 @@
-"""Processes that try to join as workers, for tests: each runs all cases one after the other, and tells what came of them."""
+"""Processes that join as workers, for tests: each runs all cases one after the other, and tells what came of them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,27 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def outcomes(folder: Path, cases: dict[str, list[dict[str, Any] | None]], limit_seconds: float = 100) -> dict[str, Any]:
-    """What came of each case in each process: the attributes of the cluster, or the text of the error.
+def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets."""
+    size = str(num_workers)
+    return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def outcomes(
+    folder: Path, cases: dict[str, list[dict[str, Any] | None]], limit_seconds: float = 100, num_ended: int = 0
+) -> dict[str, Any]:
+    """What came of each case in each process: the attributes of the cluster, what training gave, or the text of the error.
 
     Args:
         folder: for files.
         cases: by name; for each process how it joins, see `_run`, or None if it does not.
         limit_seconds: for all of it.
+        num_ended: how many of the last processes end on the way, by a signal; of these comes nothing.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
     num_processes = len(next(iter(cases.values())))
     process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(num_processes)],
+        [sys.executable, __file__, str(folder), str(num_processes), str(num_ended)],
         env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -49,7 +58,7 @@ def outcomes(folder: Path, cases: dict[str, list[dict[str, Any] | None]], limit_
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 0, told
-    each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes)]
+    each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes - num_ended)]
     return {name: [own[name] for own in each] for name in cases}
 
 
@@ -61,8 +70,12 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 
 
 def _run(given: dict[str, Any], number: int) -> Any:
-    """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``."""
+    """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
+
+    With ``train``, it trains, see `worker_training.train`.
+    """
     import torch
+    import worker_training
 
     import mirrorc
 
@@ -75,6 +88,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
             address = f"tcp://127.0.0.1:{given['group']}"
             torch.distributed.init_process_group("gloo", init_method=address, rank=number, world_size=given["size"])
         began = time.monotonic()
+        if "train" in given:
+            return worker_training.train(int(given["variables"]["RANK"]), given["train"])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
         told = {
             "rank": cluster.rank,
@@ -96,33 +111,40 @@ def _run(given: dict[str, Any], number: int) -> Any:
             torch.distributed.destroy_process_group()
 
 
-def _run_all(folder: Path, number: int, num_processes: int) -> None:
+def _run_all(folder: Path, number: int, num_processes: int, num_ended: int) -> None:
     """What one of the processes does."""
     found = {}
     for name, given in json.loads((folder / "cases.json").read_text()).items():
         _meet(folder, name, number, num_processes)
         found[name] = _run(given[number], number) if given[number] is not None else None
     (folder / f"outcome-{number}.json").write_text(json.dumps(found))
-    _meet(folder, "end", number, num_processes)  # the store of a case lives in one of them
+    if not num_ended:
+        _meet(folder, "end", number, num_processes)  # the store of a case lives in one of them
 
 
 def _main() -> None:
     """Forks the processes, so that what takes long, the import of torch, is done once."""
-    import mirrorc  # noqa: F401
+    import worker_training  # noqa: F401
 
-    folder, num_processes = Path(sys.argv[1]), int(sys.argv[2])
+    folder, num_processes, num_ended = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     children = []
     for number in range(num_processes):
         child = os.fork()
         if child == 0:
             try:
-                _run_all(folder, number, num_processes)
+                _run_all(folder, number, num_processes, num_ended)
             except BaseException:  # noqa: BLE001 - the parent's output has it
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+    codes = []
+    for child in children[: num_processes - num_ended]:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for child in children[num_processes - num_ended :]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    sys.exit(any(codes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,229 @@
+"""Training calls that several workers make together: what this one tells the others, and takes from them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.analysis.worker_schedule import worker_schedule
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shards import Shards
+from mirrorc.ir.program import Program
+from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.ir.variables import Aggregation, Synchronization, Variable
+from mirrorc.optimizer_groups import hyperparameters_by_label
+from mirrorc.options import StepOptions
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.header import Agreement, Header, digest
+from mirrorc.runtime.workers.start import take_over_from_chief
+from mirrorc.runtime.workers.team import Team
+
+_MOST_MEETINGS = 4  # of one call; the second is after values were taken over
+
+
+class JointCalls:
+    """The training calls of one step, of which every worker makes as many, at the same time.
+
+    A call meets the others when its program is found, and before anything has changed. If a worker has not taken over the
+    chief's values yet, or the user has written on some workers and not on others, all take them over, and meet again.
+
+    Args:
+        options: the options of the step, with a cluster of several workers.
+        model: the user's model.
+        state: the state of the step.
+
+    Raises:
+        CommunicationError: the workers do not compile the same step; or one did not come to compare.
+    """
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        assert options.cluster is not None, "several workers have joined"
+        self._options, self._model, self._state = options, model, state
+        self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds)
+        self._agreed: Agreement | None = None
+        self._num_present = self._num_meetings = 0
+        self._taken: frozenset[str] | None = (
+            None  # the names of variables that were taken over; None before the first time
+        )
+        self._facts: weakref.WeakKeyDictionary[Executor, Mapping[str, str]] = weakref.WeakKeyDictionary()
+        try:
+            facts = _facts_of_options(options, model)
+            options.cluster.check_same(
+                "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
+            )
+        except BaseException:
+            self.team.close()
+            raise
+
+    def call(self) -> AbstractContextManager[None]:
+        """A block that is one training call, see `Team.call`."""
+        self._num_meetings = 0
+        return self.team.call(lambda: self._state.is_whole)
+
+    def meet(self, executor: Executor, shards: Shards, *, is_stale: bool) -> bool:
+        """Begins a step together with the others; called again, with the program for what there is then, until it gives True.
+
+        Args:
+            executor: of the step's program.
+            shards: the batch of this worker.
+            is_stale: whether the user has changed the optimizer's state since the last step.
+        """
+        self._num_meetings += 1
+        self.team.stop = executor.interrupt
+        facts = self._facts_of_program(executor)
+        names = frozenset(self._state.store.tensors)
+        is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
+        wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
+        self._num_present = sum(number > 0 for number in shards.num_examples)
+        own = Header(
+            self.team.num_calls,
+            self._taken != names,
+            wrote,
+            digest(repr(facts)),
+            digest(repr(self._shapes())),
+            digest(repr(self._hyperparameters())),
+            digest(self._model.modes()),
+            sum(shards.num_examples),
+            self._num_present,
+            _next_seed(),
+        )
+        details = {"schedule": lambda: facts, "variables": self._shapes, "hyperparameters": self._hyperparameters}
+        self._agreed = agreed = self.team.meet(own, details)
+        if not agreed.takes_over:
+            return True
+        assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
+        if wrote and not agreed.has_chief_written and self._taken is not None:
+            warnings.warn(
+                f"what was written to parameters, buffers or the optimizer's state of worker {self.team.cluster.rank} since the "
+                "last step is replaced by the chief's values, as the chief has not written: write on all workers, or on worker 0",
+                stacklevel=users_stack_level(),
+            )
+        take_over_from_chief(
+            self.team, self._state.store.tensors, self._options.optimizers.optimizers, self._options.scaler
+        )
+        self._taken = names
+        return False
+
+    @property
+    def agreed(self) -> Agreement:
+        """What the workers have agreed about."""
+        assert self._agreed is not None, "the workers have met"
+        return self._agreed
+
+    def _facts_of_program(self, executor: Executor) -> Mapping[str, str]:
+        """What must be the same in the programs of all workers, by name."""
+        found = self._facts.get(executor)
+        if found is None:
+            lines = {f"line {number}": line for number, line in enumerate(worker_schedule(executor.program))}
+            written = ", ".join(variable.name for variable in _written(executor.program))
+            found = {**lines, "buffers that forward writes": written, "random numbers": str(executor.needs_seed)}
+            self._facts[executor] = found
+        return found
+
+    def _shapes(self) -> dict[str, str]:
+        return _shapes(self._state.store.tensors)
+
+    def _hyperparameters(self) -> dict[str, str]:
+        found = hyperparameters_by_label(self._options.optimizers)
+        scaler = self._options.scaler
+        return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
+
+    def finish(self, executor: Executor, loss: torch.Tensor) -> torch.Tensor:
+        """Ends a step that is made: shows buffers as all workers have them; gives the loss of all workers' examples.
+
+        Args:
+            executor: has made the step.
+            loss: the weighted sum of this worker's losses, a scalar.
+        """
+        total = loss.detach().to(torch.float64, copy=True)
+        self.team.sum(total)
+        if not executor.commit.is_skipped:
+            self._show_buffers(executor.program)
+        self.team.finish()
+        return total.to(loss.dtype)
+
+    def _show_buffers(self, program: Program) -> None:
+        """Gives all replicas of all workers what they have of their own as one; all workers send it in one order."""
+        kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
+        for variable in _written(program):
+            kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)
+        values: dict[str, torch.Tensor] = {}
+        for (aggregation, _), variables in kinds.items():
+            own = [self._state.store.tensors[variable.name].detach() for variable in variables]
+            flat = torch.cat([value.reshape(-1) for value in own])
+            if aggregation is Aggregation.MEAN:
+                self.team.sum(flat.mul_(self._num_present))
+                flat.div_(self.agreed.num_present)
+            else:
+                self.team.copy(flat)
+            parts = flat.split([value.numel() for value in own])
+            values |= {v.name: part.view_as(value) for v, value, part in zip(variables, own, parts, strict=True)}
+        if values:
+            self._state.store.show(values)
+
+    def close(self) -> None:
+        """Leaves the other workers; may be repeated."""
+        self.team.close()
+
+
+def _next_seed() -> int:
+    """The seed that a step that draws random numbers takes next, which is left there."""
+    state = torch.get_rng_state()
+    seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    torch.set_rng_state(state)
+    return seed
+
+
+def _written(program: Program) -> list[Variable]:
+    """The buffers that a program's steps write, in the order of their names."""
+    written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
+    return sorted(written, key=lambda variable: variable.name)
+
+
+def _facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
+    """What must be the same on all workers before anything is captured, by name. Values come from the chief later."""
+    frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
+    variables = {name: text + ", frozen" * (name in frozen) for name, text in _shapes(model.tensors).items()}
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    groups = [
+        (type(optimizer).__qualname__, [names.get(id(parameter), "another parameter") for parameter in group["params"]])
+        for optimizer in options.optimizers.optimizers
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": type(options.model).__qualname__,
+        "loss_fn": _text_of_loss(options.loss_fn),
+        "loss_reduction": options.loss_reduction,
+        **{f"variable {name}": text for name, text in variables.items()},
+        **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
+        "backend": options.backend.name,
+        **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
+        "microbatches": str(options.microbatches),
+        "autocast": str(options.autocast),
+        "scaler": "none" if options.scaler is None else "one",
+        "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
+    }
+
+
+def _text_of_loss(loss: Any) -> str:
+    """The name of a loss, with the plain settings that it has."""
+    settings: Mapping[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        loss, settings = loss.func, loss.keywords
+    elif isinstance(loss, nn.Module):
+        settings = vars(loss)
+    name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    plain = [f"{key}={value!r}" for key, value in settings.items() if type(value) in (bool, int, float, str)]
+    return f"{name}({', '.join(plain)})" if plain else name
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}

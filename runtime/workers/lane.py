@@ -1,0 +1,119 @@
+"""A lane: a group of the workers, whose collectives are launched in one order and awaited by a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mirrorc.errors import CommunicationError
+from mirrorc.torch_internals import GlooGroup
+
+_LONGEST_CLOSING_SECONDS = 10.0
+_OF_GLOO = re.compile(r"^(\[[^]]*\] )*|\. This is typically.*$", re.DOTALL)  # where in its source, and advice
+
+
+def in_words(error: Exception) -> str:
+    """What gloo, or a store, says of a connection, in short."""
+    return _OF_GLOO.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+
+
+class LostConnectionError(CommunicationError):
+    """Another worker does not answer, or the connection to it broke; nobody knows yet which one."""
+
+
+Done = Callable[[Exception | None], None]
+"""Called when a collective is done, in the lane's thread; with the error if it has failed."""
+
+
+class Lane:
+    """Launches collectives one at a time, and tells when each is done, in the order of their launches.
+
+    Waiting for a collective is deaf to signals, and a device that waits has a bound of its own. So a thread of the lane waits,
+    and the others wait for what it tells.
+
+    Args:
+        store: where the workers meet; nothing else uses its keys.
+        rank, num_workers: of this worker, and how many there are.
+        timeout_seconds: the longest time of each collective, and of the first meeting.
+        name: of the thread.
+
+    Raises:
+        RuntimeError: the workers did not meet in time, or the store was lost.
+    """
+
+    def __init__(self, store: Any, rank: int, num_workers: int, timeout_seconds: float, name: str) -> None:
+        self._group: GlooGroup | None = GlooGroup(store, rank, num_workers, timeout_seconds)
+        self._launching = threading.Lock()
+        self._works: queue.SimpleQueue[tuple[Any, Done] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_await_works, args=(self._works,), name=name, daemon=True)
+        self._thread.start()
+
+    def launch(self, collective: Callable[[GlooGroup], Any], done: Done) -> None:
+        """Launches a collective, which ``collective`` gives as a work; does not wait for it. If that fails, ``done`` is told."""
+        with self._launching:
+            group = self._group
+            try:
+                if group is None:
+                    raise RuntimeError("the connection to the other workers is closed")
+                work = collective(group)
+            except RuntimeError as error:
+                work = _Failed(error)
+            self._works.put((work, done))
+
+    def call(self, collective: Callable[[GlooGroup], Any], seconds: float) -> None:
+        """Launches a collective and returns when it is done; Ctrl-C can cut the wait short, not the collective.
+
+        Raises:
+            LostConnectionError: it has failed, or has told nothing in this time.
+        """
+        told: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.launch(collective, told.put)
+        try:
+            error = told.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            raise LostConnectionError(f"the other workers did not answer within {seconds:.0f} s") from None
+        if error is not None:
+            raise LostConnectionError(f"the other workers do not answer: {in_words(error)}") from error
+
+    def cut(self) -> None:
+        """Ends all collectives with an error, here and on the other workers."""
+        group = self._group
+        if group is not None:
+            group.cut()
+
+    def close(self) -> bool:
+        """Ends all collectives, and the thread; returns whether that was done in time. Then no memory that was given to the lane
+        is written any more."""
+        self.cut()
+        with self._launching:
+            self._group = None
+            self._works.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_LONGEST_CLOSING_SECONDS)
+        return not self._thread.is_alive()
+
+
+class _Failed:
+    """A work that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | None]) -> None:
+    """The main function of a lane's thread."""
+    while (given := works.get()) is not None:
+        work, done = given
+        error: Exception | None = None
+        try:
+            work.wait()
+        except Exception as raised:  # noqa: BLE001 - whoever waits raises it
+            error = raised
+        done(error)
+        del given, work, done, error

@@ -1,0 +1,69 @@
+"""Opens the connections of a team, when all workers have come."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed
+
+from mirrorc.cluster import Cluster
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.runtime.workers.lane import Lane, LostConnectionError, in_words
+from mirrorc.runtime.workers.watcher import Watcher
+
+_LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
+_SECONDS_BETWEEN_LOOKS = 0.02
+_SILENT_SECONDS = 30.0  # a worker that tells nothing for so long is not waited for
+
+
+def await_all(
+    store: Any, watcher: Watcher, cluster: Cluster, timeout_seconds: float, is_over: Callable[[], bool]
+) -> None:
+    """Returns when all workers have come to a call. It hears signals, as gloo does not, which waits for the others, too.
+
+    Args:
+        store: where they meet; nothing else uses its keys.
+        watcher: tells who lives.
+        cluster: the workers.
+        timeout_seconds: the longest time to wait.
+        is_over: whether a worker has failed meanwhile.
+
+    Raises:
+        LostConnectionError: not all came.
+    """
+    everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
+    late = LostConnectionError("not all workers came to this call")
+    try:
+        store.set(everyone[cluster.rank], "")
+        until = time.monotonic() + timeout_seconds
+        beats, heard_at = watcher.beats(), time.monotonic()
+        while not all(store.check([key]) for key in everyone):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            now = time.monotonic()
+            if is_over() or now > until:
+                raise late
+            if now - heard_at > _SILENT_SECONDS:
+                last, beats, heard_at = beats, watcher.beats(), now
+                if any(beats[rank] == last[rank] for rank in beats):
+                    raise late
+    except LostConnectionError:
+        raise
+    except RuntimeError as error:
+        raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+
+def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float) -> Lane:
+    """Opens a lane between workers that have all come.
+
+    Raises:
+        LostConnectionError: they could not connect.
+    """
+    own = distributed.PrefixStore(name, store)
+    opened = functools.partial(Lane, own, cluster.rank, cluster.num_workers, timeout_seconds, f"mirrorc {name}")
+    try:
+        return in_bounded_time(opened, _LONGEST_OPENING_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
+        raise LostConnectionError(f"workers could not connect: {in_words(error)}") from error

@@ -1,0 +1,311 @@
+"""The team of a step: all workers that train with it, who begin each step together, agree at its end, and fail together.
+
+It is long, as the stages of a call and what each failure means in them are one matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mirrorc.cluster import Cluster
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.sameness import check_same_facts
+from mirrorc.errors import CommunicationError
+from mirrorc.printing.wording import numbered
+from mirrorc.runtime.communication import StepStoppedError
+from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement
+from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
+from mirrorc.runtime.workers.opening import await_all, open_lane
+from mirrorc.runtime.workers.watcher import Failure, Watcher
+
+_SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
+_LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others
+_LONGEST_TEXT = 600  # of an error that is told to the others
+_BEFORE, _VOTING, _COMMITTED, _DONE = "before", "voting", "committed", "done"
+_IN_WORDS = {
+    "call": "the number of their training calls",
+    "schedule": "what their programs exchange",
+    "variables": "their variables",
+    "hyperparameters": "the hyperparameters of their optimizers",
+    "modes": "which of their modules are in training mode",
+}
+_RESTART = "End all workers, and start them again from a checkpoint"
+
+Facts = Callable[[], Mapping[str, object]]
+"""Gives what a worker has where workers differ, by name."""
+
+
+class Team:
+    """The workers of one step, seen from one of them.
+
+    They have connections of their own: a lane for buckets, and one for what they tell each other. Where a step fails, on any
+    worker, it fails on all, before it has changed anything; connections are closed, which ends what still runs, and opened anew
+    at the next call.
+
+    Args:
+        cluster: the workers, who have joined.
+        name: of the step, the same on all workers, and of no other step.
+        timeout_seconds: the longest time that a worker waits for another one.
+
+    Attributes:
+        stop: stops the step that runs, unless it is committed; called in another thread.
+        num_calls: how many training calls have begun.
+        timeout_seconds: as given.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float) -> None:
+        self.cluster, self.timeout_seconds = cluster, timeout_seconds
+        self.stop: Callable[[], object] = _nothing
+        self.num_calls = 0
+        self._store: Any = distributed.PrefixStore(name, cluster.store)
+        self._watcher = Watcher(self._store, cluster.workers, cluster.rank, self._notice)
+        self._lanes: list[Lane] = []  # for words, and for buckets
+        self._failures: list[Failure] = []  # of others, in the order in which they were published
+        self._stage = _BEFORE
+        self._why_over = ""  # why no further step can be made
+        self._are_all_raising = False
+        self._last_call = [0]
+        self._finalizer = weakref.finalize(
+            self, _leave, os.getpid(), self._watcher, cluster.rank, self._lanes, self._last_call
+        )
+
+    # A call, from its beginning to its end
+
+    @contextmanager
+    def call(self, is_whole: Callable[[], bool]) -> Iterator[None]:
+        """A block that is one training call: what is raised in it, on any worker, ends the call on all of them.
+
+        Args:
+            is_whole: whether variables and optimizers are those of some step, asked when a call has failed behind its commit.
+
+        Raises:
+            CommunicationError: another worker has failed; names it, and what has happened to it.
+        """
+        self.num_calls += 1
+        self._last_call[0] = self.num_calls
+        self._stage, self._are_all_raising = _BEFORE, False
+        if self._why_over:
+            raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
+        try:
+            self._open()
+            yield
+        except BaseException as error:
+            raised = self._explain(error, is_whole)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            self.stop = _nothing
+
+    def _open(self) -> None:
+        """Opens the connections, if there are none.
+
+        Raises:
+            LostConnectionError: a worker has failed, has ended, or does not come in time.
+        """
+        if self._has_failure():
+            raise LostConnectionError("another worker has failed")
+        if not self._lanes:
+            store = distributed.PrefixStore(f"call {self.num_calls}", self._store.clone())
+            await_all(store, self._watcher, self.cluster, self.timeout_seconds, self._has_failure)
+            self._lanes += [open_lane(name, store, self.cluster, self.timeout_seconds) for name in ("words", "buckets")]
+
+    def _has_failure(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def _failure(self) -> Failure | None:
+        """What ends the present call, if anything does: the first that was published."""
+        return next((failure for failure in self._failures if failure.ends(self.num_calls)), None)
+
+    def _notice(self, failure: Failure) -> None:
+        """Called in the watcher's thread when another worker has failed."""
+        number, lanes = self.num_calls, list(self._lanes)
+        kept = [known for known in self._failures if known.is_final or known.step >= number]
+        self._failures = [*kept, failure]
+        if failure.ends(number):
+            self.stop()
+            for lane in lanes:
+                lane.cut()
+
+    def _explain(self, error: BaseException, is_whole: Callable[[], bool]) -> BaseException:
+        """The error to raise for a call that has failed; the other workers know of it, or are told."""
+        is_own = not isinstance(error, LostConnectionError | StepStoppedError) or (
+            isinstance(error, StepStoppedError) and self._failure is None
+        )
+        if self._are_all_raising or (is_own and self._stage == _DONE and is_whole()):
+            return error  # all raise the like; or the step is made, here as on the others
+        was_known = self._has_failure()
+        if is_own:
+            said = " ".join(f"{error}"[:_LONGEST_TEXT].split()).rstrip(".")
+            text = f"it raised {type(error).__name__}{': ' if said else ''}{said}"
+            known = Failure(self.cluster.rank, self.num_calls, text, had_voted=self._stage != _BEFORE)
+            if self._stage != _BEFORE:
+                self._why_over = "this worker's step has failed when it had told the others that it takes place"
+            elif isinstance(error, StepStoppedError):
+                self._why_over = "this worker's step was closed"
+        else:
+            known = self._failure or self._judge(error)
+            if self._stage == _VOTING and (known.had_voted or known.is_final):
+                self._why_over = (
+                    "a connection broke while they agreed on a step, and it is not known which of them have made it"
+                )
+            elif known.is_final or self._stage in (_COMMITTED, _DONE):
+                self._why_over = self._text(known)
+        if is_own and not was_known:
+            self._watcher.publish(dataclasses.replace(known, is_final=bool(self._why_over)))
+        elif self._why_over and not known.is_final:  # the others can go on without this one as little
+            text = f"it cannot go on: {self._why_over}"
+            self._watcher.publish(Failure(self.cluster.rank, self.num_calls, text, True, self._stage != _BEFORE))
+        self._close_lanes()
+        if is_own:
+            return error
+        if self._stage != _COMMITTED:
+            state = "No parameter was changed."
+        elif is_whole():
+            state = "It had committed here: parameters are those after this step."
+        else:
+            state = "It had committed: parameters may have been updated in part, so load a checkpoint."
+        remedy = _RESTART if self._why_over else "The step may be called again, on all workers"
+        return CommunicationError(f"training call {self.num_calls} has failed: {self._text(known)}. {state} {remedy}.")
+
+    def _close_lanes(self) -> None:
+        have_ended = [lane.close() for lane in self._lanes]
+        if not all(have_ended):  # they may still write gradients
+            self._why_over = self._why_over or "what was sent to the other workers does not end"
+        self._lanes.clear()
+
+    def _text(self, failure: Failure) -> str:
+        if failure.rank < 0:
+            return failure.text
+        return f"{self.cluster.workers[failure.rank]}: {failure.text}"
+
+    def _judge(self, error: BaseException) -> Failure:
+        """Who is behind a connection that broke, or that tells nothing: who has published it, else who is silent."""
+        silent = self._watcher.find_silent(self._has_failure)
+        if self._failure is not None:  # published meanwhile
+            return self._failure
+        seen = str(error)
+        if silent is None:
+            text = (
+                f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
+            )
+            return Failure(0, self.num_calls, text, is_final=True)
+        rank, text = -1, f"the connection between the workers broke, though all of them live ({seen})"
+        if silent:
+            others = f", nor {numbered('worker', silent[1:])}" if silent[1:] else ""
+            rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs ({seen})"
+        found = Failure(rank, self.num_calls, text, bool(silent), had_voted=self._stage != _BEFORE)
+        self._watcher.publish(found, num_silent=len(silent))
+        return found
+
+    # What workers do together in a call
+
+    def meet(self, own: Header, facts: Mapping[str, Facts]) -> Agreement:
+        """Begins a step together with the others.
+
+        Args:
+            own: what this worker says of its step.
+            facts: for fields in which workers may differ, what this worker has in detail.
+
+        Raises:
+            CommunicationError: workers differ; all raise it, and name who differs in what.
+            LostConnectionError: the connection broke.
+        """
+        headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self.cluster.workers]
+        self._tell(lambda group: group.all_gather(own.to_tensor(), headers))
+        found, name, other = agreement(headers)
+        if found is not None:
+            return found
+        self._are_all_raising = True
+        if name in facts:
+            self._refuse_difference(_IN_WORDS[name], facts[name]())
+        raise CommunicationError(
+            f"workers differ in {_IN_WORDS[name]}: {self.cluster.workers[other]} says something else than "
+            f"{self.cluster.workers[0]}. No parameter was changed. Let all workers make the same calls in one order"
+        )
+
+    def _refuse_difference(self, what: str, facts: Mapping[str, object]) -> None:
+        """Raises the same error in all workers, with the first thing in which they differ. All call it."""
+        store = distributed.PrefixStore(f"facts {self.num_calls}", self._store.clone())
+        workers, rank, deadline = self.cluster.workers, self.cluster.rank, time.monotonic() + self.timeout_seconds
+        try:
+            in_bounded_time(
+                lambda: check_same_facts(store, workers, rank, what, facts, deadline),
+                self.timeout_seconds + _LONGEST_ANSWER_SECONDS,
+            )
+        except CommunicationError as error:
+            raise CommunicationError(f"{error}. No parameter was changed.") from None
+        except (RuntimeError, TimeoutError) as error:
+            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+    def vote(self, takes_place: bool) -> None:
+        """Returns when all workers have done all of the step that can fail, and decide alike; from then on it is decided.
+
+        Args:
+            takes_place: whether the step takes place; otherwise it is skipped.
+
+        Raises:
+            LostConnectionError: a worker has failed, or the connection broke.
+            CommunicationError: the workers decide differently.
+        """
+        votes = torch.tensor([float(takes_place)])
+        self._stage = _VOTING
+        self._tell(lambda group: group.all_reduce(votes))
+        if votes.item() not in (0.0, self.cluster.num_workers):
+            raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
+        self._stage = _COMMITTED
+
+    def finish(self) -> None:
+        """Called when all has been told that a step tells the others."""
+        self._stage = _DONE
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Adds up a dense tensor over all workers, in place."""
+        self._tell(lambda group: group.all_reduce(tensor))
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copies worker 0's dense tensor into those of the others, whatever its dtype."""
+        if tensor.numel():
+            self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8)))
+
+    def _tell(self, collective: Callable[[Any], Any]) -> None:
+        lanes = list(self._lanes)
+        if not lanes:
+            raise LostConnectionError("the connection to the other workers is closed")
+        lanes[0].call(collective, self.timeout_seconds + _SLACK_SECONDS)
+
+    def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
+        """Launches a collective on a bucket; see `Lane.launch`."""
+        lanes = list(self._lanes)
+        if len(lanes) == 2:
+            lanes[1].launch(collective, done)
+        else:
+            done(LostConnectionError("the connection to the other workers is closed"))
+
+    def close(self) -> None:
+        """Leaves the team: closes the connections, and tells the others. May be repeated."""
+        self._finalizer()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _leave(pid: int, watcher: Watcher, rank: int, lanes: list[Lane], last_call: list[int]) -> None:
+    """Ends a worker's part in a team; also when the interpreter ends, but not in a child that was forked."""
+    if os.getpid() != pid:
+        return
+    watcher.leave(Failure(rank, last_call[0] + 1, "it has closed its step, or its process has ended", is_final=True))
+    for lane in lanes:
+        lane.close()
+    lanes.clear()

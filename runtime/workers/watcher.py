@@ -1,0 +1,161 @@
+"""Watches the other workers: each tells in the store that it lives, and what has ended its step.
+
+A broken connection names nobody, and a worker that is stopped breaks none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.roll_call import Worker
+from mirrorc.cluster.stores import first_line
+
+logger = logging.getLogger(__name__)
+
+_FEWEST_SECONDS_BETWEEN_LOOKS = 0.2
+_MOST_LOOKS_PER_SECOND = 500.0  # of all workers together, at one store
+_SILENT_SECONDS = 3.0  # when a connection broke, who tells nothing for so long has ended, or hangs
+_LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
+_MOST_ERRORS = 5  # of the store, one after the other
+_NUM_FAILURES = "failures"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What has ended a step of all workers.
+
+    Attributes:
+        rank: whose failure it is; -1 if nobody knows.
+        step: the number of the call that it ends; the first of them, if it is final.
+        text: what has happened to it, as a clause: "it raised ValueError: ...".
+        is_final: whether the worker cannot go on; otherwise all may call their steps again.
+        had_voted: whether it had agreed to the step before, so that others may have made it.
+    """
+
+    rank: int
+    step: int
+    text: str
+    is_final: bool = False
+    had_voted: bool = False
+
+    def ends(self, call: int) -> bool:
+        """Whether it ends a call, given by its number."""
+        return self.step == call or (self.is_final and self.step < call)
+
+
+class Watcher:
+    """A thread that tells the other workers that this one lives, and looks what they have published.
+
+    Args:
+        store: where the workers meet; nothing else uses its keys.
+        workers: all, by rank.
+        rank: of this worker.
+        on_failure: a method, called in the thread with each failure of another worker, in the order in which they were
+            published, as long as its object is there.
+    """
+
+    def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
+        self._store, self._workers, self._rank = store.clone(), workers, rank
+        self._on_failure = weakref.WeakMethod(on_failure)
+        self._interval = max(_FEWEST_SECONDS_BETWEEN_LOOKS, len(workers) / _MOST_LOOKS_PER_SECOND)
+        self._num_seen = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        number = num_errors = 0
+        while num_errors < _MOST_ERRORS and not self._ending.wait(self._interval * (1 + num_errors)):
+            number += 1
+            try:
+                self._store.set(_beat(self._rank), str(number))
+                self.look()
+                num_errors = 0
+            except RuntimeError as error:  # perhaps the host of the store has ended, because all is done
+                num_errors += 1
+                logger.debug("the workers' store does not answer: %s", first_line(error))
+
+    def look(self) -> None:
+        """Reads what was published since the last look."""
+        count = self._store.add(_NUM_FAILURES, 0)
+        while self._num_seen < count:
+            key = _failure(self._num_seen)
+            if not self._store.check([key]):
+                return  # it is being written
+            found = Failure(**json.loads(self._store.get(key)))
+            self._num_seen += 1
+            on_failure = self._on_failure()
+            if found.rank != self._rank and on_failure is not None:
+                on_failure(found)
+                self._store.add(f"read {key}", 1)
+            del on_failure
+
+    def publish(self, failure: Failure, num_silent: int = 0) -> None:
+        """Tells all others of a failure, and stays until they have read it, for a bounded time. Raises nothing.
+
+        ``num_silent`` of them are not waited for.
+        """
+        num_readers = len(self._workers) - 1 - num_silent
+        seconds = _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS
+        try:
+            in_bounded_time(lambda: self._publish(failure, num_readers), seconds)
+        except (RuntimeError, TimeoutError) as error:
+            logger.debug("the workers' store is lost: %s", first_line(error))
+
+    def _publish(self, failure: Failure, num_readers: int) -> None:
+        key = _failure(self._store.add(_NUM_FAILURES, 1) - 1)
+        self._store.set(key, json.dumps(asdict(failure)))
+        until = time.monotonic() + _LONGEST_READING_SECONDS
+        while time.monotonic() < until and self._store.add(f"read {key}", 0) < num_readers:
+            time.sleep(self._interval / 4)
+
+    def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
+        """The ranks of the workers that tell nothing any more; None if the store does not answer.
+
+        Takes some seconds; ends early, without a finding, when ``is_known`` says that a failure is known meanwhile.
+        """
+        try:
+            return in_bounded_time(lambda: self._find_silent(is_known), _SILENT_SECONDS + _LONGEST_ANSWER_SECONDS)
+        except (RuntimeError, TimeoutError):
+            return None
+
+    def beats(self) -> dict[int, bytes]:
+        """What the other workers have told last to show that they live, by rank."""
+        keys = {rank: _beat(rank) for rank in range(len(self._workers)) if rank != self._rank}
+        return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
+
+    def _find_silent(self, is_known: Callable[[], bool]) -> list[int]:
+        first, until = self.beats(), time.monotonic() + _SILENT_SECONDS
+        while True:
+            now = self.beats()
+            silent = [rank for rank, beat in now.items() if beat == first[rank]]
+            if is_known():
+                return []
+            if not silent or time.monotonic() > until:
+                return silent
+            time.sleep(self._interval / 2)
+
+    def leave(self, failure: Failure) -> None:
+        """Ends the thread, and tells the others what they find when they wait for this worker. Raises nothing."""
+        self._ending.set()
+        try:
+            in_bounded_time(lambda: self._publish(failure, 0), _LONGEST_ANSWER_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            logger.debug("the workers' store is lost: %s", first_line(error))
+
+
+def _beat(rank: int) -> str:
+    return f"beat {rank}"
+
+
+def _failure(index: int) -> str:
+    return f"failure {index}"

@@ -1,0 +1,157 @@
+"""Steps over several workers, which are processes on this machine: they are those of one process on the batches of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_processes import free_port, outcomes, told
+from worker_training import evaluation, in_one_process, reference
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2]], "stepped": 1, "evaluates": True},
+    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
+    "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [1, 1, 4]]},
+    "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
+    "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
+    "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
+    "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "recovers": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "steps": 6,
+        "faults": [
+            [0, 1, "wrong batch"],
+            [1, 1, "wrong batch"],
+            [2, 1, "operator"],
+            [3, 0, "operator"],
+            [4, 1, "rate"],
+        ],
+    },
+    "loads": {
+        "model": "random",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "faults": [[1, 1, "evaluates"], [2, 0, "loads"]],
+    },
+    "groups": {"model": "twins", "devices": [1, 1], "sizes": [[4, 4]]},
+    "modes": {"model": "random", "devices": [1, 1], "sizes": [[4, 4]], "steps": 3, "faults": [[1, 1, "mode"]]},
+    "other model": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]]},
+}
+
+
+def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
+    """How each of the processes runs a case."""
+    size = len(given["devices"])
+    own = [{"variables": told(rank, size, port), "train": given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(given, free_port()) for name, given in (CASES | FAULTS).items()}
+    cases["other model"][1]["train"] = {**FAULTS["other model"], "model": "table"}
+    return outcomes(tmp_path_factory.mktemp("steps"), cases, limit_seconds=250)
+
+
+def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "random"])
+def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
+    given = CASES[case]
+    losses, values = reference(given, range(given.get("steps", 4)))
+    for own in found[case][: len(given["devices"])]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+        assert set(own["updates"]) <= {float(len(losses))}
+    assert len({own["schedule"] for own in found[case][: len(given["devices"])]}) == 1
+
+
+def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any]) -> None:
+    losses, values = in_one_process(CASES["random"])
+    for own in found["random"][:2]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+
+
+def test_a_step_says_which_worker_it_is_of(found: dict[str, Any]) -> None:
+    assert [own["described"] for own in found["3 x (1, 2, 1)"]] == [[0, 3, 4, True], [1, 3, 4, False], [2, 3, 4, False]]
+
+
+def test_exchanges_are_explained(found: dict[str, Any]) -> None:
+    for own in found["2 x 2"][:2]:
+        assert "exchange over gloo" in own["explained"] and "advice: none is given" in own["explained"]
+
+
+def test_an_evaluation_is_of_the_own_examples(found: dict[str, Any]) -> None:
+    for rank, own in enumerate(found["2 x 1"][:2]):
+        assert own["evaluated"] == pytest.approx(evaluation(CASES["2 x 1"], own["values"], rank), rel=1e-9)
+
+
+def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
+    given = FAULTS["recovers"]
+    losses, values = reference(given, [5])
+    first, second = found["recovers"][:2]
+    for own in (first, second):
+        assert own["losses"][5] == pytest.approx(losses[0], rel=1e-9)
+        assert_equal(own["values"], values)
+    for number in (0, 1):
+        assert second["losses"][number].startswith("ValueError: arguments disagree on dim 0")
+        assert f"training call {number + 1} has failed: worker 1 (" in first["losses"][number]
+        assert "it raised ValueError: arguments disagree on dim 0" in first["losses"][number]
+        assert "No parameter was changed. The step may be called again, on all workers." in first["losses"][number]
+    assert "OSError: the disk is full" in second["losses"][2] and "OSError: the disk is full" in first["losses"][2]
+    assert "worker 0 (" in second["losses"][3] and "OSError: the disk is full" in second["losses"][3]
+    assert first["losses"][4] == second["losses"][4]
+    assert "workers differ in the hyperparameters of their optimizers: worker 0" in first["losses"][4]
+    assert "lr=0.1" in first["losses"][4] and "lr=0.05" in first["losses"][4]
+
+
+def test_what_one_worker_writes_does_not_part_the_workers(found: dict[str, Any]) -> None:
+    one, other = found["loads"][:2]
+    assert one["values"] == other["values"] and one["losses"] == other["losses"]
+    assert one["values"]["0.bias"] != found["random"][0]["values"]["0.bias"]
+
+
+def test_other_groups_are_refused_by_all(found: dict[str, Any]) -> None:
+    errors = [own["error"] for own in found["groups"][:2]]
+    assert errors[0] == errors[1] and "group 0: SGD of 0.weight, 0.bias" in errors[0] and "SGD of 1.weight" in errors[0]
+
+
+def test_another_mode_is_refused_by_all(found: dict[str, Any]) -> None:
+    for own in found["modes"][:2]:
+        assert "workers differ in which of their modules are in training mode: worker 1" in own["losses"][1]
+        assert isinstance(own["losses"][2], float)
+
+
+def test_another_model_is_refused_by_all(found: dict[str, Any]) -> None:
+    errors = [own["error"] for own in found["other model"][:2]]
+    assert errors[0] == errors[1] and "workers differ in the arguments of mirrorc.compile" in errors[0]
+    assert "model: Mlp" in errors[0] and "model: Table" in errors[0]
+
+
+@pytest.mark.parametrize("fault", ["kill", "end", pytest.param("stop", marks=pytest.mark.slow)])
+def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
+    given = {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[4, 4, 4]],
+        "faults": [[2, 2, fault]],
+        "ends": True,
+        "options": {"timeout_seconds": 20.0 if fault == "kill" else 5.0},
+    }
+    num_ended = 0 if fault == "end" else 1
+    own = outcomes(tmp_path, {"it": run(given, free_port())}, num_ended=num_ended)["it"]
+    for survivor in own[:2]:
+        *made, error = survivor["losses"]
+        assert len(made) == 2 and "training call 3 has failed: worker 2 (" in error
+        assert "No parameter was changed. End all workers, and start them again from a checkpoint." in error
+        assert survivor["seconds"] < (10 if fault == "stop" else 5)

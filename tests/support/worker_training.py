@@ -1,0 +1,199 @@
+"""What workers train in tests: models, batches, and what goes wrong on one of them; and the same in one process, to compare."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrorc
+
+_is_full = False  # the disk, for `Writes`
+
+
+@torch.library.custom_op("mirrorc_tests::writes", mutates_args=())
+def writes(x: torch.Tensor) -> torch.Tensor:
+    if _is_full:
+        raise OSError("the disk is full")
+    return x.clone()
+
+
+writes.register_fake(torch.empty_like)
+writes.register_autograd(lambda _, gradient: gradient)
+
+
+class Table(nn.Module):
+    """A table of which each batch reads a few rows, and a scale that forward reads from outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x[:, :2].abs().mul(13).long() % 40).sum(1))
+
+
+class Mlp(nn.Sequential):
+    """Two layers; 13 and 9 units, so that shares and bounds of buckets are odd."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(writes(x))
+
+
+class Random(nn.Sequential):
+    """Dropout, and a normalization whose statistics every replica has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 4))
+
+
+class Twins(nn.Sequential):
+    """Two layers of one shape, which each worker has in groups of another order."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 5), nn.Linear(5, 5))
+
+
+MODELS = {"mlp": Mlp, "table": Table, "random": Random, "twins": Twins}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def batch(step: int, worker: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The examples of one worker in one step."""
+    generator = torch.Generator().manual_seed(1000 * step + worker)
+    x = torch.randn(size, 5, dtype=torch.float64, generator=generator)
+    return x, torch.randint(4, (size,), generator=generator)
+
+
+def made(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    built = MODELS[model]().double()
+    own = OPTIMIZERS[optimizer](built.parameters())
+    return built, own
+
+
+def values_of(model: nn.Module) -> dict[str, list[float]]:
+    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+
+
+def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one of the workers.
+
+    Args:
+        rank: of this worker.
+        given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
+            rank and what goes wrong there; further ``options`` of `mirrorc.compile`.
+    """
+    global _is_full
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
+    if rank == given.get("stepped"):  # its state is another one than the chief's
+        model(torch.randn(3, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if given["model"] == "twins":
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
+    options = {"backend": "eager", "timeout_seconds": 30.0, **given.get("options", {})}
+    losses: list[Any] = []
+    began = time.monotonic()
+    with mirrorc.compile(
+        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+    ) as step:
+        described = [step.rank, step.num_workers, step.num_replicas, step.is_chief]
+        torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
+        for number in range(given.get("steps", 4)):
+            x, y = batch(number, rank, given["sizes"][number % len(given["sizes"])][rank])
+            faults = [fault for at, who, fault in given.get("faults", ()) if (at, who) == (number, rank)]
+            if "kill" in faults:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "stop" in faults:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if "end" in faults:
+                break
+            if "evaluates" in faults:  # in training mode, which writes statistics
+                step.evaluate(x, target=y)
+            if "loads" in faults:
+                model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            if "wrong batch" in faults:
+                y = y[:-1]
+            _is_full = "operator" in faults
+            if "rate" in faults:
+                optimizer.param_groups[0]["lr"] *= 2
+            model.train("mode" not in faults)
+            began = time.monotonic()
+            try:
+                losses.append(float(step(x, target=y)))
+            except (mirrorc.MirrorcError, ValueError) as error:
+                losses.append(f"{type(error).__name__}: {error}")
+            finally:
+                _is_full = False
+                if "rate" in faults:
+                    optimizer.param_groups[0]["lr"] /= 2
+            if isinstance(losses[-1], str) and given.get("ends", False):
+                break
+        told = {
+            "losses": losses,
+            "seconds": time.monotonic() - began,
+            "described": described,
+            "schedule": step.schedule_hash,
+            "explained": str(step.explain()) if any(isinstance(loss, float) for loss in losses) else "",
+        }
+        if given.get("evaluates"):
+            told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))
+    counts = [state.get("step") for state in optimizer.state.values()]
+    return {**told, "values": values_of(model), "updates": [float(count) for count in counts if count is not None]}
+
+
+def evaluation(given: dict[str, Any], values: dict[str, list[float]], rank: int) -> float:
+    """The loss of one worker's last batch, with given values."""
+    model, _ = made(given["model"], "SGD", seed=0)
+    state = {name: torch.tensor(values[name], dtype=torch.float64) for name in model.state_dict()}
+    model.load_state_dict({name: state[name].view_as(value) for name, value in model.state_dict().items()})
+    x, y = batch(99, rank, 3)
+    return float(nn.functional.cross_entropy(model(x), y).detach())
+
+
+def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+    """The losses and values of plain PyTorch, in one process, on the batches of all workers."""
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
+    bound = given.get("options", {}).get("clip_grad_norm")
+    losses = []
+    for number in steps:
+        sizes = given["sizes"][number % len(given["sizes"])]
+        parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts]))
+        loss.backward()
+        if bound is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, values_of(model)
+
+
+def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
+    """The losses and values of a step on as many devices as all workers have, in one process."""
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
+    losses = []
+    number_of_devices = sum(given["devices"])
+    with mirrorc.compile(
+        model, number_of_devices, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), backend="eager"
+    ) as step:
+        torch.manual_seed(5)
+        for number in range(given.get("steps", 4)):
+            sizes = given["sizes"][number % len(given["sizes"])]
+            parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
+            losses.append(float(step(torch.cat([x for x, _ in parts]), target=torch.cat([y for _, y in parts]))))
+    return losses, values_of(model)
