@@ -26,7 +26,15 @@ from mirrorc.runtime.workers.header import Agreement, Header, digest
 from mirrorc.runtime.workers.start import take_over_from_chief
 from mirrorc.runtime.workers.team import Team
 
+_SLACK_SECONDS = 5.0
 _MOST_MEETINGS = 4  # of one call; the second is after values were taken over
+
+
+class _Facts:
+    """What a worker has, by name, and a number made of it."""
+
+    def __init__(self, said: Mapping[str, str]) -> None:
+        self.said, self.digest = said, digest(repr(said))
 
 
 class JointCalls:
@@ -50,10 +58,9 @@ class JointCalls:
         self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds)
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = 0
-        self._taken: frozenset[str] | None = (
-            None  # the names of variables that were taken over; None before the first time
-        )
-        self._facts: weakref.WeakKeyDictionary[Executor, Mapping[str, str]] = weakref.WeakKeyDictionary()
+        self._taken: dict[str, int] | None = None  # the ids of variables that were taken over, by name
+        self._facts: weakref.WeakKeyDictionary[Executor, _Facts] = weakref.WeakKeyDictionary()
+        self._variables = _Facts({})
         try:
             facts = _facts_of_options(options, model)
             options.cluster.check_same(
@@ -79,25 +86,34 @@ class JointCalls:
         self._num_meetings += 1
         self.team.stop = executor.interrupt
         facts = self._facts_of_program(executor)
-        names = frozenset(self._state.store.tensors)
+        tensors = self._state.store.tensors
+        now = {name: id(tensor) for name, tensor in tensors.items()}
+        if now.keys() != self._variables.said.keys():
+            self._variables = _Facts(_shapes(tensors))
+        is_fresh = self._taken is None or not now.items() <= self._taken.items()
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
         self._num_present = sum(number > 0 for number in shards.num_examples)
         own = Header(
             self.team.num_calls,
-            self._taken != names,
+            is_fresh,
             wrote,
-            digest(repr(facts)),
-            digest(repr(self._shapes())),
+            facts.digest,
+            self._variables.digest,
             digest(repr(self._hyperparameters())),
             digest(self._model.modes()),
             sum(shards.num_examples),
             self._num_present,
             _next_seed(),
         )
-        details = {"schedule": lambda: facts, "variables": self._shapes, "hyperparameters": self._hyperparameters}
+        details = {
+            "schedule": lambda: facts.said,
+            "variables": lambda: self._variables.said,
+            "hyperparameters": self._hyperparameters,
+        }
         self._agreed = agreed = self.team.meet(own, details)
         if not agreed.takes_over:
+            self._taken = now  # what is gone would be another one when it comes back
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
         if wrote and not agreed.has_chief_written and self._taken is not None:
@@ -106,11 +122,15 @@ class JointCalls:
                 "last step is replaced by the chief's values, as the chief has not written: write on all workers, or on worker 0",
                 stacklevel=users_stack_level(),
             )
-        take_over_from_chief(
-            self.team, self._state.store.tensors, self._options.optimizers.optimizers, self._options.scaler
-        )
-        self._taken = names
+        take_over_from_chief(self.team, tensors, self._options.optimizers.optimizers, self._options.scaler)
+        self._taken = now
         return False
+
+    @property
+    def longest_step_seconds(self) -> float:
+        """How long devices may take in all. They compute as long as a step of one worker may; then they wait for others, and
+        find out by themselves who is late."""
+        return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
     def agreed(self) -> Agreement:
@@ -118,18 +138,15 @@ class JointCalls:
         assert self._agreed is not None, "the workers have met"
         return self._agreed
 
-    def _facts_of_program(self, executor: Executor) -> Mapping[str, str]:
+    def _facts_of_program(self, executor: Executor) -> _Facts:
         """What must be the same in the programs of all workers, by name."""
         found = self._facts.get(executor)
         if found is None:
             lines = {f"line {number}": line for number, line in enumerate(worker_schedule(executor.program))}
             written = ", ".join(variable.name for variable in _written(executor.program))
-            found = {**lines, "buffers that forward writes": written, "random numbers": str(executor.needs_seed)}
-            self._facts[executor] = found
+            more = {"buffers that forward writes": written, "random numbers": str(executor.needs_seed)}
+            found = self._facts[executor] = _Facts({**lines, **more})
         return found
-
-    def _shapes(self) -> dict[str, str]:
-        return _shapes(self._state.store.tensors)
 
     def _hyperparameters(self) -> dict[str, str]:
         found = hyperparameters_by_label(self._options.optimizers)

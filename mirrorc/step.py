@@ -242,7 +242,8 @@ class Step(StepReports):
     ) -> torch.Tensor | None:
         options = self._options
         if self._pool is None:
-            self._pool = DevicePool(options.devices, self._num_threads, options.timeout_seconds)
+            seconds = options.timeout_seconds if self._joint is None else self._joint.longest_step_seconds
+            self._pool = DevicePool(options.devices, self._num_threads, seconds)
         total = sum(shards.num_examples)
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         is_joint = self._joint is not None and executor.program.trains

@@ -24,6 +24,7 @@ _FEWEST_SECONDS_BETWEEN_LOOKS = 0.2
 _MOST_LOOKS_PER_SECOND = 500.0  # of all workers together, at one store
 _SILENT_SECONDS = 3.0  # when a connection broke, who tells nothing for so long has ended, or hangs
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_SLACK_SECONDS = 1.0
 _LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
 _MOST_ERRORS = 5  # of the store, one after the other
 _NUM_FAILURES = "failures"
@@ -124,7 +125,7 @@ class Watcher:
         Takes some seconds; ends early, without a finding, when ``is_known`` says that a failure is known meanwhile.
         """
         try:
-            return in_bounded_time(lambda: self._find_silent(is_known), _SILENT_SECONDS + _LONGEST_ANSWER_SECONDS)
+            return in_bounded_time(lambda: self._find_silent(is_known), _SILENT_SECONDS + _SLACK_SECONDS)
         except (RuntimeError, TimeoutError):
             return None
 

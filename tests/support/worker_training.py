@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +64,16 @@ class Twins(nn.Sequential):
         super().__init__(nn.Linear(5, 5), nn.Linear(5, 5))
 
 
+def _fill() -> None:
+    global _is_full
+    _is_full = True
+
+
+STRIKES: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": _fill,
+}
 MODELS = {"mlp": Mlp, "table": Table, "random": Random, "twins": Twins}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
@@ -105,7 +116,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     if given["model"] == "twins":
         groups = [{"params": list(layer.parameters())} for layer in model]
         optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
-    options = {"backend": "eager", "timeout_seconds": 30.0, **given.get("options", {})}
+    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
     losses: list[Any] = []
     began = time.monotonic()
     with mirrorc.compile(
@@ -126,9 +137,13 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 step.evaluate(x, target=y)
             if "loads" in faults:
                 model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            for fault in faults:
+                if fault.startswith("after "):  # as in "after 0.2 kill": at some moment of a later call
+                    _, seconds, what = fault.split()
+                    threading.Timer(float(seconds), STRIKES[what]).start()
             if "wrong batch" in faults:
                 y = y[:-1]
-            _is_full = "operator" in faults
+            _is_full = _is_full or "operator" in faults
             if "rate" in faults:
                 optimizer.param_groups[0]["lr"] *= 2
             model.train("mode" not in faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
         "sizes": [[4, 4, 4]],
         "faults": [[2, 2, fault]],
         "ends": True,
-        "options": {"timeout_seconds": 20.0 if fault == "kill" else 5.0},
+        "options": {"timeout_seconds": 10.0 if fault == "stop" else 60.0},
     }
     num_ended = 0 if fault == "end" else 1
     own = outcomes(tmp_path, {"it": run(given, free_port())}, num_ended=num_ended)["it"]
@@ -154,4 +155,29 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
         *made, error = survivor["losses"]
         assert len(made) == 2 and "training call 3 has failed: worker 2 (" in error
         assert "No parameter was changed. End all workers, and start them again from a checkpoint." in error
-        assert survivor["seconds"] < (10 if fault == "stop" else 5)
+        assert (
+            survivor["seconds"] < 30
+        )  # on a busy machine; a worker that is gone is not waited for until the time is over
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_worker_that_fails_at_any_moment_is_named(tmp_path: Any, what: str, seed: int) -> None:
+    moment, steps = random.Random(f"{what} {seed}").uniform(0, 0.6), 100_000
+    given = {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[4, 4, 4]],
+        "steps": steps,
+        "faults": [[3, 2, f"after {moment} {what}"]],
+        "ends": True,
+        "options": {"timeout_seconds": 10.0 if what == "stop" else 60.0},
+    }
+    own = outcomes(tmp_path, {"it": run(given, free_port())}, num_ended=int(what != "raise"))["it"]
+    values = {}
+    for worker in own:
+        assert "worker 2 (" in worker["losses"][-1] or worker is own[-1]
+        assert worker["seconds"] < 30
+        made = len(worker["losses"]) - 1 + ("It had committed here" in worker["losses"][-1])
+        assert values.setdefault(made, worker["values"]) == worker["values"]
