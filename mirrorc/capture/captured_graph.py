@@ -48,7 +48,7 @@ class CapturedGraph:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
         numbers: the Python numbers that the graph takes.
-        alike: the buffers that it writes by variables alone, to the same value on all replicas.
+        alike: the buffers that it writes by variables alone, to the same value on all replicas that run it, see `written_alike`.
     """
 
     graph: fx.Graph
@@ -62,7 +62,7 @@ class CapturedGraph:
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    alike: frozenset[str] = frozenset()
+    alike: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:

@@ -184,12 +184,12 @@ def capture(
     return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, alike=alike)
 
 
-def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> frozenset[str]:
+def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
     """The buffers that a graph writes to the same value on all replicas."""
     roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
     ids = vectors_of_spectral_norms(roots) if joint.buffer_writes else set()
     if not ids:
-        return frozenset()
+        return {}
     tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})
     vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
     output: Any = graph.output_node().args[0]

@@ -40,6 +40,8 @@ def _is_masked(place: Any, mask: Any, value: Any) -> bool:
     if not all(isinstance(one, torch.Tensor) for one in found):
         return False
     source, chosen, given = found
+    if not all(type(size) is int for one in found for size in one.shape):  # a size that the mask decides, say
+        return False
     is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
     counted = len([*itertools.dropwhile(lambda size: size == 1, given.shape)])  # PyTorch leaves out leading ones
     is_alike = counted <= source.dim() - chosen.dim() and given.dim() <= source.dim() and given.dtype == source.dtype

@@ -18,8 +18,14 @@ _PARAMETERS = ["shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """The functions of this kind that the modules of a model call, and the one that is traced in their place."""
     files = {type(module).__module__ for module in root.modules()}
-    found = (getattr(sys.modules.get(file), _NAME, None) for file in files if file.startswith("transformers."))
-    return {own: masked_spans for own in found if own and list(inspect.signature(own).parameters) == _PARAMETERS}
+    found = [
+        own
+        for file in files
+        if file.startswith("transformers.")
+        and (own := getattr(sys.modules.get(file), _NAME, None)) is not None
+        and own.__module__ == file  # not one that a user has put there
+    ]
+    return {own: masked_spans for own in found if list(inspect.signature(own).parameters) == _PARAMETERS}
 
 
 def masked_spans(

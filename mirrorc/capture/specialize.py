@@ -21,6 +21,7 @@ from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numb
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.shard_types import ShardTypes, grown_types, types_run
 from mirrorc.capture.shards import Shards
+from mirrorc.capture.spectral_norms import iterated_alike
 from mirrorc.capture.sums_and_means import notes_on_reductions
 from mirrorc.capture.time_axes import refuse_split_time
 from mirrorc.capture.traced_outputs import TracedOutputs
@@ -291,9 +292,8 @@ def _variables(
         if name in writes:
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
-            aggregation = Aggregation.SAME if all(name in c.alike for c in captured) else aggregation
-        shape = tuple(tensor.shape)
-        strides = tuple(tensor.stride())
+            aggregation = Aggregation.SAME if iterated_alike(name, [c.alike for c in captured]) else aggregation
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         variables[name] = Variable(
             name, shape, strides, tensor.dtype, role, synchronization, aggregation, rules.get(name)
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
 
+from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 
 _KIND = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers
@@ -19,8 +20,9 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
     return {id(norm._buffers[name]) for norm in norms for name in _VECTORS if norm._buffers.get(name) is not None}
 
 
-def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> frozenset[str]:
-    """Those among the vectors that a captured graph writes by variables alone, which have the same value on all replicas.
+def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
+    """Those among the vectors that a captured graph writes by variables alone, which have the same value on all replicas that run
+    it; for each, a number made of how it is computed, which is the same in graphs that compute it alike.
 
     Args:
         graph: the graph.
@@ -38,8 +40,34 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
                 own[node] = node.op == "call_function" and all(own[given] for given in node.all_input_nodes)
         found = {name for name in alike if own[writes[name]]}
         if found == alike:
-            return frozenset(alike)
+            made = _expressions(node for node in graph.nodes if own[node])
+            return {name: made[writes[name]] for name in sorted(alike)}
         alike = found
+
+
+def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
+    """Whether all captured graphs, each with what `written_alike` gives, write a buffer to one value.
+
+    Raises:
+        CaptureError: each of them writes it by variables alone, but in another way.
+    """
+    ways = {own.get(name) for own in alike}
+    if len(ways) > 1 and None not in ways:
+        raise CaptureError(
+            f"{name!r}, a vector of a spectral norm, is iterated another number of times for shards of other sizes, so replicas "
+            "would have different ones. Remedy: call the module as often whatever the size of the batch is, with all examples "
+            "at once."
+        )
+    return None not in ways
+
+
+def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """For each node a number made of its operator and of all that it is computed of."""
+    made: dict[fx.Node, int] = {}
+    for node in nodes:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda source: f"value {made[source]}")
+        made[node] = hash((node.op, str(node.target), repr(given)))
+    return made
 
 
 def tensors_at(module: nn.Module, outside: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,13 +7,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 
 @contextlib.contextmanager
 def made_leaves() -> Iterator[None]:
     """While it lasts, traces of this thread may set ``requires_grad`` to True of values that they have computed.
 
     What reads it finds it set, and in values that are computed of it, too. The graph has nothing of it: backward goes from the
-    loss to parameters, whatever else could have a gradient. Of what was there before the trace, an argument say, it is refused.
+    loss to parameters, whatever else could have a gradient. Of what was there before the trace, an argument say, or may be the
+    very same tensor, it is refused, and so is what PyTorch refuses, a value that has a gradient function.
     """
     from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 
@@ -25,7 +28,7 @@ def made_leaves() -> Iterator[None]:
             owner, name, value = (arg.realize() if hasattr(arg, "realize") else arg for arg in args)
             is_computed = isinstance(owner, TensorVariable) and owner.source is None
             said = [arg.as_python_constant() for arg in (name, value) if arg.is_python_constant()]
-            if is_computed and said == ["requires_grad", True]:
+            if is_computed and said == ["requires_grad", True] and _is_leaf_of_its_own(owner.as_proxy().node):
                 owner.as_proxy().node.meta["example_value"].requires_grad_()
                 owner.requires_grad = True
                 return ConstantVariable.create(None)
@@ -36,3 +39,24 @@ def made_leaves() -> Iterator[None]:
         yield
     finally:
         kind.call_function = call
+
+
+def _is_leaf_of_its_own(node: Any) -> bool:
+    """Whether a computed value has no gradient function, is not the very tensor that it was computed of, and has no views yet."""
+    value = node.meta["example_value"]
+
+    def memory(other: Any) -> int:
+        return other.untyped_storage()._cdata
+
+    def values(nodes: Any) -> list[torch.Tensor]:
+        found = [other.meta.get("example_value") for other in nodes]
+        return [one for one in found if isinstance(one, torch.Tensor)]
+
+    if value.grad_fn is not None:
+        return False
+    place = (value.shape, value.stride(), value.storage_offset())
+    is_input = any(
+        memory(one) == memory(value) and (one.shape, one.stride(), one.storage_offset()) == place
+        for one in values(node.all_input_nodes)
+    )
+    return not is_input and all(memory(one) != memory(value) for one in values(node.users))

@@ -169,3 +169,24 @@ def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own() -> 
         step(torch.ones(4, 4), target=torch.ones(4, 2))
         vector = step.variables["parametrizations.weight.1._u"]
         assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
+
+
+class OnePerExample(nn.Module):
+    """Calls a spectral norm as often as a shard has examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
+def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
+    model = OnePerExample()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager") as step,
+        pytest.raises(mirrorc.CaptureError, match="is iterated another number of times for shards of other sizes"),
+    ):
+        step(torch.randn(5, 4), target=torch.randn(5, 3))
