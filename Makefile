@@ -27,7 +27,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: about 20 minutes.
+# The same properties on wider selections, and what needs real processes: about half an hour.
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
