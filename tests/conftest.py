@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import sys
 import tempfile
 import uuid
+import zlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from distribution import Scheduler, longest_first
 
 from mirrorc.pipeline import reproducer
@@ -75,6 +79,15 @@ def _shared_programs_stay_as_they_are() -> Iterator[None]:
     shared = sys.modules.get("saved_programs")  # where no test has asked for one, it is not there
     changed = shared.changed_programs() if shared is not None else []
     assert not changed, f"some test has changed the programs of {', '.join(changed)}: let it copy them first"
+
+
+@pytest.fixture(autouse=True)
+def _tests_draw_the_same_numbers_alone(request: pytest.FixtureRequest) -> None:
+    """Whatever ran before it in the same process, a test's random numbers follow from its name."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
 
 
 @pytest.fixture(autouse=True)

@@ -309,5 +309,5 @@ class Executor:
         self._forget_step()
         with self._stopping:
             self.commit.begin_afresh()
-        for communicator in self._communicators.values():
-            communicator.begin_afresh()
+            for communicator in self._communicators.values():
+                communicator.begin_afresh()

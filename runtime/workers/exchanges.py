@@ -49,9 +49,7 @@ class Exchanges(Communicator):
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
-        self._missing = dict.fromkeys(
-            self._buckets, len(self.devices)
-        )  # how many have not launched yet, of each bucket
+        self._missing = dict.fromkeys(self._buckets, len(self.devices))  # the devices that have not launched yet
         self._inboxes: dict[int, list[queue.SimpleQueue[Exception | None]]] = {
             bucket: [queue.SimpleQueue() for _ in self.devices] for bucket in self._buckets
         }

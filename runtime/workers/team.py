@@ -69,7 +69,7 @@ class Team:
         self._store: Any = distributed.PrefixStore(name, cluster.store)
         self._watcher = Watcher(self._store, cluster.workers, cluster.rank, self._notice)
         self._lanes: list[Lane] = []  # for words, and for buckets
-        self._failures: list[Failure] = []  # of others, in the order in which they were published
+        self._failures: list[Failure] = []  # which others have published, in their order
         self._stage = _BEFORE
         self._why_over = ""  # why no further step can be made
         self._are_all_raising = False
@@ -187,6 +187,8 @@ class Team:
     def _text(self, failure: Failure) -> str:
         if failure.rank < 0:
             return failure.text
+        if failure.rank == self.cluster.rank:
+            return f"the other workers have given up on this one, {self.cluster.workers[failure.rank]}: {failure.text}"
         return f"{self.cluster.workers[failure.rank]}: {failure.text}"
 
     def _judge(self, error: BaseException) -> Failure:

@@ -60,8 +60,8 @@ class Watcher:
         store: where the workers meet; nothing else uses its keys.
         workers: all, by rank.
         rank: of this worker.
-        on_failure: a method, called in the thread with each failure of another worker, in the order in which they were
-            published, as long as its object is there.
+        on_failure: a method, called in the thread with each failure that another worker has published, in their order, as long
+            as its object is there. It may be a failure of this worker, on which the others have given up.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
@@ -69,6 +69,7 @@ class Watcher:
         self._on_failure = weakref.WeakMethod(on_failure)
         self._interval = max(_FEWEST_SECONDS_BETWEEN_LOOKS, len(workers) / _MOST_LOOKS_PER_SECOND)
         self._num_seen = 0
+        self._own: set[str] = set()  # the keys of what this worker has published
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
         self._thread.start()
@@ -95,7 +96,7 @@ class Watcher:
             found = Failure(**json.loads(self._store.get(key)))
             self._num_seen += 1
             on_failure = self._on_failure()
-            if found.rank != self._rank and on_failure is not None:
+            if key not in self._own and on_failure is not None:
                 on_failure(found)
                 self._store.add(f"read {key}", 1)
             del on_failure
@@ -114,6 +115,7 @@ class Watcher:
 
     def _publish(self, failure: Failure, num_readers: int) -> None:
         key = _failure(self._store.add(_NUM_FAILURES, 1) - 1)
+        self._own.add(key)  # it is read when it is there
         self._store.set(key, json.dumps(asdict(failure)))
         until = time.monotonic() + _LONGEST_READING_SECONDS
         while time.monotonic() < until and self._store.add(f"read {key}", 0) < num_readers:
@@ -145,9 +147,13 @@ class Watcher:
                 return silent
             time.sleep(self._interval / 2)
 
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ending.set()
+
     def leave(self, failure: Failure) -> None:
         """Ends the thread, and tells the others what they find when they wait for this worker. Raises nothing."""
-        self._ending.set()
+        self.close()
         try:
             in_bounded_time(lambda: self._publish(failure, 0), _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError) as error:

@@ -161,12 +161,12 @@ def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, 
 
 
 def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own() -> None:
-    layer = nn.Linear(4, 2)
+    layer = nn.Linear(8, 8)  # so many elements that no two replicas draw the same mask
     parametrize.register_parametrization(layer, "weight", nn.Dropout(0.5))
     model = spectral_norm(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=mean_loss, backend="eager") as step:
-        step(torch.ones(4, 4), target=torch.ones(4, 2))
+        step(torch.ones(4, 8), target=torch.ones(4, 8))
         vector = step.variables["parametrizations.weight.1._u"]
         assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
 
