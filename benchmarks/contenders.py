@@ -30,7 +30,8 @@ class WithLoss(nn.Module):
         return self.loss_fn(self.model(x), y)
 
 
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all contenders."""
     return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
 
@@ -40,7 +41,7 @@ def _mirrorc(workload: Workload, rank: int, *, backend: str) -> StepFunction:
     torch.set_num_threads(NUM_REPLICAS)
     model = workload.make_model()
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
-    step = mirrorc.compile(model, devices=devices, optimizer=_adamw(model), loss_fn=workload.loss_fn, backend=backend)
+    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, backend=backend)
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
     return lambda: step(x, target=y)
 
@@ -48,7 +49,7 @@ def _mirrorc(workload: Workload, rank: int, *, backend: str) -> StepFunction:
 def _one_process(workload: Workload, rank: int, *, compiled: bool) -> StepFunction:
     torch.set_num_threads(NUM_REPLICAS)
     module = WithLoss(workload)
-    optimizer = _adamw(module)
+    optimizer = adamw(module)
     forward = torch.compile(module) if compiled else module
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
 
@@ -62,12 +63,12 @@ def _one_process(workload: Workload, rank: int, *, compiled: bool) -> StepFuncti
     return step
 
 
-def _ddp(workload: Workload, rank: int, *, compiled: bool = False, sync: bool = True) -> StepFunction:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=NUM_REPLICAS)
-    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True)
-    optimizer = _adamw(module)
-    forward = torch.compile(module) if compiled else module
+def ddp_step(
+    module: nn.parallel.DistributedDataParallel, workload: Workload, *, is_compiled: bool, sync: bool
+) -> StepFunction:
+    """The step of a model with its loss, on one worker's examples; without ``sync`` workers never communicate."""
+    optimizer = adamw(module)
+    forward = torch.compile(module) if is_compiled else module
     x, y = workload.make_batch(workload.per_replica)
 
     def step() -> torch.Tensor:
@@ -83,6 +84,13 @@ def _ddp(workload: Workload, rank: int, *, compiled: bool = False, sync: bool = 
         return loss.detach()
 
     return step
+
+
+def _ddp(workload: Workload, rank: int, *, compiled: bool = False, sync: bool = True) -> StepFunction:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=NUM_REPLICAS)
+    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True)
+    return ddp_step(module, workload, is_compiled=compiled, sync=sync)
 
 
 CONTENDERS: dict[str, tuple[int, Callable[..., StepFunction], dict[str, Any]]] = {

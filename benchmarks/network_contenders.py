@@ -1,0 +1,92 @@
+"""What trains a workload over several hosts, a worker with one thread on each: mirrorc and DistributedDataParallel.
+
+`network.py` starts it on every host: python benchmarks/network_contenders.py "DDP 25 MB" gpt-8 --rank 0 --address 10.77.0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from contenders import WithLoss, adamw, ddp_step
+from serving import StepFunction, serve
+from torch import nn
+from workloads import WORKLOADS, Workload
+
+NUM_WORKERS = 2
+_NUM_THREADS = 1
+
+
+def _mirrorc(workload: Workload, is_compiled: bool) -> StepFunction:
+    import mirrorc
+
+    model = workload.make_model()
+    step = mirrorc.compile(
+        model,
+        devices=["cpu"],
+        optimizer=adamw(model),
+        loss_fn=workload.loss_fn,
+        backend="inductor" if is_compiled else "eager",
+    )
+    x, y = workload.make_batch(workload.per_replica)
+    return lambda: step(x, target=y)
+
+
+def _ddp(
+    workload: Workload, is_compiled: bool, *, cap_mb: float, half: bool = False, sync: bool = True
+) -> StepFunction:
+    torch.distributed.init_process_group("gloo")
+    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    if half:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        # by another name, as DDP refuses this one where there is no NCCL
+        module.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    return ddp_step(module, workload, is_compiled=is_compiled, sync=sync)
+
+
+def _wire(workload: Workload, is_compiled: bool) -> StepFunction:
+    """All gradients added up, and nothing else."""
+    torch.distributed.init_process_group("gloo")
+    gradients = torch.zeros(sum(p.numel() for p in workload.make_model().parameters()))
+    return lambda: torch.distributed.all_reduce(gradients)
+
+
+NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]] = {
+    "mirrorc": (_mirrorc, {}),
+    "DDP 1 MB": (_ddp, {"cap_mb": 1}),
+    "DDP 5 MB": (_ddp, {"cap_mb": 5}),
+    "DDP 25 MB": (_ddp, {"cap_mb": 25}),
+    "DDP 25 MB, bf16": (_ddp, {"cap_mb": 25, "half": True}),
+    "DDP no_sync": (_ddp, {"cap_mb": 25, "sync": False}),
+    "all-reduce alone": (_wire, {}),
+}
+"""Name to the function that makes a step, and its options."""
+
+
+def main() -> None:
+    """A worker of a contender."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contender", choices=list(NETWORK_CONTENDERS))
+    parser.add_argument("workload", choices=list(WORKLOADS))
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--address", required=True, help="of the host of worker 0")
+    parser.add_argument("--port", type=int, default=29500)
+    parser.add_argument("--interface", required=True, help="over which workers speak")
+    parser.add_argument("--eager", action="store_true", help="neither mirrorc nor DDP compiles")
+    options = parser.parse_args()
+    place = {"RANK": options.rank, "WORLD_SIZE": NUM_WORKERS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR=options.address, MASTER_PORT=str(options.port), GLOO_SOCKET_IFNAME=options.interface)
+    torch.set_num_threads(_NUM_THREADS)
+    torch.manual_seed(options.rank)
+    make, settings = NETWORK_CONTENDERS[options.contender]
+    serve(functools.partial(make, WORKLOADS[options.workload], not options.eager, **settings))
+
+
+if __name__ == "__main__":
+    main()
