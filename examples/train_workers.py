@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     ) as step:
         for epoch in tqdm(range(first, options.epochs), unit="epoch", disable=not step.is_chief, dynamic_ncols=True):
             for chosen in torch.randperm(len(labels)).split(options.batch):
-                own = chosen.tensor_split(cluster.num_workers)[cluster.rank]
+                own = step.shard_batch(chosen)
                 step(images[own], target=labels[own])
             scheduler.step()
             if path is not None and cluster.should_checkpoint:

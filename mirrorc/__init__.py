@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from mirrorc import cluster
 from mirrorc.api import compile
+from mirrorc.batch_parts import shard_batch
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.capture.traced_outputs import summed
 from mirrorc.clipping import ClipGradNorm
@@ -44,6 +45,7 @@ __all__ = [
     "cluster",
     "compile",
     "replicated",
+    "shard_batch",
     "summed",
 ]
 

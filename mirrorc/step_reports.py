@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from torch import fx
 
 from mirrorc.analysis.worker_schedule import schedule_hash
+from mirrorc.batch_parts import part_of_worker
+from mirrorc.capture.batch_statistics import fewest_examples
 from mirrorc.capture.model_state import ModelState
 from mirrorc.clipping import told_norms
 from mirrorc.errors import ExecutionError
@@ -68,6 +70,22 @@ class StepReports(ABC):
     def is_chief(self) -> bool:
         """Whether this is worker 0, whose values the others take over at the start; also in a process on its own."""
         return self.rank == 0
+
+    def shard_batch(self, batch: _T) -> _T:
+        """The part of this worker of a batch that every worker has whole.
+
+        Steps of all workers, called as ``step(step.shard_batch(x), target=step.shard_batch(y))``, are those of one process over
+        the devices of all workers, called with the whole batch: each replica has the same examples, also of a batch that is too
+        small for all replicas, or for two examples in each where a BatchNorm normalizes by them. Only if torch refuses single
+        examples for another reason (``F.batch_norm`` with ``training=True``) does each worker cut its part by itself. Buffers
+        that forward writes may differ after a batch that leaves a replica without examples: workers go on from the mean.
+
+        Args:
+            batch: as for `mirrorc.shard_batch`, which cuts a batch without a step; so are what is returned and what is raised.
+        """
+        return part_of_worker(
+            batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)
+        )
 
     @property
     def schedule_hash(self) -> str:

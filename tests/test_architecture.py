@@ -36,6 +36,7 @@ ORDER = (
     "mirrorc/clipping",
     "mirrorc/microbatches",
     "mirrorc/worlds",
+    "mirrorc/batch_parts",  # of workers
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",
     "mirrorc/capture",

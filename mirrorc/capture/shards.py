@@ -65,18 +65,7 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: 
         ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or one
             that is sparse, nested, quantized or without values.
     """
-    for leaf in call.leaves:
-        tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
-        for tensor in tensors:
-            _refuse_layout(tensor, leaf.path)
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its "
-                    f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
-                    "both"
-                )
-    is_split = any(leaf.tensor is None for leaf in call.leaves)
-    sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
+    sizes = shard_sizes(call, num_replicas, fewest)
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
@@ -88,6 +77,28 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: 
     parts = tuple(tuple(size for size in _even_sizes(own, microbatches, fewest) if size) for own in sizes)
     is_whole = all(len(own) <= 1 for own in parts)
     return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
+
+
+def shard_sizes(call: Call, num_replicas: int, fewest: int = 1) -> tuple[int, ...]:
+    """How many examples of a call each shard gets: the sizes of `split_call`, which raises the same.
+
+    A run of consecutive shards, put together and cut again among as many replicas, gives the same shards.
+
+    Args:
+        call, num_replicas, fewest: as for `split_call`.
+    """
+    for leaf in call.leaves:
+        tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+        for tensor in tensors:
+            _refuse_layout(tensor, leaf.path)
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its "
+                    f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
+                    "both"
+                )
+    is_split = any(leaf.tensor is None for leaf in call.leaves)
+    return _shard_sizes(call, num_replicas, 1 if is_split else fewest)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

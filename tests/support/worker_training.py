@@ -88,6 +88,12 @@ def batch(step: int, worker: int, size: int) -> tuple[torch.Tensor, torch.Tensor
     return x, torch.randint(4, (size,), generator=generator)
 
 
+def whole(step: int, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The examples of all workers in one step."""
+    parts = [batch(step, worker, size) for worker, size in enumerate(sizes)]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
 def made(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     built = MODELS[model]().double()
@@ -105,7 +111,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     Args:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
-            rank and what goes wrong there; further ``options`` of `mirrorc.compile`.
+            rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
+            batches of all, and takes its part.
     """
     global _is_full
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -125,7 +132,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         described = [step.rank, step.num_workers, step.num_replicas, step.is_chief]
         torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
         for number in range(given.get("steps", 4)):
-            x, y = batch(number, rank, given["sizes"][number % len(given["sizes"])][rank])
+            sizes = given["sizes"][number % len(given["sizes"])]
+            x, y = batch(number, rank, sizes[rank])
+            if given.get("is_whole"):
+                x, y = step.shard_batch(whole(number, sizes))
             faults = [fault for at, who, fault in given.get("faults", ()) if (at, who) == (number, rank)]
             if "kill" in faults:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -187,9 +197,9 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
     losses = []
     for number in steps:
         sizes = given["sizes"][number % len(given["sizes"])]
-        parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
+        x, y = whole(number, sizes)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts]))
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         if bound is not None:
             nn.utils.clip_grad_norm_(model.parameters(), bound)
@@ -209,6 +219,6 @@ def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[f
         torch.manual_seed(5)
         for number in range(given.get("steps", 4)):
             sizes = given["sizes"][number % len(given["sizes"])]
-            parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
-            losses.append(float(step(torch.cat([x for x, _ in parts]), target=torch.cat([y for _, y in parts]))))
+            x, y = whole(number, sizes)
+            losses.append(float(step(x, target=y)))
     return losses, values_of(model)

@@ -17,6 +17,14 @@ CASES: dict[str, dict[str, Any]] = {
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
     "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
+    "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1], [0, 7, 0], [2, 2, 0]], "is_whole": True},
+    "whole, random": {
+        "model": "random",
+        "devices": [1, 2],
+        "sizes": [[7, 1], [5, 0]],
+        "optimizer": "SGD",
+        "is_whole": True,
+    },
 }
 FAULTS: dict[str, dict[str, Any]] = {
     "recovers": {
@@ -65,7 +73,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "random"])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case]["model"] != "random"])
 def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
     given = CASES[case]
     losses, values = reference(given, range(given.get("steps", 4)))
@@ -80,6 +88,18 @@ def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any])
     losses, values = in_one_process(CASES["random"])
     for own in found["random"][:2]:
         assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+
+
+def test_parts_of_a_batch_have_the_streams_and_statistics_of_one_process(found: dict[str, Any]) -> None:
+    losses, values = in_one_process(CASES["whole, random"])
+    for own in found["whole, random"][:2]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        for each in (
+            own["values"],
+            values,
+        ):  # of a small batch, workers go on from the mean, one process from its replicas' own
+            each.pop("1.running_mean", None), each.pop("1.running_var", None)
         assert_equal(own["values"], values)
 
 
