@@ -163,7 +163,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             except (mirrorc.MirrorcError, ValueError) as error:
                 losses.append(f"{type(error).__name__}: {error}")
             finally:
-                _is_full = False
+                _is_full = _is_full and "operator" not in faults
                 if "rate" in faults:
                     optimizer.param_groups[0]["lr"] /= 2
             if isinstance(losses[-1], str) and given.get("ends", False):
