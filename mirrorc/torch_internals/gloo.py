@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import stat
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+
+_ANY_PORT = 9  # nothing is sent there
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 _opening = threading.Lock()  # a group's listener is told from another's by when it was opened
@@ -20,6 +23,9 @@ _opening = threading.Lock()  # a group's listener is told from another's by when
 
 class GlooGroup:
     """A group of workers that is registered nowhere, so that nobody else's collectives come between its own.
+
+    Workers connect over the interfaces that the environment variable ``GLOO_SOCKET_IFNAME`` names, as torch's groups do;
+    otherwise over that by which they reach the store.
 
     Collectives are launched by one thread at a time and in one order on all workers. Each returns a work, whose ``wait()``
     blocks, deaf to signals, until it is done, fails, or the timeout is over.
@@ -36,9 +42,10 @@ class GlooGroup:
     def __init__(self, store: Any, rank: int, num_workers: int, timeout_seconds: float) -> None:
         from torch.distributed import ProcessGroupGloo  # not in every build of torch
 
+        places = _places(store, rank, num_workers)
         with _opening:
             before = _sockets()
-            options = _options(ProcessGroupGloo, timeout_seconds)
+            options = _options(ProcessGroupGloo, places, timeout_seconds)
             listening = {_port(n) for n, inode in _sockets().items() if before.get(n) != inode and _is_listening(n)}
         self._group: Any = ProcessGroupGloo(store, rank, num_workers, options)
         store.set(f"ports/{rank}", " ".join(map(str, listening)))
@@ -82,14 +89,54 @@ class GlooGroup:
         self._connected = {}
 
 
-def _options(kind: Any, timeout_seconds: float) -> Any:
-    """The options of a group, whose listeners are opened now: on the interfaces that GLOO_SOCKET_IFNAME names, as torch's are."""
+def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: float) -> Any:
+    """The options of a group, whose listeners are opened now at these places; without any, where torch's would be."""
     options = kind._Options()
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    devices = [kind.create_device(interface=name) for name in names.split(",") if name]
-    options._devices = devices or [kind.create_default_device()]
+    options._devices = [kind.create_device(**place) for place in places] or [kind.create_default_device()]
     options._timeout = timedelta(seconds=timeout_seconds)
     return options
+
+
+def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
+    """Where this worker listens: on the interfaces that are named, or else at its address on the way to the store.
+
+    torch takes the address of the machine's name, which on many machines is one of the loopback interface. Here, too, the
+    machine of the store may know its own name by such an address; it then takes that on the way to a worker elsewhere. Where
+    the store has no host, there is no place, and torch's counts.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
+    if names:
+        return [{"interface": name} for name in names]
+    addresses = [store.get(f"address/{other}").decode() for other in range(num_workers)]
+    own = addresses[rank]
+    elsewhere = next((other for other in addresses if other and not _is_loopback(other)), "")
+    if _is_loopback(own) and elsewhere:
+        own = _address_towards(elsewhere)
+    return [{"hostname": own}] if own else []
+
+
+def _host(store: Any) -> str:
+    """The host that a store of torch was told to connect to; empty if it is one without connections."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine on the way to another; empty if none is known. Sends nothing."""
+    found = []
+    with contextlib.suppress(OSError):  # the name is not known here
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
+    for family, kind, protocol, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:  # there is no way
+            way.connect(address)
+            return socket.getnameinfo(way.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def _sockets() -> dict[int, int]:

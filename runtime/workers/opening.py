@@ -66,4 +66,7 @@ def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float) -
     try:
         return in_bounded_time(opened, _LONGEST_OPENING_SECONDS)
     except (RuntimeError, TimeoutError) as error:
-        raise LostConnectionError(f"workers could not connect: {in_words(error)}") from error
+        raise LostConnectionError(
+            f"workers could not connect: {in_words(error)}; if they run on several machines, let GLOO_SOCKET_IFNAME name the "
+            "interfaces by which they reach each other"
+        ) from error

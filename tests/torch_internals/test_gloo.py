@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
-from mirrorc.torch_internals import GlooGroup
+from mirrorc.torch_internals import GlooGroup, gloo
 
 
-def opened(num_workers: int = 2) -> list[GlooGroup]:
-    store = distributed.HashStore()
-    with ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(lambda rank: GlooGroup(store, rank, num_workers, 60.0), range(num_workers)))
+def opened(stores: Sequence[Any] = ()) -> list[GlooGroup]:
+    stores = stores or [distributed.HashStore()] * 2
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(lambda rank: GlooGroup(stores[rank], rank, len(stores), 60.0), range(len(stores))))
 
 
 def test_collectives_of_a_group() -> None:
@@ -47,3 +49,44 @@ def test_a_group_that_is_cut_ends_what_runs_on_it() -> None:
         work.wait()
     assert time.monotonic() - began < 20
     groups[0].cut()
+
+
+def test_a_group_connects_over_the_way_to_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    beneath = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = distributed.PrefixStore("a", distributed.PrefixStore("b", beneath))
+    for group in opened([store, store.clone()]):
+        assert group._connected or not gloo._sockets()  # where the sockets of a process cannot be seen
+    assert gloo._is_loopback(store.get("address/0").decode())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        GlooGroup(distributed.HashStore(), 0, 1, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "places"),
+    [
+        (["127.0.1.1", "127.0.0.1"], ["127.0.1.1", "127.0.0.1"]),  # one machine
+        (["127.0.1.1", "192.0.2.7", "192.0.2.9"], ["192.0.2.1", "192.0.2.7", "192.0.2.9"]),
+        (["::1", "2001:db8::7"], ["192.0.2.1", "2001:db8::7"]),
+        (["127.0.1.1", ""], ["127.0.1.1", None]),  # the other one has interfaces that are named
+        (["", ""], [None, None]),
+    ],
+)
+def test_the_machine_of_the_store_listens_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], places: list[str | None]
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = distributed.HashStore()
+    for rank, address in enumerate(found):
+        store.set(f"address/{rank}", address)
+    for rank, place in enumerate(places):
+        own = found[rank]
+        monkeypatch.setattr(gloo, "_address_towards", lambda host, own=own: own if not host else "192.0.2.1")
+        assert gloo._places(store, rank, len(found)) == ([{"hostname": place}] if place else [])
+
+
+def test_an_address_on_the_way_to_a_host() -> None:
+    assert gloo._address_towards("127.0.0.1") == "127.0.0.1"
+    assert gloo._is_loopback(gloo._address_towards("localhost"))
+    assert gloo._address_towards("no-such-host.invalid") == gloo._address_towards("") == ""
