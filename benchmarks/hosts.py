@@ -15,7 +15,7 @@ _MOST_SECONDS = 20  # that a command of iproute2 takes
 
 def why_not() -> str:
     """Why no hosts can be made here; empty if they can."""
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool, path=_path()) is None]:
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool, path=search_path()) is None]:
         return f"{' and '.join(missing)} of iproute2 are not installed"
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -65,12 +65,13 @@ def two_hosts(gigabits: float) -> Iterator[list[list[str]]]:
                 _run("ip", "netns", "delete", name)
 
 
-def _path() -> str:
+def search_path() -> str:
+    """Where programs are looked for, iproute2's as well."""
     return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def _run(*command: str) -> None:
-    environment = {**os.environ, "PATH": _path()}
+    environment = {**os.environ, "PATH": search_path()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, env=environment)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -196,7 +196,7 @@ class Team:
         silent = self._watcher.find_silent(self._has_failure)
         if self._failure is not None:  # published meanwhile
             return self._failure
-        seen = str(error)
+        seen = str(error).partition(". No parameter was changed")[0].rstrip(".")  # that is said once, at the end
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"

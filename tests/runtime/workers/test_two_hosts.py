@@ -20,14 +20,21 @@ PORT = 29500  # in a host of our own nothing listens
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hosts.why_not()), reason=f"no hosts: {hosts.why_not()}")]
 
 
-def trained(gigabits: float, given: dict[str, Any]) -> list[Any]:
-    """What training gave on each host."""
+SCRIPT = """
+import json, subprocess, sys, hosts, worker_training
+worker_training.STRIKES["cut"] = lambda: subprocess.run(["ip", "link", "set", hosts.INTERFACE, "down"], check=True)
+print(json.dumps(worker_training.train(int(sys.argv[1]), json.loads(sys.argv[2]))))
+"""
+
+
+def trained(gigabits: float, given: dict[str, Any], interface: str = "") -> list[Any]:
+    """What training gave on each host; workers speak over an interface that is named, or find it."""
     with contextlib.ExitStack() as ending:
         try:
             commands = ending.enter_context(hosts.two_hosts(gigabits))
         except RuntimeError as error:  # even root may not make namespaces, as in some containers
             pytest.skip(str(error))
-        workers = [_start(command, rank, given) for rank, command in enumerate(commands)]
+        workers = [_start(command, rank, given, interface) for rank, command in enumerate(commands)]
         try:
             answers = [worker.communicate(timeout=200) for worker in workers]
         finally:
@@ -39,19 +46,16 @@ def trained(gigabits: float, given: dict[str, Any]) -> list[Any]:
     return [json.loads(answer.splitlines()[-1]) for answer, _ in answers]
 
 
-def _start(command: Sequence[str], rank: int, given: dict[str, Any]) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], rank: int, given: dict[str, Any], interface: str) -> subprocess.Popen[str]:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts.ADDRESSES[0], "MASTER_PORT": str(PORT)}
     support = [str(Path(worker_training.__file__).parent), str(Path(hosts.__file__).parent)]
-    script = (
-        "import json, sys, worker_training;"
-        "print(json.dumps(worker_training.train(int(sys.argv[1]), json.loads(sys.argv[2]))))"
-    )
     return subprocess.Popen(
-        [*command, sys.executable, "-c", script, str(rank), json.dumps(given)],
+        [*command, sys.executable, "-c", SCRIPT, str(rank), json.dumps(given)],
         env={
             **os.environ,
             **place,
-            "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
+            "GLOO_SOCKET_IFNAME": interface,
+            "PATH": hosts.search_path(),
             "PYTHONPATH": os.pathsep.join([*support, os.environ.get("PYTHONPATH", "")]),
         },
         stdout=subprocess.PIPE,
@@ -60,11 +64,38 @@ def _start(command: Sequence[str], rank: int, given: dict[str, Any]) -> subproce
     )
 
 
-def test_steps_over_two_hosts_are_those_of_one_process() -> None:
+@pytest.mark.parametrize("interface", ["", hosts.INTERFACE])
+def test_steps_over_two_hosts_are_those_of_one_process(interface: str) -> None:
     given = {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [5, 2]]}
     losses, values = worker_training.reference(given, range(4))
-    for own in trained(1.0, given):
+    for own in trained(1.0, given, interface):
         assert own["losses"] == pytest.approx(losses, rel=1e-9)
         assert own["values"].keys() == values.keys()
         for name, expected in values.items():
             assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11)
+
+
+def test_a_cut_link_ends_both_workers() -> None:
+    given = {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "steps": 100_000,
+        "faults": [[2, 1, "after 0 cut"]],
+        "ends": True,
+        "options": {"timeout_seconds": 6.0},
+    }
+    chief, other = trained(1.0, given)
+    errors = [own["losses"][-1] for own in (chief, other)]
+    assert (
+        "CommunicationError: training call" in errors[0]
+        and "worker 1 (" in errors[0]
+        and "no sign of life" in errors[0]
+    )
+    assert "the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more" in errors[1]
+    values = {}
+    for own in (chief, other):
+        assert len(own["losses"]) > 2 and own["losses"][-1].count("No parameter was changed") <= 1
+        assert own["seconds"] < 30  # a busy machine takes longer than the bound and 5 s
+        made = len(own["losses"]) - 1 + ("It had committed here" in own["losses"][-1])
+        assert values.setdefault(made, own["values"]) == own["values"]
