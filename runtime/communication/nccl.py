@@ -16,6 +16,7 @@ from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
 
+_HIGH = -1  # of the priorities of CUDA's streams; 0 is the default
 _launching = threading.Lock()
 """Held while collectives are launched, by all steps of the process: torch keeps NCCL's communicators in one map that it does not
 guard, and NCCL forbids parallel launches on communicators of one GPU."""
@@ -33,7 +34,8 @@ class NcclCommunicator(Communicator):
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
         super().__init__(devices, timeout_seconds)
-        self._streams = [torch.cuda.Stream(device.torch_device) for device in devices]
+        # what waits for a bucket waits for all replicas, so its few blocks come before those of backward
+        self._streams = [torch.cuda.Stream(device.torch_device, priority=_HIGH) for device in devices]
         self._offers: dict[int, int] = {}
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:

@@ -41,10 +41,6 @@ class HostCopies:
         kept_for(copy, own)
         return copy
 
-    def note_reads(self) -> None:
-        """Notes that work on the current stream has been queued that reads the host's memory."""
-        self._read = record_event(self._device)
-
     def wait_until_read(self) -> None:
         """Returns when the host's memory has been read."""
         if self._read is not None:

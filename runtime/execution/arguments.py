@@ -16,7 +16,7 @@ from mirrorc.runtime.devices.host_copies import HostCopies
 def replica_arguments(
     program: Program,
     replica: int,
-    copies: HostCopies | None,
+    copies: HostCopies,
     start: Sequence[Any],
     shard: Sequence[torch.Tensor],
     weight: torch.Tensor | None,
@@ -28,7 +28,7 @@ def replica_arguments(
     Args:
         program: a LOWERED program.
         replica: whose.
-        copies: copies the batch to the device; None to leave it, because a CUDA graph has memory of its own for it.
+        copies: copies the batch to the device.
         start: events that come before the step.
         shard: the replica's tensors in order of the call's leaves.
         weight: of the replica's loss, a scalar, if the program takes it.
@@ -40,8 +40,7 @@ def replica_arguments(
     values: list[torch.Tensor] = []
     for argument in program.arguments if replica in program.present else ():
         if argument.kind is ArgumentKind.BATCH:
-            own = shard[argument.leaf]  # type: ignore[index]
-            values.append(own if copies is None else copies.to_device(own))
+            values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
         elif argument.kind is ArgumentKind.LOSS_WEIGHT:
             assert weight is not None
             values.append(weight)

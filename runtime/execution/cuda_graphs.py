@@ -121,7 +121,7 @@ class CudaCapturer:
 class StepGraph:
     """Runs one replica's function as it is for a few steps, then captures and replays it.
 
-    Arguments are copied into memory that stays in place, and the loss is written to such memory.
+    Arguments, on the device by then, are copied into memory that stays in place, and the loss is written to such memory.
 
     Args:
         capturer: captures the function.
@@ -191,7 +191,10 @@ class StepGraph:
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Copies a step's arguments, whose shapes and strides are the same in every step, into the memory that is read."""
         if not self._inputs:
-            self._inputs = [_room_for(value, self._device) for value in values]
+            self._inputs = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+                for value in values
+            ]
         for own, value in zip(self._inputs, values, strict=True):
             _copy(own, value)
 
@@ -238,16 +241,9 @@ class StepGraph:
         return loss
 
 
-def _room_for(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory with the strides that ``value.to(device)`` has."""
-    if value.device == device:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return torch.empty_like(value, device=device)
-
-
 def _copy(own: torch.Tensor, value: torch.Tensor) -> None:
     """``own.copy_(value)``; if both tensors are expanded, each memory location is copied once."""
     for dim, stride in enumerate(own.stride()):
         if stride == 0:
             own, value = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    own.copy_(value, non_blocking=True)
+    own.copy_(value)

@@ -146,9 +146,11 @@ class Executor:
         self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
-        held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
-        start = [record_event(device) for device in held_by]  # what the caller's streams have queued comes first
         weighted = self._losses.weight_tensors(weights, num_examples)
+        held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
+        start = [
+            record_event(device) for device in held_by
+        ]  # what the caller's streams have queued comes first: weights, too
         each = zip(shards, weighted, numbers or [()] * len(shards), strict=True)
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
@@ -219,6 +221,8 @@ class Executor:
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
+        done = [result[1] for result in results if result is not None]
+        self._losses.wait(done)
         if self.commit.is_skipped:
             self.state.skip(number)
             self._forget_step()
@@ -227,7 +231,7 @@ class Executor:
             self.state.finish()
         for communicator in self._communicators.values():
             communicator.release()
-        loss = self._losses.total([result[1] for result in results if result is not None], weights)
+        loss = self._losses.total(done, weights)
         if self.is_interleaved == self.trial.interleaves and seconds:
             self.trial.record(seconds)
         return loss
@@ -257,8 +261,7 @@ class Executor:
 
     def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor | None, Any]:
         """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
-        copies = self._host_copies[replica] if self._step_graph is None else None
-        values = replica_arguments(self.program, replica, copies, *given)
+        values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
         call = seen(self._functions[replica])
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
@@ -275,8 +278,6 @@ class Executor:
     ) -> torch.Tensor:
         """Runs a step with a CUDA graph, which is captured when it is due and replayed from then on."""
         step_graph.load(values)
-        if any(value.device.type == "cpu" and value.is_pinned() for value in values):
-            self._host_copies[0].note_reads()
         if step_graph.is_due:
             with self.state.optimizers.capturing(), self.commit.suspended():
                 step_graph.capture(function)  # the calls are made, but nothing runs

@@ -54,12 +54,11 @@ class Losses:
             ]
         return self._weights[weights]
 
-    def total(
-        self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
-    ) -> torch.Tensor | None:
-        """The weighted sum of the replicas' losses, on the first device. Each loss is given with the event of its GPU's end.
+    def wait(self, results: Sequence[tuple[torch.Tensor | None, Any]]) -> None:
+        """Lets the caller's streams wait for the replicas' ends: what is queued there later reads what the step has written.
 
-        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum.
+        Args:
+            results: for each replica, its loss, or None, and the event of its GPU's end.
         """
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
@@ -67,8 +66,17 @@ class Losses:
                 kept_for_caller(loss)
             wait_event(event, home)
             wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
+
+    def total(
+        self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
+    ) -> torch.Tensor | None:
+        """The weighted sum of the replicas' losses, on the first device, from what was given to `wait` before.
+
+        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum.
+        """
         if not self._program.trains:
             return None
+        home = self._program.devices[0].torch_device
         pairs = zip(results, weights, strict=True)
         present = [(loss, weight) for (loss, _), weight in pairs if loss is not None]
         dtype = present[0][0].dtype

@@ -303,8 +303,8 @@ def test_a_gpu_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
 class RecordedStream:
     """`torch.cuda.Stream`, which needs a GPU."""
 
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device, self.priority = device, priority
 
     def wait_event(self, event: Any) -> None:
         """Queues nothing."""
@@ -329,3 +329,10 @@ def test_two_steps_never_launch_nccl_at_the_same_time(monkeypatch: pytest.Monkey
         own.prepare([("all_reduce", 0)])
     assert on_threads(2, lambda i: made[i].launch_all_reduce(0, 0, torch.ones(2))) == [True, True]
     assert overlaps == []
+
+
+def test_nccl_comes_before_backward_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", RecordedStream)
+    gpus = [Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)]
+    made = nccl.NcclCommunicator(gpus, PATIENT)
+    assert [(stream.device, stream.priority) for stream in made._streams] == [(gpu.torch_device, -1) for gpu in gpus]
