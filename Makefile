@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest $(DISTRIBUTED)
 # Python keeps what it has compiled: every worker and every process that tests start would compile all files anew, for 10 to 15 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow test-all test-torch lint bench bench-tf clean
+.PHONY: train test test-slow test-all test-torch test-gpu lint bench bench-tf clean
 
 # constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -35,6 +35,10 @@ test-slow: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	MIRRORC_FUZZING=10 $(PYTEST)
 	$(BIN)/python tests/support/mutants.py
+
+# Tests that want a GPU, those of torch's private APIs, and probes: less than ten minutes. Says so at once if torch sees no GPU.
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -P benchmarks/gpu_acceptance.py --only correctness --out out/gpu
 
 # The tests of `make test` with another version of torch, in an environment of its own (some 6 GB): make test-torch TORCH=2.15.0
 test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed,name-a-version)

@@ -312,7 +312,7 @@ def test_folders_of_tests_are_folders_of_the_packages() -> None:
     for folder in sorted({path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path()}):
         if folder.parts[0] in of_no_folder:
             continue
-        beside = folder.parts[0] in ("passes", "runtime")
+        beside = folder.parts[0] in ("passes", "runtime", "benchmarks")
         if not (ROOT / folder if beside else ROOT / "mirrorc" / folder).is_dir():
             wrong.append(f"tests/{folder.as_posix()} mirrors no folder")
     refuse(wrong)
