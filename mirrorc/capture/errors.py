@@ -162,9 +162,16 @@ def _checked_loss(loss: Any, what: str) -> torch.Tensor:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], what: str
 ) -> None:
-    """Refuses a forward that writes parameters or arguments in place."""
+    """Refuses a forward that writes parameters or arguments in place, or gives buffers a value with a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
+        if kind == "buffer":
+            raise CaptureError(
+                f"forward of {what} writes a value that requires a gradient to the buffer {variable_names[name]!r}, which would "
+                "keep the graph of this step: in plain PyTorch, backward of the next step that reads it would go through this "
+                "one's, and fail. Remedy: write the detached value, or compute with a copy, as in "
+                f"{name.rpartition('.')[2]} = self.{name.rpartition('.')[2]}.clone()"
+            )
         if kind == "parameter":
             raise CaptureError(
                 f"forward of {what} writes the parameter {variable_names[name]!r} in place: parameters change in "

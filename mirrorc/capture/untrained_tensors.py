@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,9 @@ from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.ir.source_lines import last_users_frame
-from mirrorc.torch_internals import guards_of, outside_tensors, reading_names
+from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key
+
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow"))}
 
 
 def untrained_tensors(
@@ -63,16 +66,34 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Whether the output depends on a node by values that all require a gradient."""
-    seen, waiting = {node}, [node]
+    """Whether the output depends on a node by values that all require a gradient, those that are written in place included."""
+    order = {node: place for place, node in enumerate(node.graph.nodes)}
+    since, waiting = {node: -1}, [node]  # what a value depends on, once it was written
     while waiting:
-        for user in waiting.pop().users:
+        source = waiting.pop()
+        for user in source.users:
+            place = order[user]
             if user.op == "output":
                 return True
-            if user not in seen and _requires_gradient(user.meta.get("example_value")):
-                seen.add(user)
-                waiting.append(user)
+            for reached in [user, *_written_by(user)] if place > since[source] else ():
+                if _requires_gradient(reached.meta.get("example_value")) and place < since.get(reached, len(order)):
+                    since[reached] = place
+                    waiting.append(reached)
     return False
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The values whose memory an operation writes in place: that which it is given, and all that are views of the same memory."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    memory = _memory(node.args[0]) if (is_in_place or node.kwargs.get("inplace")) and node.args else None
+    return [other for other in node.graph.nodes if _memory(other) == memory] if memory is not None else []
+
+
+def _memory(node: Any) -> int | None:
+    """A number for the memory of a node's value; None if it is no tensor, or one without memory of its own."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return storage_key(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _requires_gradient(value: Any) -> bool:

@@ -38,7 +38,8 @@ class JointGraph:
         outputs: what the step returns beside the loss: the nodes by name.
         gradients: parameter name to the node of its gradient; None if it has no gradient.
         buffer_writes: buffer name to the node of its new value.
-        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index).
+        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index); and buffers to
+            which it writes a value with a gradient, as ("buffer", name).
         fake_mode: the mode of the graph's fake tensors.
         weighted_means: the losses that average over something else than examples, as the front end has found them.
         reductions: how losses of torch among the summands of the loss reduce, likewise.

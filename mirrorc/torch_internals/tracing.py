@@ -177,8 +177,7 @@ def leaf_of_placeholder(node: fx.Node) -> int | None:
 
 def _logging_methods() -> set[Callable[..., Any]]:
     names = ("debug", "info", "warning", "warning_once", "error", "exception", "critical", "log", "isEnabledFor")
-    methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
-    return methods
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
 def export_joint_graph(
@@ -189,12 +188,7 @@ def export_joint_graph(
     outputs: Sequence[str] = (),
 ) -> JointGraph:
     """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
-    from torch._functorch._aot_autograd import descriptors as d
-
     joint, (loss, *others) = _exported(stack, traced, leaves, decompositions, 1 + len(outputs))
-    joint.tangent = next(
-        node for node in joint.graph_module.graph.nodes if isinstance(node.meta.get("desc"), d.TangentAOTInput)
-    )
     joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
     return joint
 
@@ -233,27 +227,31 @@ def _exported(
     by_index = {desc.idx: node for node, desc in results if isinstance(desc, d.PlainAOTOutput)}
     values: Iterator[Any] = (node.meta.get("val") for node in graph_module.graph.nodes)
     joint = JointGraph(graph_module, next(value.fake_mode for value in values if hasattr(value, "fake_mode")))
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        desc = node.meta["desc"]
+    given = {node.meta["desc"]: node for node in graph_module.graph.find_nodes(op="placeholder")}
+    for desc, node in given.items():
         if isinstance(desc, d.PlainAOTInput):
             joint.leaf_of[node] = desc.idx
         elif isinstance(desc, d.BufferAOTInput) and desc.target.startswith(BUFFER):
             joint.number_of[node] = int(desc.target.removeprefix(BUFFER))
         elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
             joint.variable_of[node] = desc.target
+        elif desc == d.TangentAOTInput(d.PlainAOTOutput(0)):  # that of the loss
+            joint.tangent = node
     for node in graph_module.graph.find_nodes(op="get_attr"):
         joint.variable_of[node] = str(node.target)
     for node, desc in results:
         if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
             joint.gradients[desc.grad_of.target] = node
         elif isinstance(desc, d.InputMutationAOTOutput):
-            _note_mutation(joint, node, desc.mutated_input, d)
+            _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in given, d)
     return joint, [by_index[index] for index in range(num_outputs)]
 
 
-def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, d: Any) -> None:
+def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient: bool, d: Any) -> None:
     if isinstance(mutated, d.BufferAOTInput):
         joint.buffer_writes[mutated.target] = node
+        if has_gradient:
+            joint.written_inputs.append(("buffer", mutated.target))
     elif isinstance(mutated, d.ParamAOTInput):
         joint.written_inputs.append(("parameter", mutated.target))
     else:

@@ -246,6 +246,7 @@ class Bad(nn.Module):
         super().__init__()
         self.fault = fault
         self.layer = nn.Linear(6, 3).double()
+        self.register_buffer("seen", torch.zeros(3).double())
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.layer(x)
@@ -261,6 +262,8 @@ class Bad(nn.Module):
         if self.fault == "input in place":
             x.add_(1.0)
             y = self.layer(x)
+        if self.fault == "a buffer with a gradient":
+            self.seen[:2] = self.layer.bias[1:]
         if self.fault == "no scalar":
             return y.mean(dim=1)
         if self.fault == "detached":
@@ -282,6 +285,7 @@ FAULTS = [
     ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "Remedy")),
     ("parameter in place", ("writes the parameter 'layer.weight' in place", "between steps")),
     ("input in place", ("writes its argument 'x' in place", "x = x.clone()")),
+    ("a buffer with a gradient", ("requires a gradient to the buffer 'seen'", "detached", "seen = self.seen.clone()")),
     ("no scalar", ("is no scalar", "shape [3]", ".mean()", "loss_reduction")),
     ("detached", ("does not depend on any trainable parameter", ".detach()")),
     ("complex", ("the loss of Bad is a complex number", "loss.real")),

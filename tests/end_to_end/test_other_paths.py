@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -171,6 +172,24 @@ def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
             r"on teacher\.layer\.weight, teacher\.layer\.bias: ",
         ),
         "a result": (lambda y, target: F.mse_loss(y * made, target), "reads made at .*MulBackward0"),
+        **{
+            name: (
+                lambda y, target, write=write: F.mse_loss(_written(y, write), target),
+                "depends on weight: what requires",
+            )
+            for name, write in {
+                "by a mask": lambda z: z.__setitem__(z > 0, weight[0]),
+                "a row": lambda z: z.__setitem__(0, weight),
+                "a view": lambda z: z[:, 1:].view(-1, 3).mul_(weight[:3]),
+                "augmented": lambda z: operator.iadd(z[:, 0], weight[0]),
+                "by a function": lambda z: F.hardtanh(z.mul_(weight), inplace=True),
+            }.items()
+        },
+        "written without a gradient": (
+            lambda y, target: F.mse_loss(_written(y, lambda z: z.mul_(weight.detach())), target),
+            "",
+        ),
+        "written too late": (lambda y, target: (z := y * 1).mean() + 0 * z.mul_(weight).detach().sum(), ""),
         "no gradient": (lambda y, target: F.mse_loss(y, target + weight.detach().sum() + made.detach()), ""),
         "switched off": (lambda y, target: F.mse_loss(y, _without_gradient(teacher, target)), ""),
     }
@@ -188,6 +207,12 @@ def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
                 said.append(str(error))
         said += [str(w.message) for w in caught if w.filename == __file__]
         assert len(said) == bool(text) and all(re.search(text, s) for s in said), f"{name}: {said}"
+
+
+def _written(y: torch.Tensor, write: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    z = y * 1
+    write(z)
+    return z
 
 
 def _without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
