@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from mirrorc.capture.arguments import Leaf, PerReplica, flatten_call, rebuild, replicated
+from mirrorc.capture.arguments import Leaf, PerReplica, Structure, flatten_call, rebuild, replicated
 from mirrorc.capture.shards import shard_sizes
 from mirrorc.cluster import find_place
 from mirrorc.ir.workers import Workers, World
@@ -19,7 +20,8 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
     """The part of this worker of a batch that every worker has whole, where there is no step yet; else see `Step.shard_batch`.
 
     The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into shards whose sizes differ by at
-    most one, as a step in one process would cut it among as many devices. This worker gets those of its replicas, put together.
+    most one, as a step in one process would cut it among as many devices. This worker gets those of its replicas, put together;
+    of a batch that is too small for all replicas, the last workers get tensors without examples, which a step takes.
     Which worker this is says `mirrorc.cluster.find_place`; no other worker is asked.
 
     Args:
@@ -34,9 +36,8 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
         The same containers of views of the tensors; in a process on its own, the batch itself.
 
     Raises:
-        TypeError, ValueError: tensors disagree on dim 0, or the batch cannot be split for another reason; it leaves a worker
-            without examples, as a batch of fewer examples than workers does; or what describes the workers is wrong. Workers
-            with the same batch raise the same.
+        TypeError, ValueError: tensors disagree on dim 0, or the batch cannot be split for another reason; a worker would
+            have none of its packed sequences; or what describes the workers is wrong. Workers with the same batch raise the same.
     """
     place = find_place(process_group)
     return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
@@ -56,12 +57,12 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
     is_split = [leaf.tensor is None or (leaf.split and leaf.tensor.dim() > 0) for leaf in call.leaves]
     to_split = tuple(leaf for leaf, splits in zip(call.leaves, is_split, strict=True) if splits)
     sizes = shard_sizes(dataclasses.replace(call, leaves=to_split), workers.num_all_replicas, fewest)
-    _refuse_workers_without_examples(sizes, workers, fewest)
+    (structure,), _ = call.structure
+    _refuse_sequences_of_none(structure, sizes, workers)
     parts = [
         _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
         for leaf, splits in zip(call.leaves, is_split, strict=True)
     ]
-    (structure,), _ = call.structure
     made: _T = rebuild(structure, parts, {})
     return made
 
@@ -73,15 +74,18 @@ def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
     return leaf.tensor.narrow(0, sum(sizes[:first]), sum(sizes[first : first + number]))
 
 
-def _refuse_workers_without_examples(sizes: Sequence[int], workers: Workers, fewest: int) -> None:
-    """Refuses a batch on all workers alike, if it leaves one of them without examples."""
-    first = 0
-    for rank, number in enumerate(workers.devices_per_worker):
-        if not sum(sizes[first : first + number]):
-            two = ", of which each should have two, as a normalization takes its statistics" if fewest > 1 else ""
-            numbers = f"{counted(sum(sizes), 'example')} for the {counted(len(sizes), 'replica')} of all workers{two}"
-            raise ValueError(
-                f"the batch has {numbers}, and worker {rank} would have none: a step over several workers needs an example on "
-                "each of them. Leave the batch out on all workers, which raise this alike, or add its examples to another one"
-            )
-        first += number
+def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:
+    """Refuses packed sequences of which a worker would get none, on all workers alike: torch packs no empty batch."""
+    ends = list(itertools.accumulate(workers.devices_per_worker))
+    numbers = [sum(sizes[end - own : end]) for end, own in zip(ends, workers.devices_per_worker, strict=True)]
+    if not all(numbers) and _has_packed(structure):
+        raise ValueError(
+            f"the batch has packed sequences, {counted(sum(sizes), 'example')}, and worker {numbers.index(0)} would have none of "
+            "them, which torch cannot pack: pass them padded, with their lengths, or leave the batch out on all workers"
+        )
+
+
+def _has_packed(structure: Structure) -> bool:
+    if structure[0] in ("leaf", "plain", "constant"):
+        return False
+    return structure[0] == "packed sequence" or any(map(_has_packed, structure[2]))

@@ -153,19 +153,22 @@ class JointCalls:
         scaler = self._options.scaler
         return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
 
-    def finish(self, executor: Executor, loss: torch.Tensor) -> torch.Tensor:
+    def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Ends a step that is made: shows buffers as all workers have them; gives the loss of all workers' examples.
 
         Args:
             executor: has made the step.
-            loss: the weighted sum of this worker's losses, a scalar.
+            loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
+            dtype: of losses.
         """
-        total = loss.detach().to(torch.float64, copy=True)
+        total = torch.zeros((), dtype=torch.float64)
+        if loss is not None:
+            total.copy_(loss.detach())
         self.team.sum(total)
         if not executor.commit.is_skipped:
             self._show_buffers(executor.program)
         self.team.finish()
-        return total.to(loss.dtype)
+        return total.to(dtype)
 
     def _show_buffers(self, program: Program) -> None:
         """Gives all replicas of all workers what they have of their own as one; all workers send it in one order."""
@@ -177,10 +180,10 @@ class JointCalls:
             own = [self._state.store.tensors[variable.name].detach() for variable in variables]
             flat = torch.cat([value.reshape(-1) for value in own])
             if aggregation is Aggregation.MEAN:
-                self.team.sum(flat.mul_(self._num_present))
+                self.team.sum(flat.mul_(self._num_present) if self._num_present else flat.zero_())
                 flat.div_(self.agreed.num_present)
             else:
-                self.team.copy(flat)
+                self.team.copy(flat, self.agreed.first_present)
             parts = flat.split([value.numel() for value in own])
             values |= {v.name: part.view_as(value) for v, value, part in zip(variables, own, parts, strict=True)}
         if values:

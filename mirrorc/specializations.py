@@ -87,6 +87,7 @@ class Specialization:
         plain: the plain values with which it was captured.
         outputs: what its steps return beside the loss, if they do.
         shard_of_replica: which of the captured graphs each replica runs.
+        loss_dtype: of the loss; None for an evaluation.
     """
 
     executor: Executor
@@ -95,6 +96,7 @@ class Specialization:
     plain: Mapping[str, Any]
     outputs: Outputs | None = None
     shard_of_replica: tuple[int | None, ...] = ()
+    loss_dtype: torch.dtype | None = None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
         """For each replica, the Python numbers that its program takes, as the guards have found them last."""
@@ -113,7 +115,10 @@ class Specialization:
         if self.outputs is None:
             return loss
         try:
-            return loss, self.outputs.of_step(self.executor.outputs.take(), loss, call)
+            gathered = self.executor.outputs.take()
+            if not self.executor.program.present:
+                gathered = self.outputs.of_no_examples(loss.device)
+            return loss, self.outputs.of_step(gathered, loss, call)
         except Exception as error:
             raise ExecutionError(
                 f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "

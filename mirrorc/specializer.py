@@ -279,7 +279,9 @@ class Specializer:
             self.team if purpose.updates else None,
         )
         graph_of = captured.program.shard_of_replica
-        return Specialization(executor, captured.guards, training_call, call.plain, captured.outputs, graph_of)
+        return Specialization(
+            executor, captured.guards, training_call, call.plain, captured.outputs, graph_of, captured.loss_dtype
+        )
 
     def _check_memory(self, captured: CapturedProgram) -> None:
         """Refuses tensors that share memory with variables of a program that get memory of their own."""

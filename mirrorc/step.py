@@ -25,7 +25,6 @@ from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.open_states import held_state
@@ -73,6 +72,7 @@ class Step(StepReports):
             len(options.devices),
             keeps_plain_apart=options.front_end.guards_plain_values,
             microbatches=options.microbatches,
+            are_several=options.program_workers.are_several,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class Step(StepReports):
         stream = torch.get_rng_state() if executor.needs_seed else None
         put_back = found.guards.use_draws()
         try:
-            return self._run_begun(executor, shards, found.numbers())
+            return self._run_begun(found, shards, found.numbers())
         except BaseException:
             if stream is not None and not executor.commit.is_decided:
                 torch.set_rng_state(stream)
@@ -238,9 +238,9 @@ class Step(StepReports):
             raise
 
     def _run_begun(
-        self, executor: Executor, shards: Shards, numbers: Sequence[Sequence[int | float]]
+        self, found: Specialization, shards: Shards, numbers: Sequence[Sequence[int | float]]
     ) -> torch.Tensor | None:
-        options = self._options
+        options, executor = self._options, found.executor
         if self._pool is None:
             seconds = options.timeout_seconds if self._joint is None else self._joint.longest_step_seconds
             self._pool = DevicePool(options.devices, self._num_threads, seconds)
@@ -253,9 +253,9 @@ class Step(StepReports):
         weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
         self._last = executor
         loss = executor.run(self._pool, shards.tensors, weights, total, seed, self._guard, numbers)
-        if is_joint and loss is not None:
-            assert self._joint is not None
-            return self._joint.finish(executor, loss)
+        if self._joint is not None and is_joint:
+            assert found.loss_dtype is not None, "a training step has a loss"
+            return self._joint.finish(executor, loss, found.loss_dtype)
         return loss
 
     def close(self) -> None:

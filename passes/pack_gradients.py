@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into, insert
 from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.ir.type_rules import any_value
 from mirrorc.printing.wording import counted
 
 
@@ -28,6 +30,8 @@ class PackGradients:
     as every replica does::
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
+
+    So do all replicas of a worker whose batch is empty, in the order of the buckets.
 
     A step that ends an accumulation adds what earlier calls have accumulated, replica by replica, so that all that follows works
     with the gradients of all calls::
@@ -52,10 +56,10 @@ class PackGradients:
         for bucket in program.buckets:
             replicas = range(program.num_replicas)
             own = {r: _pack(graph, bucket, output["gradients"], r, order) for r in program.present}
-            last = max(own.values())
+            last = max(own.values(), default=None)
             for replica in replicas:
                 if replica not in own:
-                    own[replica] = last = _pack_zeros(graph, bucket, replica, last)
+                    own[replica] = last = _pack_zeros(program, graph, bucket, replica, last)
             if program.accumulation is Accumulation.ENDS:
                 own = {replica: _add_accumulated(program, pack) for replica, pack in own.items()}
             packed.append(tuple(own[replica] for replica in replicas))
@@ -89,11 +93,12 @@ def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: 
     return node
 
 
-def _pack_zeros(graph: fx.Graph, bucket: Bucket, replica: int, last: fx.Node) -> fx.Node:
-    """Packs no gradients, right after the ``last`` pack of a replica that has some."""
-    with graph.inserting_after(last):
+def _pack_zeros(program: Program, graph: fx.Graph, bucket: Bucket, replica: int, last: fx.Node | None) -> fx.Node:
+    """Packs no gradients, right after the ``last`` pack of the bucket; if there is none, behind those of other buckets."""
+    with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
         node = call(graph, ops.pack, (), {"bucket": bucket.index, "replica": replica})
-    _set_type(node, bucket, last.meta["val"])
+    like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)
+    _set_type(node, bucket, like)
     return node
 
 

@@ -53,7 +53,7 @@ class Replicate:
             fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__) if source is not None else None
             for replica, source in enumerate(sources)
         ]
-        first = next(output for output in outputs if output is not None)
+        first: Any = program.shard_graphs[0].output_node().args[0]  # all have the same names
 
         def of_all(kind: str) -> dict[str, tuple[fx.Node | None, ...]]:
             return {name: tuple(o[kind][name] if o is not None else None for o in outputs) for name in first[kind]}

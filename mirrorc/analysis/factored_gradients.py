@@ -65,7 +65,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
     """The pack of a bucket on the first device of a LOWERED program that has gradients: all that have any pack the same ones."""
-    graph = list(program.device_graphs.values())[program.present[0]].graph
+    graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
 

@@ -27,6 +27,7 @@ class Outputs:
     _structure: Structure
     _leaves: tuple[Leaf, ...]
     _is_whole: bool  # whether there is one device
+    _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
     def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         """Puts the outputs of a step together.
@@ -37,6 +38,18 @@ class Outputs:
             call: the step's arguments.
         """
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+
+    def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What a worker without examples gathers, by name: no rows, sums of nothing, and NaN for the mean of nothing."""
+        found = {}
+        for name, (shape, dtype) in self._types.items():
+            if self.ways[name] == "concatenated":
+                found[name] = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+            elif self.ways[name] == "summed":
+                found[name] = torch.zeros((0, *shape), dtype=dtype, device=device).sum(0)
+            else:
+                found[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        return found
 
     def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         if leaf.kind is LeafKind.LOSS:
@@ -89,15 +102,18 @@ def outputs_of(
             "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
         )
     own = [_common(places, shard_of_replica) for places in zip(*(one.leaves for one in each), strict=True)]
-    return Outputs(ways, told, first.structure, tuple(own), is_whole)
+    return Outputs(ways, told, first.structure, tuple(own), is_whole, first.types)
 
 
-def refuse_outputs_apart(ways: Mapping[str, str], traced: Sequence[TracedOutputs]) -> None:
-    """Refuses outputs of which there would be one for each microbatch.
+def refuse_outputs_apart(
+    ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
+) -> None:
+    """Refuses outputs of which there would be one for each microbatch, or none for a worker without examples.
 
     Args:
         ways: how each output is gathered.
         traced: what the graphs give.
+        has_examples: whether the worker has some.
 
     Raises:
         CaptureError: names the output and the remedy.
@@ -108,10 +124,17 @@ def refuse_outputs_apart(ways: Mapping[str, str], traced: Sequence[TracedOutputs
         first.path for first, *others in constants if not all(_is_same(first.value, other.value) for other in others)
     ]
     if apart:
+        what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
+        remedy = (
+            "Remedy: mark a count or a sum by mirrorc.summed(), return a mean or a tensor with a row for each example"
+        )
+        if not has_examples:
+            raise CaptureError(
+                f"{what}, so this worker, which has no examples, has none to give. {remedy}, or compile without return_outputs"
+            )
         raise CaptureError(
-            f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them, so each microbatch "
-            "gives one of its own, and they cannot be put together. Remedy: mark a count or a sum by mirrorc.summed(), return a "
-            "mean or a tensor with a row for each example, or compile without microbatches or without return_outputs"
+            f"{what}, so each microbatch gives one of its own, and they cannot be put together. {remedy}, or compile without "
+            "microbatches or without return_outputs"
         )
 
 
@@ -153,6 +176,8 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
     if first.kind is not LeafKind.CONSTANT or all(_is_same(first.value, place.value) for place in places[1:]):
         return first
     own = [places[shard].value for shard in shard_of_replica if shard is not None]
+    if not own:
+        return first  # without examples, it is refused
     return Leaf(first.path, LeafKind.CONSTANT, _apart(own, len(shard_of_replica) == 1))
 
 

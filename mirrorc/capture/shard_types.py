@@ -34,6 +34,26 @@ def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator
         yield _types_of_microbatches(types, call, sizes) if sizes else [types]
 
 
+def graphs_to_capture(
+    shards: Shards, call: Call, devices: Sequence[Device]
+) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
+    """The distinct types for which graphs are captured; and for each replica, the places there of those that it runs.
+
+    Of several workers, one may have no examples: it captures a graph that none of its replicas runs, because its plan of buckets
+    is that of workers that have some.
+    """
+    types_of = list(types_run(shards, call, devices))
+    distinct = list(dict.fromkeys(types for own in types_of for types in own))
+    if not distinct:
+        distinct = [_stand_in_types(shard_types(shards.tensors[0], devices[0].torch_device), call)]
+    return distinct, tuple(tuple(distinct.index(types) for types in own) for own in types_of)
+
+
+def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of these types, of any values."""
+    return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
+
+
 def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) -> list[ShardTypes]:
     """The types of a shard's microbatches, each a view of the shard: the strides are the shard's."""
     return [
@@ -43,6 +63,18 @@ def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) 
         )
         for size in sizes
     ]
+
+
+STAND_IN_SIZE = 2
+"""How many examples the graph is captured with that stands in for those of a batch without examples: normalizations over the
+batch take no fewer."""
+
+
+def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
+    """The types of a shard with `STAND_IN_SIZE` examples, made of those of one without examples."""
+    for _ in range(STAND_IN_SIZE):
+        types = grown_types(types, call)
+    return types
 
 
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -49,7 +50,9 @@ class Shards:
         return Shards(tuple(parts), tuple(size for sizes in self.microbatches for size in sizes))
 
 
-def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: int = 1) -> Shards:
+def split_call(
+    call: Call, num_replicas: int, *, fewest: int = 1, microbatches: int = 1, may_be_empty: bool = False
+) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
     A batch that is too small for all replicas is split among the first ones; the others get none of its examples.
@@ -60,12 +63,13 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: 
         fewest: how many examples a shard should have, if the batch has as many, and each microbatch, if the shard has. For shards
             it counts for nothing beside a `PerReplica`.
         microbatches: in how many parts a shard is run, if it has enough examples; their sizes differ by at most one, too.
+        may_be_empty: whether the batch may have no examples; then no shard has any.
 
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or one
-            that is sparse, nested, quantized or without values.
+        ValueError: no tensor to split, tensors that disagree on dim 0, no examples unless that may be, a tensor that requires a
+            gradient, or one that is sparse, nested, quantized or without values.
     """
-    sizes = shard_sizes(call, num_replicas, fewest)
+    sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
     for leaf in call.leaves:
         if leaf.tensor is None:
@@ -79,13 +83,13 @@ def split_call(call: Call, num_replicas: int, *, fewest: int = 1, microbatches: 
     return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
 
 
-def shard_sizes(call: Call, num_replicas: int, fewest: int = 1) -> tuple[int, ...]:
+def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
     """How many examples of a call each shard gets: the sizes of `split_call`, which raises the same.
 
     A run of consecutive shards, put together and cut again among as many replicas, gives the same shards.
 
     Args:
-        call, num_replicas, fewest: as for `split_call`.
+        call, num_replicas, fewest, may_be_empty: as for `split_call`.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -98,7 +102,10 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1) -> tuple[int, ..
                     "both"
                 )
     is_split = any(leaf.tensor is None for leaf in call.leaves)
-    return _shard_sizes(call, num_replicas, 1 if is_split else fewest)
+    sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
+    if not may_be_empty and not any(sizes):
+        _refuse_empty(next(leaf for leaf in call.leaves if leaf.split))
+    return sizes
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,25 +174,23 @@ def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
             )
         if any(tensor.dim() == 0 for tensor in leaf.per_replica):
             raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
-        sizes = tuple(tensor.size(0) for tensor in leaf.per_replica)
-        if not any(sizes):
-            raise ValueError(f"argument {leaf.path!r} has no examples on any replica: {_LEAVE_OUT}")
-        return sizes
+        return tuple(tensor.size(0) for tensor in leaf.per_replica)
     if leaf.tensor.dim() == 0:
         raise ValueError(
             f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
             f"mirrorc.replicated({leaf.path})"
         )
-    total = leaf.tensor.size(0)
-    if total == 0:
-        raise ValueError(
-            f"argument {leaf.path!r} has no examples (its dim 0 is 0): {_LEAVE_OUT}, or pass mirrorc.replicated({leaf.path}) if "
-            "it is no batch"
-        )
-    return _even_sizes(total, num_replicas, fewest)
+    return _even_sizes(leaf.tensor.size(0), num_replicas, fewest)
 
 
-_LEAVE_OUT = "a step needs at least one; leave an empty batch out"
+def _refuse_empty(leaf: Leaf) -> NoReturn:
+    leave_out = "a step needs at least one; leave an empty batch out"
+    if leaf.tensor is None:
+        raise ValueError(f"argument {leaf.path!r} has no examples on any replica: {leave_out}")
+    raise ValueError(
+        f"argument {leaf.path!r} has no examples (its dim 0 is 0): {leave_out}, or pass mirrorc.replicated({leaf.path}) if it is "
+        "no batch"
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +23,22 @@ class Signature:
         num_replicas: the number of shards.
         keeps_plain_apart: see `mirrorc.capture.arguments.flatten_call`.
         microbatches: in how many parts a shard is run in training.
+        are_several: whether the step is one of several workers, of which some may have no examples in training.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any, num_replicas: int, *, keeps_plain_apart: bool, microbatches: int = 1
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        num_replicas: int,
+        *,
+        keeps_plain_apart: bool,
+        microbatches: int = 1,
+        are_several: bool = False,
     ) -> None:
         self._name, self._roots = type(model).__name__, (model, loss_fn)
         self._num_replicas, self._takes_target, self._is_apart = num_replicas, loss_fn is not None, keeps_plain_apart
-        self._microbatches = microbatches
+        self._microbatches, self._are_several = microbatches, are_several
         self._of_forward = inspect.signature(model.forward)
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -54,7 +63,10 @@ class Signature:
             ) from None
         call = flatten_call(self._names, args, kwargs, keeps_plain_apart=self._is_apart)
         parts = self._microbatches if trains else 1
-        shards = split_call(call, self._num_replicas, microbatches=parts)
+        split = functools.partial(
+            split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
+        )
+        shards = split()
         if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # modules are looked at only then
-            shards = split_call(call, self._num_replicas, fewest=fewest_examples(*self._roots), microbatches=parts)
+            shards = split(fewest=fewest_examples(*self._roots))
         return call, shards

@@ -19,7 +19,7 @@ from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
-from mirrorc.capture.shard_types import ShardTypes, grown_types, types_run
+from mirrorc.capture.shard_types import STAND_IN_SIZE, examples_of, graphs_to_capture, grown_types
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.spectral_norms import iterated_alike
 from mirrorc.capture.sums_and_means import notes_on_reductions
@@ -59,6 +59,12 @@ class CapturedProgram:
     outputs: Outputs | None = None
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def loss_dtype(self) -> torch.dtype | None:
+        """The dtype of the loss; None for an evaluation, whose graphs return none."""
+        output: Any = self.program.shard_graphs[0].output_node().args[0]
+        return output["loss"].meta["val"].dtype if self.program.trains else None
+
     def written(self) -> set[str]:
         """The names of the buffers that its steps write."""
         variables = self.program.variables.values()
@@ -77,7 +83,7 @@ def capture_program(
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
 ) -> CapturedProgram:
-    """Captures one graph for each distinct shape of a shard, or of a microbatch.
+    """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
 
     Args:
         training_call: model and loss.
@@ -96,20 +102,17 @@ def capture_program(
     refuse_synchronized_statistics(training_call)
     front_end = front_end or front_end_named(AUTO)
     home = devices[0].torch_device
-    types_of = list(types_run(shards, call, devices))
-    distinct = list(dict.fromkeys(types for own in types_of for types in own))
-    runs = tuple(tuple(distinct.index(types) for types in own) for own in types_of)
-    examples = [_examples(types, home) for types in distinct]
+    distinct, runs = graphs_to_capture(shards, call, devices)
+    examples = [examples_of(types, home) for types in distinct]
     captured = _capture_each(front_end, training_call, call, examples, state, optimizers, decompositions)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].leaves_with_time_first, type(training_call.model).__name__)
 
     def trace_grown() -> TracedOutputs | None:
-        return outputs_for(front_end, training_call, _examples(grown_types(distinct[0], call), home))
+        return outputs_for(front_end, training_call, examples_of(grown_types(distinct[0], call), home))
 
-    keeps = training_call.keeps_outputs
-    outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if keeps else None
+    outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
@@ -186,11 +189,6 @@ def _capture_each(
     return captured
 
 
-def _examples(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
-    """Tensors of these types, of any values."""
-    return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
-
-
 def _notes(
     captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
 ) -> tuple[Note, ...]:
@@ -217,14 +215,16 @@ def _gathered(
         for own, sizes in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True)
         for shard, size in zip(own, sizes, strict=False)
     }
-    sizes = [size_of[shard] for shard in range(len(captured))]
+    sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
     traced = [graph.outputs for graph in captured if graph.outputs is not None]
-    is_split = len(runs) > 1 or bool(shards.microbatches)
+    is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
     other = trace_grown() if len(set(sizes)) == 1 and is_split else None
     shard_of_replica = [own[0] if own else None for own in runs]
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
     if shards.microbatches:
         refuse_outputs_apart(outputs.ways, traced)
+    if not size_of:
+        refuse_outputs_apart(outputs.ways, [*traced, *([other] if other is not None else [])], has_examples=False)
     ways = {**outputs.ways, LOSS_OUTPUT: "averaged" if loss_reduction == "mean" else "summed"}
     for graph in captured:
         for node in calls_to(graph.graph, ops.gather):

@@ -198,6 +198,11 @@ class Program:
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
 
+    @property
+    def first_present(self) -> int:
+        """The first replica that has examples, which has all that such replicas have; replica 0, if none of this worker's has."""
+        return self.present[0] if self.present else 0
+
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
         """The shard graphs that a replica runs, in order: one for each of its microbatches, or one; none without examples."""
         if self.shard_of_microbatch:

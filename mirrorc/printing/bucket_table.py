@@ -134,7 +134,7 @@ def _ready_after(program: Program) -> dict[int, str]:
     """The last gradient of each bucket on the first device, with its region, for programs with packed buckets."""
     found: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
-    graphs = graphs[program.present[0] :] if program.stage is Stage.LOWERED else graphs
+    graphs = graphs[program.first_present :] if program.stage is Stage.LOWERED else graphs
     names = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in calls_to(graphs[0], ops.pack) if graphs else ():
         if bucket_of(node) not in found and node.args:

@@ -46,7 +46,7 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
 
     Facts about all replicas are printed above the first function of replicas that have examples.
     """
-    is_first = program.present[0] in replicas
+    is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.own_replicas[replica] for replica in replicas)
     who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {numbers})"

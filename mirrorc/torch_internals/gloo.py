@@ -61,9 +61,9 @@ class GlooGroup:
         """Copies every worker's tensor into the one of its rank."""
         return self._group.allgather([list(into)], [tensor])
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Copies worker 0's tensor into those of the others."""
-        return self._group.broadcast(tensor, 0)
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
+        """Copies the tensor of worker ``root`` into those of the others."""
+        return self._group.broadcast(tensor, root)
 
     def let_go(self) -> None:
         """Called in a child that was forked: it holds no connection of its parent, whose end would not be noticed otherwise."""

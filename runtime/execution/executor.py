@@ -135,7 +135,8 @@ class Executor:
             numbers: for each replica, the Python numbers that its program takes.
 
         Returns:
-            The weighted sum of the replicas' losses, a scalar on the first device; None in an evaluation, which gathers it.
+            The weighted sum of the replicas' losses, a scalar on the first device; None in an evaluation, which gathers it, and
+            if no replica has examples.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.

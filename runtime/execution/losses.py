@@ -31,7 +31,7 @@ class Losses:
         """What backward begins with on each replica, a scalar on its device: the weight of its loss in the batch's loss, times
         what this step's loss is multiplied by.
 
-        None for each if the program takes none.
+        None for each if the program takes none, or no replica has examples.
 
         Args:
             given: the weights.
@@ -40,12 +40,14 @@ class Losses:
         if not self._program.trains:
             return [None] * len(given)
         scale = self._state.weight_of_loss(self._program, num_examples)
+        if not self._program.present:
+            return [None] * len(given)
         weights = tuple(weight * scale for weight in given) if scale != 1.0 else tuple(given)
         if weights not in self._weights:
             if len(self._weights) >= _MOST_KEPT:  # this number may change in every step
                 self._weights.clear()
             graphs = [module.graph for module in self._program.device_graphs.values()]
-            graph = graphs[self._program.present[0]]
+            graph = graphs[self._program.first_present]
             (argument,) = placeholders_of(graph, self._program.arguments, ArgumentKind.LOSS_WEIGHT)
             like = argument.meta["val"]
             self._weights[weights] = [
@@ -72,9 +74,10 @@ class Losses:
     ) -> torch.Tensor | None:
         """The weighted sum of the replicas' losses, on the first device, from what was given to `wait` before.
 
-        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum.
+        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum; nor have the replicas
+        of a worker without examples.
         """
-        if not self._program.trains:
+        if not self._program.trains or not self._program.present:
             return None
         home = self._program.devices[0].torch_device
         pairs = zip(results, weights, strict=True)

@@ -78,7 +78,7 @@ class ShownBuffers:
                 write next; what all write alike, they take over.
         """
         kinds = {written[name] for name in self.names if name in written}
-        if not kinds:
+        if not kinds or not present:
             return
         shown, flats = self._shown, [self._flats[replica] for replica in present]
         shown.copy_(flats[0])

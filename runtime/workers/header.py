@@ -59,6 +59,7 @@ class Agreement:
     Attributes:
         num_examples: of all workers.
         num_present: how many replicas of all workers have examples.
+        first_present: the rank of the first worker that has examples; 0 if none has.
         seed: of the step's random streams.
         takes_over: whether all must take over the chief's values, and meet again.
         has_chief_written: whether the chief's user has written since the last step.
@@ -66,6 +67,7 @@ class Agreement:
 
     num_examples: int
     num_present: int
+    first_present: int
     seed: int
     takes_over: bool
     has_chief_written: bool
@@ -86,4 +88,5 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         if other is not None:
             return None, name, other
     counts = sum(one.num_examples for one in said), sum(one.num_present for one in said)
-    return Agreement(*counts, said[0].seed, takes_over, bool(said[0].has_written)), "", -1
+    first = next((rank for rank, one in enumerate(said) if one.num_examples), 0)
+    return Agreement(*counts, first, said[0].seed, takes_over, bool(said[0].has_written)), "", -1

@@ -221,14 +221,19 @@ class Team:
 
         Raises:
             CommunicationError: workers differ; all raise it, and name who differs in what.
+            ValueError: no worker has examples; all raise it.
             LostConnectionError: the connection broke.
         """
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self.cluster.workers]
         self._tell(lambda group: group.all_gather(own.to_tensor(), headers))
         found, name, other = agreement(headers)
+        self._are_all_raising = found is None or not found.num_examples
+        if found is not None and not found.num_examples:
+            raise ValueError(
+                "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
+            )
         if found is not None:
             return found
-        self._are_all_raising = True
         if name in facts:
             self._refuse_difference(_IN_WORDS[name], facts[name]())
         raise CommunicationError(
@@ -275,10 +280,10 @@ class Team:
         """Adds up a dense tensor over all workers, in place."""
         self._tell(lambda group: group.all_reduce(tensor))
 
-    def copy(self, tensor: torch.Tensor) -> None:
-        """Copies worker 0's dense tensor into those of the others, whatever its dtype."""
+    def copy(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Copies the dense tensor of worker ``root`` into those of the others, whatever its dtype."""
         if tensor.numel():
-            self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8)))
+            self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8), root))
 
     def _tell(self, collective: Callable[[Any], Any]) -> None:
         lanes = list(self._lanes)

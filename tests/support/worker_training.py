@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -125,6 +126,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
     losses: list[Any] = []
+    outputs: list[list[int]] = []
     began = time.monotonic()
     with mirrorc.compile(
         model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
@@ -159,7 +161,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             model.train("mode" not in faults)
             began = time.monotonic()
             try:
-                losses.append(float(step(x, target=y)))
+                given_back = step(x, target=y)
+                loss, *more = given_back if isinstance(given_back, tuple) else (given_back,)
+                losses.append(float(loss))
+                outputs += [list(one.shape) for one in more]
             except (mirrorc.MirrorcError, ValueError) as error:
                 losses.append(f"{type(error).__name__}: {error}")
             finally:
@@ -170,6 +175,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 break
         told = {
             "losses": losses,
+            "outputs": outputs,
             "seconds": time.monotonic() - began,
             "described": described,
             "schedule": step.schedule_hash,
@@ -209,7 +215,7 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
 
 
 def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
-    """The losses and values of a step on as many devices as all workers have, in one process."""
+    """The losses and values of a step on as many devices as all workers have, in one process; each has what it has there."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
     losses = []
     number_of_devices = sum(given["devices"])
@@ -219,6 +225,14 @@ def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[f
         torch.manual_seed(5)
         for number in range(given.get("steps", 4)):
             sizes = given["sizes"][number % len(given["sizes"])]
-            x, y = whole(number, sizes)
+            if given.get("is_whole"):
+                x, y = whole(number, sizes)
+            else:
+                parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
+                own = [
+                    zip(*(one.tensor_split(n) for one in part), strict=True)
+                    for part, n in zip(parts, given["devices"], strict=True)
+                ]
+                x, y = map(mirrorc.PerReplica, zip(*itertools.chain(*own), strict=True))
             losses.append(float(step(x, target=y)))
     return losses, values_of(model)

@@ -19,8 +19,9 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.w
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, and before the graphs are replicated each that has some runs a graph, no other one."""
-    if not program.present:
+    """At least one replica has examples, unless those of other workers may have some; and before the graphs are replicated each
+    that has some runs a graph, no other one."""
+    if not program.present and not program.workers.are_several:
         yield Violation(f"the numbers of examples are {program.num_examples}: there is nothing to learn from")
     if program.stage < Stage.REPLICATED:
         for replica, shard in enumerate(program.shard_of_replica):

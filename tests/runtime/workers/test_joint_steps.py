@@ -20,11 +20,18 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1], [0, 7, 0], [2, 2, 0]], "is_whole": True},
     "whole, random": {
         "model": "random",
-        "devices": [1, 2],
-        "sizes": [[7, 1], [5, 0]],
+        "devices": [1, 2, 1],
+        "sizes": [[4, 0, 0], [7, 1, 0], [5, 0, 0]],
         "optimizer": "SGD",
         "is_whole": True,
     },
+    "empty": {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[0, 5, 2], [3, 0, 2], [0, 0, 4]],
+        "options": {"return_outputs": True},
+    },
+    "empty, random": {"model": "random", "devices": [1, 2], "sizes": [[0, 4]], "optimizer": "SGD", "steps": 1},
 }
 FAULTS: dict[str, dict[str, Any]] = {
     "recovers": {
@@ -48,6 +55,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "groups": {"model": "twins", "devices": [1, 1], "sizes": [[4, 4]]},
     "modes": {"model": "random", "devices": [1, 1], "sizes": [[4, 4]], "steps": 3, "faults": [[1, 1, "mode"]]},
+    "nothing": {"model": "mlp", "devices": [1, 1], "sizes": [[0, 0], [4, 0]], "steps": 2},
     "other model": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]]},
 }
 
@@ -73,6 +81,24 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
 
 
+def test_workers_without_examples_count_for_nothing(found: dict[str, Any]) -> None:
+    losses, values = in_one_process(CASES["empty, random"])
+    for own in found["empty, random"][:2]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+    for rank, own in enumerate(found["empty"]):
+        sizes = [CASES["empty"]["sizes"][number % 3][rank] for number in range(4)]
+        assert own["outputs"] == [[size, 4] for size in sizes]
+
+
+def test_a_step_without_any_example_is_refused_by_all(found: dict[str, Any]) -> None:
+    losses, values = reference(FAULTS["nothing"], [1])
+    for own in found["nothing"][:2]:
+        assert own["losses"][0].startswith("ValueError: no worker has examples in this step, which needs at least one")
+        assert own["losses"][1] == pytest.approx(losses[0], rel=1e-9)
+        assert_equal(own["values"], values)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case]["model"] != "random"])
 def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
     given = CASES[case]
@@ -93,7 +119,7 @@ def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any])
 
 def test_parts_of_a_batch_have_the_streams_and_statistics_of_one_process(found: dict[str, Any]) -> None:
     losses, values = in_one_process(CASES["whole, random"])
-    for own in found["whole, random"][:2]:
+    for own in found["whole, random"]:
         assert own["losses"] == pytest.approx(losses, rel=1e-9)
         for each in (
             own["values"],
