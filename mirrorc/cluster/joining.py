@@ -16,6 +16,7 @@ from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker, call_roll
 from mirrorc.cluster.sameness import all_say, check_same_facts
+from mirrorc.cluster.starts import Start, await_start
 from mirrorc.cluster.stores import first_line, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
@@ -170,8 +171,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
     group: Any = process_group if process_group is not None else distributed.group.WORLD
     opened = open_store(place, deadline) if place.host else group.get_group_store()
     number = _num_tries[key] = _num_tries.get(key, 0) + 1
-    store = distributed.PrefixStore(f"mirrorc/{place.num_restarts}/{number}", opened)
-    workers = _called(store, place, deadline)
+    store, workers = _called(opened, place, deadline, number)
     own = workers[place.rank].machine
     local_rank = place.local_rank
     if local_rank is None:
@@ -179,17 +179,36 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
     return Cluster(place.rank, place.num_workers, local_rank, tuple(workers), store)
 
 
-def _called(store: Any, place: Place, deadline: float) -> list[Worker]:
-    """What the roll call gives; bounded also where the process that hosts the store is stopped."""
+def _called(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
+    """The store of this start, and what the roll call gives; bounded also where the process that hosts the store is stopped.
+
+    Args:
+        opened: the workers' store.
+        place, deadline: as for `call_roll`.
+        number: of the try to join; of workers that have a store for themselves, all make equally many.
+    """
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
-        return in_bounded_time(lambda: call_roll(store, place, deadline), seconds)
+        return in_bounded_time(lambda: _called_in_start(opened, place, deadline, number), seconds)
     except TimeoutError as error:
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
             f"{place}: the workers' store{where} does not answer any more ({error}). See what the process that has opened it "
             "does: worker 0, or torchrun's agent"
         ) from None
+
+
+def _called_in_start(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
+    answer: Callable[[], object] = lambda: None  # noqa: E731
+    if place.store_is_kept:
+        starts = distributed.PrefixStore("mirrorc", opened)
+        if place.rank == 0:
+            start = Start(starts)
+            number, answer = start.number, start.answer
+        else:
+            number = await_start(starts, place, deadline)
+    store = distributed.PrefixStore(f"mirrorc/{number}", opened)
+    return store, call_roll(store, place, deadline, while_waiting=answer)
 
 
 def _is_initialised() -> bool:
@@ -210,4 +229,4 @@ def _place_in(process_group: Any) -> Place:
         raise ValueError(
             "process_group does not have this process in it: give a group of all workers that train together"
         )
-    return Place(rank, num_workers, _BY_GROUP)
+    return Place(rank, num_workers, _BY_GROUP, store_is_kept=True)

@@ -16,7 +16,8 @@ class Place:
         host, port: where the workers' store listens; an empty host if a process group has a store.
         hosts_store: whether this worker opens the store; otherwise it connects to it.
         local_rank: the worker's number among those of its machine, if that is told.
-        num_restarts: how often the workers have been started again.
+        num_restarts: how often this machine's workers have caused all to be started again, as torchrun's agent counts.
+        store_is_kept: whether the store outlives the workers, so that it may have what those of an earlier start have left.
     """
 
     rank: int = 0
@@ -27,6 +28,7 @@ class Place:
     hosts_store: bool = False
     local_rank: int | None = None
     num_restarts: int = 0
+    store_is_kept: bool = False
 
     @property
     def address(self) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -54,7 +54,13 @@ class Worker:
         return f"worker {self.rank} ({self.machine}, process {self.pid})"
 
 
-def call_roll(store: Any, place: Place, deadline: float, own: Worker | None = None) -> list[Worker]:
+def call_roll(
+    store: Any,
+    place: Place,
+    deadline: float,
+    own: Worker | None = None,
+    while_waiting: Callable[[], object] = lambda: None,
+) -> list[Worker]:
     """All workers, by rank, when all have come and agree about what they must agree about.
 
     Whoever first finds that something is wrong, or that all are there, writes the verdict, and all who are there raise the same
@@ -65,13 +71,14 @@ def call_roll(store: Any, place: Place, deadline: float, own: Worker | None = No
         place: of this worker.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
         own: what this worker says of itself.
+        while_waiting: called again and again until there is a verdict.
 
     Raises:
         CommunicationError: a worker did not come in time, two have one rank, they were told different numbers of workers, run
             different versions, or the store was lost.
     """
     try:
-        return _call_roll(store, place, deadline, own or Worker(place.rank, place.num_workers))
+        return _call_roll(store, place, deadline, own or Worker(place.rank, place.num_workers), while_waiting)
     except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
@@ -80,12 +87,15 @@ def call_roll(store: Any, place: Place, deadline: float, own: Worker | None = No
         ) from error
 
 
-def _call_roll(store: Any, place: Place, deadline: float, own: Worker) -> list[Worker]:
+def _call_roll(
+    store: Any, place: Place, deadline: float, own: Worker, while_waiting: Callable[[], object]
+) -> list[Worker]:
     came: dict[int, Worker] = {}  # by the order of arrival, from 1
     number = store.add(_NUM_COME, 1)
     store.set(_key(number), json.dumps(asdict(own)))
     says_so_at = time.monotonic() + _PATIENCE_SECONDS
     while not store.check([_VERDICT]):
+        while_waiting()
         _look(store, came)
         now = time.monotonic()
         if now > deadline + _LONGEST_READING_SECONDS:

@@ -33,6 +33,7 @@ def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
     local_rank = _number(variables, "LOCAL_RANK", 0, num_local - 1, "LOCAL_WORLD_SIZE") if has_local else None
     if num_workers == 1:
         return Place(told_by=TOLD_BY, local_rank=local_rank, num_restarts=num_restarts)
+    is_agents = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not variables.get("MASTER_ADDR", "").strip():
         raise _wrong(variables, "MASTER_ADDR", "give the name or address of the machine of worker 0")
     return Place(
@@ -41,9 +42,10 @@ def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
         told_by=TOLD_BY,
         host=variables["MASTER_ADDR"].strip(),
         port=_number(variables, "MASTER_PORT", 1, 65535),
-        hosts_store=rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        hosts_store=rank == 0 and not is_agents,
         local_rank=local_rank,
         num_restarts=num_restarts,
+        store_is_kept=is_agents,
     )
 
 
