@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,16 +14,16 @@ from torch import nn
 
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import Shards
+from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
-from mirrorc.optimizer_groups import hyperparameters_by_label
+from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.header import Agreement, Header, digest
-from mirrorc.runtime.workers.start import take_over_from_chief
+from mirrorc.runtime.workers.start import take_over_hyperparameters, take_over_values
 from mirrorc.runtime.workers.team import Team
 
 _SLACK_SECONDS = 5.0
@@ -50,12 +50,18 @@ class JointCalls:
 
     Raises:
         CommunicationError: the workers do not compile the same step; or one did not come to compare.
+
+    Attributes:
+        team: the workers.
+        is_joining: whether this worker is inside of `mirrorc.step.Step.join`.
+        has_left: whether it has left its loop there, and takes part in the calls of the others.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
         assert options.cluster is not None, "several workers have joined"
         self._options, self._model, self._state = options, model, state
         self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds)
+        self.is_joining = self.has_left = False
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = 0
         self._taken: dict[str, int] | None = None  # the ids of variables that were taken over, by name
@@ -75,12 +81,17 @@ class JointCalls:
         self._num_meetings = 0
         return self.team.call(lambda: self._state.is_whole)
 
-    def meet(self, executor: Executor, shards: Shards, *, is_stale: bool) -> bool:
+    @property
+    def optimizers(self) -> OptimizerGroups:
+        """Those of the step."""
+        return self._options.optimizers
+
+    def meet(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> bool:
         """Begins a step together with the others; called again, with the program for what there is then, until it gives True.
 
         Args:
-            executor: of the step's program.
-            shards: the batch of this worker.
+            executor: of the step's program; of a worker that has left, that of its last call.
+            num_examples: for each replica of this worker; empty for one that has left.
             is_stale: whether the user has changed the optimizer's state since the last step.
         """
         self._num_meetings += 1
@@ -93,7 +104,7 @@ class JointCalls:
         is_fresh = self._taken is None or not now.items() <= self._taken.items()
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
-        self._num_present = sum(number > 0 for number in shards.num_examples)
+        self._num_present = sum(number > 0 for number in num_examples)
         own = Header(
             self.team.num_calls,
             is_fresh,
@@ -102,9 +113,10 @@ class JointCalls:
             self._variables.digest,
             digest(repr(self._hyperparameters())),
             digest(self._model.modes()),
-            sum(shards.num_examples),
+            sum(num_examples),
             self._num_present,
             _next_seed(),
+            self.has_left,
         )
         details = {
             "schedule": lambda: facts.said,
@@ -114,17 +126,36 @@ class JointCalls:
         self._agreed = agreed = self.team.meet(own, details)
         if not agreed.takes_over:
             self._taken = now  # what is gone would be another one when it comes back
+            if agreed.tells_hyperparameters:
+                groups = list(self.optimizers.hyperparameters)
+                take_over_hyperparameters(
+                    self.team, groups, self._options.scaler, agreed.source, has_left=self.has_left
+                )
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
-        if wrote and not agreed.has_chief_written and self._taken is not None:
+        if wrote and not agreed.has_source_written and self._taken is not None:
             warnings.warn(
                 f"what was written to parameters, buffers or the optimizer's state of worker {self.team.cluster.rank} since the "
-                "last step is replaced by the chief's values, as the chief has not written: write on all workers, or on worker 0",
+                f"last step is replaced by the values of worker {agreed.source}, which has not written: write on all workers, or "
+                f"on worker {agreed.source}",
                 stacklevel=users_stack_level(),
             )
-        take_over_from_chief(self.team, tensors, self._options.optimizers.optimizers, self._options.scaler)
+        take_over_values(self.team, tensors, self.optimizers.optimizers, self._options.scaler, agreed.source)
         self._taken = now
         return False
+
+    def take_part(self, executor: Executor, last: Executor) -> None:
+        """Called when a worker that has left has found the program that it runs on no examples, in place of its last one.
+
+        Raises:
+            ExecutionError: it exchanges something else, so that the others would wait in vain.
+        """
+        self.team.stop = executor.interrupt
+        if self._facts_of_program(executor).said != self._facts_of_program(last).said:
+            raise ExecutionError(
+                "without examples, this worker would exchange something else than in its last call, because groups, modes or "
+                "what forward reads have changed since: leave them as they are until step.join() ends"
+            )
 
     @property
     def longest_step_seconds(self) -> float:

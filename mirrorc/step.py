@@ -1,24 +1,31 @@
-"""The training step that `mirrorc.compile` returns, to be called with batches, and evaluated on others."""
+"""The training step that `mirrorc.compile` returns, to be called with batches, and evaluated on others.
+
+It is long, as it has all that users call, with what each call means.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from mirrorc.capture.arguments import Call
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import Shards
+from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.signature import Signature
 from mirrorc.errors import ExecutionError
 from mirrorc.exclusive_calls import ExclusiveCalls
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.joined_calls import until_all_have_left, without_examples
 from mirrorc.joint_calls import JointCalls
 from mirrorc.kept_gradients import KeptGradients
 from mirrorc.options import StepOptions
@@ -64,6 +71,7 @@ class Step(StepReports):
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._pool: DevicePool | None = None
+        self._shadow_call: Call | None = None  # the last training call, without its examples
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
         self._specializer.team = self._joint.team if self._joint is not None else None
         self._signature = Signature(
@@ -117,6 +125,25 @@ class Step(StepReports):
                 "compile with cuda_graphs=False"
             )
         return self._exclusively(lambda: self._train(args, kwargs, Purpose.ACCUMULATION))
+
+    def join(self) -> AbstractContextManager[None]:
+        """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
+
+        A worker that comes to its end takes part in the training calls of the others, without examples and without a forward,
+        until all have come there. It makes the same updates, with hyperparameters that a worker sends whose loop still runs;
+        its own schedulers stand still, and the block leaves its optimizer's groups with what they had when its loop ended. It
+        waits for the others as long as they show that they live. In a process on its own, the block does nothing.
+
+        What is raised in the block ends the next call of the other workers.
+
+        Raises:
+            ExecutionError: at the beginning, if it is inside of another one; at the end, if this worker has never called the
+                step, so that it does not know what it would take part in.
+            CommunicationError: at the end, if another worker fails; the update that was under way was not made.
+        """
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        take_part = functools.partial(self._exclusively, self._take_part)
+        return until_all_have_left(self._joint, take_part, lambda: self._calls.is_closed)
 
     def zero_grad(self) -> None:
         """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
@@ -174,7 +201,8 @@ class Step(StepReports):
             found, _ = self._specializer.specialization_for(
                 call, shards, is_stale=is_stale, purpose=self._purpose_of_step()
             )
-            self._last = self._last_trained = found.executor
+            self._last, self._shadow_call = found.executor, without_examples(call)
+            self._last_trained = found.executor
             return self._last.program
 
         return self._exclusively(compiled)
@@ -200,10 +228,18 @@ class Step(StepReports):
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
         found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
-        executor = found.executor
         self._calls.check_open()  # compiling takes long
-        if self._joint is not None and not self._joint.meet(found.executor, shards, is_stale=is_stale):
-            return self._train(args, kwargs, purpose)  # anew, with the chief's values
+        if self._joint is not None:
+            self._shadow_call = without_examples(call)
+            if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
+                return self._train(args, kwargs, purpose)  # anew, with the chief's values
+        return self._train_begun(found, call, shards, is_stale=is_stale, purpose=purpose)
+
+    def _train_begun(
+        self, found: Specialization, call: Call, shards: Shards, *, is_stale: bool, purpose: Purpose
+    ) -> Any:
+        """Makes a training step that all workers have begun."""
+        executor = found.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
         self._last_trained = executor if purpose.updates else self._last_trained
@@ -211,6 +247,30 @@ class Step(StepReports):
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
         return found.trained(loss, call)
+
+    def _take_part(self) -> bool:
+        """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
+        joint, last, call = self._joint, self._last_trained, self._shadow_call
+        assert joint is not None, "there are other workers"
+        with joint.call():
+            if last is None or call is None:
+                raise ExecutionError(
+                    "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
+                    "call it once, or step.prepare(batch); a batch without examples will do"
+                )
+            self._state.begin_use()
+            while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
+                self._state.begin_use()
+            if joint.agreed.is_over:
+                joint.team.finish()
+                return False
+            is_stale = self._state.optimizers.is_stale()
+            shards = split_call(call, len(self._options.devices), may_be_empty=True)
+            found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale)
+            self._calls.check_open()
+            joint.take_part(found.executor, last)
+            self._train_begun(found, call, shards, is_stale=is_stale, purpose=Purpose.STEP)
+            return True
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._state.begin_use()

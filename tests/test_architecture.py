@@ -20,6 +20,7 @@ ORDER = (
     "mirrorc/__init__",
     "mirrorc/api",
     "mirrorc/step",
+    "mirrorc/joined_calls",
     "mirrorc/joint_calls",  # of several workers
     "mirrorc/kept_gradients",
     "mirrorc/exclusive_calls",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _ANY_PORT = 9  # nothing is sent there
+_ENDLESS = timedelta(days=3650)
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 _opening = threading.Lock()  # a group's listener is told from another's by when it was opened
@@ -57,9 +58,14 @@ class GlooGroup:
         """Adds up a dense tensor over all workers, in place; the same bits on all of them."""
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
-    def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> Any:
-        """Copies every worker's tensor into the one of its rank."""
-        return self._group.allgather([list(into)], [tensor])
+    def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
+        """Copies every worker's tensor into the one of its rank; one that ``is_patient`` waits for the others without a bound."""
+        from torch.distributed.distributed_c10d import AllgatherOptions
+
+        options = AllgatherOptions()
+        if is_patient:
+            options.timeout = _ENDLESS
+        return self._group.allgather([list(into)], [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Copies the tensor of worker ``root`` into those of the others."""

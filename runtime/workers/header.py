@@ -22,7 +22,7 @@ class Header:
 
     Attributes:
         call: the number of its training call.
-        is_fresh: 1 if it has variables that were not taken over from the chief yet.
+        is_fresh: 1 if it has variables that were not taken over yet.
         has_written: 1 if the user has written variables or the optimizer's state since the last step.
         schedule: digest of what its program exchanges, and of what else must be alike in programs.
         variables: digest of the variables that it has, those outside of the model included.
@@ -31,6 +31,7 @@ class Header:
         num_examples: of its batch.
         num_present: how many of its replicas have examples.
         seed: of the step's random streams; that of worker 0 counts.
+        has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
     """
 
     call: int
@@ -43,6 +44,7 @@ class Header:
     num_examples: int
     num_present: int
     seed: int
+    has_left: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         """The numbers, [fields] int64."""
@@ -61,8 +63,11 @@ class Agreement:
         num_present: how many replicas of all workers have examples.
         first_present: the rank of the first worker that has examples; 0 if none has.
         seed: of the step's random streams.
-        takes_over: whether all must take over the chief's values, and meet again.
-        has_chief_written: whether the chief's user has written since the last step.
+        takes_over: whether all must take over the source's values, and meet again.
+        source: the rank of the first worker that has not left, whose values the others take over; 0 if there is none.
+        has_source_written: whether that worker's user has written since the last step.
+        tells_hyperparameters: whether it tells its hyperparameters to workers that have left, which have others.
+        is_over: whether all have left.
     """
 
     num_examples: int
@@ -70,11 +75,14 @@ class Agreement:
     first_present: int
     seed: int
     takes_over: bool
-    has_chief_written: bool
+    source: int
+    has_source_written: bool
+    tells_hyperparameters: bool
+    is_over: bool
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
-    """What all workers agree about; else None, the first field in which one differs from worker 0, and the rank of that worker.
+    """What all workers agree about; else None, the first field in which one differs from the first that has not left, and whose.
 
     While values are yet to be taken over, what depends on them is not compared.
 
@@ -82,11 +90,22 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         headers: of all workers by rank, [fields] int64.
     """
     said = [Header(*map(int, header)) for header in headers]
-    takes_over = any(one.is_fresh for one in said) or len({one.has_written for one in said}) > 1
-    for name in ("call", "variables") if takes_over else ("call", "variables", "hyperparameters", "modes", "schedule"):
-        other = next((rank for rank, one in enumerate(said) if getattr(one, name) != getattr(said[0], name)), None)
+    source = next((rank for rank, one in enumerate(said) if not one.has_left), 0)
+    is_over = all(one.has_left for one in said)
+    takes_over = not is_over and (any(one.is_fresh for one in said) or len({one.has_written for one in said}) > 1)
+    of_values = () if takes_over or is_over else ("hyperparameters", "modes", "schedule")
+    for name in ("call", "variables", *of_values):
+        other = next((rank for rank, one in enumerate(said) if _differs(one, said[source], name)), None)
         if other is not None:
             return None, name, other
     counts = sum(one.num_examples for one in said), sum(one.num_present for one in said)
     first = next((rank for rank, one in enumerate(said) if one.num_examples), 0)
-    return Agreement(*counts, first, said[0].seed, takes_over, bool(said[0].has_written)), "", -1
+    has_written = bool(said[source].has_written)
+    tells = not is_over and any(one.hyperparameters != said[source].hyperparameters for one in said)
+    return Agreement(*counts, first, said[0].seed, takes_over, source, has_written, tells, is_over), "", -1
+
+
+def _differs(one: Header, source: Header, name: str) -> bool:
+    """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters."""
+    is_taken_over = name == "hyperparameters" and one.has_left
+    return getattr(one, name) != getattr(source, name) and not is_taken_over

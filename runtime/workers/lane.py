@@ -63,18 +63,25 @@ class Lane:
                 work = _Failed(error)
             self._works.put((work, done))
 
-    def call(self, collective: Callable[[GlooGroup], Any], seconds: float) -> None:
+    def call(
+        self, collective: Callable[[GlooGroup], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
+    ) -> None:
         """Launches a collective and returns when it is done; Ctrl-C can cut the wait short, not the collective.
+
+        ``may_wait_on`` is asked whenever the seconds are over, whether to wait as long again.
 
         Raises:
             LostConnectionError: it has failed, or has told nothing in this time.
         """
         told: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.launch(collective, told.put)
-        try:
-            error = told.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        except queue.Empty:
-            raise LostConnectionError(f"the other workers did not answer within {seconds:.0f} s") from None
+        while True:
+            try:
+                error = told.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+                break
+            except queue.Empty:
+                if not may_wait_on():
+                    raise LostConnectionError(f"the other workers did not answer within {seconds:.0f} s") from None
         if error is not None:
             raise LostConnectionError(f"the other workers do not answer: {in_words(error)}") from error
 

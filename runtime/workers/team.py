@@ -106,6 +106,17 @@ class Team:
         finally:
             self.stop = _nothing
 
+    def abandon(self, error: BaseException) -> None:
+        """Ends the next call of the others, who may wait for it: this worker does not come, because of an error in its own code.
+
+        Does nothing if there are no connections, as when a call has failed, of which all know.
+        """
+        if self._lanes and not self._why_over:
+            self.num_calls += 1
+            self._last_call[0] = self.num_calls
+            self._stage, self._are_all_raising = _BEFORE, False
+            self._explain(error, lambda: True)
+
     def _open(self) -> None:
         """Opens the connections, if there are none.
 
@@ -225,20 +236,25 @@ class Team:
             LostConnectionError: the connection broke.
         """
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self.cluster.workers]
-        self._tell(lambda group: group.all_gather(own.to_tensor(), headers))
+        if own.has_left:
+            self._tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), self._others_live)
+        else:
+            self._tell(lambda group: group.all_gather(own.to_tensor(), headers))
         found, name, other = agreement(headers)
-        self._are_all_raising = found is None or not found.num_examples
-        if found is not None and not found.num_examples:
+        self._are_all_raising = found is None or not (found.num_examples or found.is_over)
+        if found is not None and self._are_all_raising:
             raise ValueError(
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
         if found is not None:
             return found
-        if name in facts:
+        left = [bool(Header(*map(int, header)).has_left) for header in headers]
+        if name in facts and not any(left):
             self._refuse_difference(_IN_WORDS[name], facts[name]())
+        one, source = self.cluster.workers[other], self.cluster.workers[left.index(False) if False in left else 0]
         raise CommunicationError(
-            f"workers differ in {_IN_WORDS[name]}: {self.cluster.workers[other]} says something else than "
-            f"{self.cluster.workers[0]}. No parameter was changed. Let all workers make the same calls in one order"
+            f"workers differ in {_IN_WORDS[name]}: {one} says something else than {source}. No parameter was changed. Let all "
+            "workers make the same calls in one order"
         )
 
     def _refuse_difference(self, what: str, facts: Mapping[str, object]) -> None:
@@ -285,11 +301,15 @@ class Team:
         if tensor.numel():
             self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8), root))
 
-    def _tell(self, collective: Callable[[Any], Any]) -> None:
+    def _tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
-        lanes[0].call(collective, self.timeout_seconds + _SLACK_SECONDS)
+        lanes[0].call(collective, self.timeout_seconds + _SLACK_SECONDS, may_wait_on)
+
+    def _others_live(self) -> bool:
+        """Whether all other workers show that they live, though they do not call their steps."""
+        return self._watcher.find_silent(self._has_failure) == []
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective on a bucket; see `Lane.launch`."""

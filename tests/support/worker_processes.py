@@ -72,7 +72,7 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
-    With ``train``, it trains, see `worker_training.train`.
+    With ``train`` or ``join``, it trains, see `worker_training.train` and `worker_training.train_until_all_have_left`.
     """
     import torch
     import worker_training
@@ -90,6 +90,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
         began = time.monotonic()
         if "train" in given:
             return worker_training.train(int(given["variables"]["RANK"]), given["train"])
+        if "join" in given:
+            return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
         told = {
             "rank": cluster.rank,

@@ -187,6 +187,49 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     return {**told, "values": values_of(model), "updates": [float(count) for count in counts if count is not None]}
 
 
+def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one of the workers in ``step.join()``, with batches until one has no examples, and a scheduler of its own.
+
+    Args:
+        rank: of this worker.
+        given: as for `train`, with the ``decay`` of the learning rate. ``faults`` are a rank and a step before which its loop
+            raises, or the process ends by ``kill``; ``more`` the sizes of a batch after the block; ``pause`` the seconds that
+            worker 0 takes before its last batch.
+    """
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, given["decay"])
+    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    losses: list[float] = []
+    own = [sizes[rank] for sizes in given["sizes"]]
+    with mirrorc.compile(
+        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+    ) as step:
+        torch.manual_seed(5 if rank == 0 else 6)
+        if "prepares" in given:
+            step.prepare(batch(0, rank, 2)[0], target=batch(0, rank, 2)[1])
+        try:
+            with step.join():
+                for number in range(own.index(0) if 0 in own else len(own)):
+                    if given.get("fault") == [rank, number, "raise"]:
+                        raise OSError("the data is gone")
+                    if given.get("fault") == [rank, number, "kill"]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if rank == 0 and number == len(own) - 1:
+                        time.sleep(given.get("pause", 0.0))
+                    x, y = batch(number, rank, own[number])
+                    losses.append(float(step(x, target=y)))
+                    scheduler.step()
+        except (mirrorc.MirrorcError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}", "losses": losses}
+        rate = optimizer.param_groups[0]["lr"]
+        told = {"losses": losses, "rate": rate, "values": values_of(model)}
+        optimizer.param_groups[0]["lr"] = 0.01
+        for sizes in given.get("more", ()):
+            x, y = batch(len(own), rank, sizes[rank])
+            told["later"] = float(step(x, target=y))
+    return {**told, "last": values_of(model)}
+
+
 def evaluation(given: dict[str, Any], values: dict[str, list[float]], rank: int) -> float:
     """The loss of one worker's last batch, with given values."""
     model, _ = made(given["model"], "SGD", seed=0)
@@ -201,6 +244,7 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
     bound = given.get("options", {}).get("clip_grad_norm")
     losses = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, given.get("decay", 1.0))
     for number in steps:
         sizes = given["sizes"][number % len(given["sizes"])]
         x, y = whole(number, sizes)
@@ -210,6 +254,7 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
         if bound is not None:
             nn.utils.clip_grad_norm_(model.parameters(), bound)
         optimizer.step()
+        scheduler.step()
         losses.append(loss.item())
     return losses, values_of(model)
 

@@ -15,10 +15,10 @@ from torch import distributed
 from mirrorc.torch_internals import GlooGroup, gloo
 
 
-def opened(stores: Sequence[Any] = ()) -> list[GlooGroup]:
+def opened(stores: Sequence[Any] = (), seconds: float = 60.0) -> list[GlooGroup]:
     stores = stores or [distributed.HashStore()] * 2
     with ThreadPoolExecutor(len(stores)) as pool:
-        return list(pool.map(lambda rank: GlooGroup(stores[rank], rank, len(stores), 60.0), range(len(stores))))
+        return list(pool.map(lambda rank: GlooGroup(stores[rank], rank, len(stores), seconds), range(len(stores))))
 
 
 def test_collectives_of_a_group() -> None:
@@ -38,6 +38,22 @@ def test_collectives_of_a_group() -> None:
     assert [value.tolist() for value in turned] == [[4 + 1j]] * 2
     assert [[value.tolist() for value in own] for own in gathered] == [[[1.0, 2.0], [10.0, 20.0]]] * 2
     assert [value.tolist() for value in sent] == [[5, 6]] * 2
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_patient_worker_waits_longer_than_the_timeout(is_patient: bool) -> None:
+    groups = opened(seconds=1.0)
+    gathered = [[torch.zeros(1) for _ in groups] for _ in groups]
+    work = groups[0].all_gather(torch.ones(1), gathered[0], is_patient=is_patient)
+    late = threading.Timer(2.0, lambda: groups[1].all_gather(torch.ones(1), gathered[1]))
+    late.start()
+    if is_patient:
+        work.wait()
+        assert gathered[0] == [torch.ones(1)] * 2
+    else:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            work.wait()
+    late.join()
 
 
 def test_a_group_that_is_cut_ends_what_runs_on_it() -> None:

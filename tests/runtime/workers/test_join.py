@@ -1,0 +1,105 @@
+"""Workers whose data ends at different times: those that have left take part until all have, and all are as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_processes import free_port, outcomes, told
+from worker_training import reference
+
+CASES: dict[str, dict[str, Any]] = {
+    "uneven": {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[3, 5, 2], [1, 4, 2], [3, 4, 0], [2, 0, 0], [4, 0, 0]],
+        "decay": 0.7,
+        "more": [[2, 3, 1]],
+    },
+    "the chief leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 5], [0, 4], [0, 2]], "decay": 0.7},
+    "statistics": {"model": "random", "devices": [1, 1], "sizes": [[4, 6], [4, 0], [6, 0]], "decay": 1.0},
+    "late": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[3, 2], [3, 0]],
+        "decay": 0.7,
+        "pause": 5.0,
+        "options": {"timeout_seconds": 2.0},
+    },
+    "raises": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[3, 5], [3, 0], [3, 0]],
+        "decay": 0.7,
+        "fault": [0, 2, "raise"],
+    },
+    "never": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7},
+    "prepared": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7, "prepares": True},
+}
+
+
+def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
+    size, port = len(given["devices"]), free_port()
+    own = [{"variables": told(rank, size, port), "join": given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    return outcomes(tmp_path_factory.mktemp("join"), {name: run(given) for name, given in CASES.items()}, 150)
+
+
+def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+
+
+@pytest.mark.parametrize("case", ["uneven", "the chief leaves", "late", "prepared"])
+def test_workers_that_have_left_make_the_updates_of_all(found: dict[str, Any], case: str) -> None:
+    given = CASES[case]
+    losses, values = reference(given, range(len(given["sizes"])))
+    for rank, own in enumerate(found[case][: len(given["devices"])]):
+        num_own = sum(sizes[rank] > 0 for sizes in given["sizes"])
+        assert own["losses"] == pytest.approx(losses[:num_own], rel=1e-9)
+        assert_equal(own["values"], values)
+        assert own["rate"] == pytest.approx(0.05 * 0.7**num_own), "its scheduler stands still"
+
+
+def test_all_go_on_together_after_the_block(found: dict[str, Any]) -> None:
+    first, *others = found["uneven"]
+    for own in others:
+        assert own["later"] == first["later"] and own["last"] == first["last"]
+
+
+def test_workers_that_have_left_do_not_count_in_buffers(found: dict[str, Any]) -> None:
+    one, other = found["statistics"][:2]
+    assert one["values"] == other["values"] and one["values"]["1.num_batches_tracked"] == [3.0]
+
+
+def test_an_error_in_the_loop_of_one_worker_ends_those_that_have_left(found: dict[str, Any]) -> None:
+    one, other = found["raises"][:2]
+    assert one["error"] == "OSError: the data is gone" and len(one["losses"]) == 2
+    assert other["error"].startswith("CommunicationError: training call 3 has failed: worker 0 (")
+    assert "it raised OSError: the data is gone. No parameter was changed." in other["error"]
+
+
+def test_a_worker_that_has_never_called_the_step_is_named(found: dict[str, Any]) -> None:
+    one, other = found["never"][:2]
+    assert other["error"].startswith("ExecutionError: this worker has left step.join() without any call of the step")
+    assert "worker 1 (" in one["error"] and "without any call of the step" in one["error"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> None:
+    given = {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[3, 5], [0, 5], [0, 5]],
+        "decay": 0.7,
+        "fault": [1, 2, "kill"],
+    }
+    one = outcomes(tmp_path, {"it": run(given, 2)}, num_ended=1)["it"][0]
+    assert "training call 3 has failed: worker 1 (" in one["error"]
+    assert "No parameter was changed. End all workers" in one["error"]
