@@ -22,6 +22,7 @@ from mirrorc.optimizer_groups import check_optimizers
 from mirrorc.option_kinds import (
     Auto,
     BackendName,
+    Exchange,
     FiniteCheck,
     FrontEndName,
     LinkName,
@@ -33,6 +34,7 @@ from mirrorc.options import (
     StepOptions,
     check_bucket_sizes,
     check_cuda_graphs,
+    check_exchange,
     check_finite_option,
     check_loss_function,
     check_replicas_option,
@@ -86,6 +88,7 @@ def compile(
     process_group: Any = None,
     world: World | None = None,
     rank: int | None = None,
+    exchange: Exchange = "auto",
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -151,6 +154,9 @@ def compile(
         world: compile for one of several workers that need not be there: the step is prepared, printed, saved and compared, but
             not called. None for a step that runs.
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
+        exchange: how several workers send gradients to each other: "dense" for the sum of each whole bucket; "factors" for the
+            factors of all gradients that have some (the two matrices of a linear layer's product, rows and indices of a table),
+            from which every worker makes the sum; "auto" for what takes least time at the first call, for each gradient.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -207,6 +213,7 @@ def compile(
     if exact_order:
         pipeline, remark = in_exact_order(pipeline)
         remarks += [remark] if remark else []
+    check_exchange(exchange, program_workers, pipeline)
     check_pass_names("print_after", print_after, pipeline)
     chosen = StepOptions(
         model=model,
@@ -232,6 +239,7 @@ def compile(
         check_replicas_every=every,
         program_workers=program_workers,
         cluster=cluster,
+        exchange=exchange,
         remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import ExecutionError
@@ -31,10 +32,10 @@ _MOST_MEETINGS = 4  # of one call; the second is after values were taken over
 
 
 class _Facts:
-    """What a worker has, by name, and a number made of it."""
+    """What a worker has, by name, and a number made of it; of a program also how many rows the factors have that it sends."""
 
-    def __init__(self, said: Mapping[str, str]) -> None:
-        self.said, self.digest = said, digest(repr(said))
+    def __init__(self, said: Mapping[str, str], row_counts: Counts = ()) -> None:
+        self.said, self.digest, self.row_counts = said, digest(repr(said)), row_counts
 
 
 class JointCalls:
@@ -123,7 +124,9 @@ class JointCalls:
             "variables": lambda: self._variables.said,
             "hyperparameters": self._hyperparameters,
         }
-        self._agreed = agreed = self.team.meet(own, details)
+        self._agreed = agreed = self.team.meet(
+            own, details, facts.row_counts if num_examples else no_rows(executor.program)
+        )
         if not agreed.takes_over:
             self._taken = now  # what is gone would be another one when it comes back
             if agreed.tells_hyperparameters:
@@ -176,7 +179,7 @@ class JointCalls:
             lines = {f"line {number}": line for number, line in enumerate(worker_schedule(executor.program))}
             written = ", ".join(variable.name for variable in _written(executor.program))
             more = {"buffers that forward writes": written, "random numbers": str(executor.needs_seed)}
-            found = self._facts[executor] = _Facts({**lines, **more})
+            found = self._facts[executor] = _Facts({**lines, **more}, row_counts(executor.program))
         return found
 
     def _hyperparameters(self) -> dict[str, str]:
@@ -258,6 +261,7 @@ def _facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]
         "backend": options.backend.name,
         **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
         "microbatches": str(options.microbatches),
+        "exchange": options.exchange,
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),

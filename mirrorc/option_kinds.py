@@ -20,6 +20,7 @@ LinkName = Literal["shared-memory", "nccl", "copy"] | str
 FrontEndName = Literal["auto", "dynamo"] | str
 FiniteCheck = bool | Literal["skip"]
 Workers = Auto | None
+Exchange = Literal["auto", "dense", "factors"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ _TAKES = {
     ),
     "world": _Takes((workers.World, NoneType), "give a mirrorc.World, such as World(num_workers=2), or None"),
     "rank": _Takes((int, NoneType), "give the number of a worker of world=, or None for worker 0"),
+    "exchange": _Takes(
+        (),
+        "say 'dense', to send all gradients whole, 'factors', to send the factors of those that have some, or 'auto'",
+        get_args(Exchange),
+    ),
     "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }
 """By option. What is looked up or inspected is refused there: model, optimizer, devices, names of backends, links, front ends."""

@@ -17,8 +17,8 @@ from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.option_kinds import LossReduction
-from mirrorc.passes import ShareParameters
+from mirrorc.option_kinds import Exchange, LossReduction
+from mirrorc.passes import FactorGradients, ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
 
@@ -50,6 +50,7 @@ class StepOptions:
     check_replicas_every: int  # 0 for never
     program_workers: workers.Workers  # the joined ones, those of world=, or none besides this process
     cluster: Cluster | None  # the workers that have joined
+    exchange: Exchange  # how workers send gradients
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 
@@ -125,6 +126,26 @@ def check_finite_option(
         raise ValueError(
             "check_finite cannot be used with cuda_graphs=True: the host looks at what is finite in every step, before anything "
             "is written, and a graph runs without it; leave out one of them"
+        )
+
+
+def check_exchange(exchange: Exchange, program_workers: workers.Workers, pipeline: Sequence[Pass]) -> None:
+    """Refuses to send factors where that cannot be.
+
+    Raises:
+        ValueError: says why, and the remedy.
+    """
+    if exchange != "factors" or not program_workers.are_several:
+        return
+    if not program_workers.are_alike:
+        raise ValueError(
+            "exchange='factors' cannot be used over workers that have different numbers of devices: they would make other bits "
+            "of one product; give all workers the same number, or exchange='auto'"
+        )
+    if not any(isinstance(one, FactorGradients) for one in pipeline):
+        raise ValueError(
+            "exchange='factors' needs the pass 'factor-gradients', which this pipeline leaves out (as exact_order=True does): "
+            "put it in, or give exchange='auto'"
         )
 
 

@@ -24,6 +24,7 @@ from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture_warnings import CaptureWarnings
 from mirrorc.errors import CaptureError, PassError
+from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Program, Stage
@@ -62,6 +63,7 @@ class Specializer:
 
     Attributes:
         team: the workers that train together; None for a process on its own.
+        exchange: how they send gradients.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Specializer:
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = MeasuredSizes(options, num_threads)
+        self.exchange = ExchangeChoice(options, num_threads)
         self.team: Team | None = None
 
     def specialization_for(
@@ -114,9 +117,9 @@ class Specializer:
             found = kept.get(key, call.plain)
         finally:
             self._interrupts.let_go()
-        if found is not None and not self._states[purpose].needs_other_buckets(
-            found.executor.program, is_stale=is_stale
-        ):
+        program = found.executor.program if found is not None else None
+        is_usable = program and not self._states[purpose].needs_other_buckets(program, is_stale=is_stale)
+        if found is not None and is_usable and self.exchange.keeps(found.executor.program):
             return found, shards
         is_watched = found is None and self._options.front_end.guards_plain_values
         key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
@@ -242,9 +245,8 @@ class Specializer:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
-        program = captured.program.evolve(
-            accumulation=purpose.accumulation, workers=options.program_workers
-        ).with_remarks(*options.remarks)
+        program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
+        program = self.exchange.put_into(program.with_remarks(*options.remarks))
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
         pipeline = purpose.passes_of(pipeline)

@@ -73,7 +73,7 @@ class Step(StepReports):
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
-        self._specializer.team = self._joint.team if self._joint is not None else None
+        self._specializer.team = self._specializer.exchange.team = self._joint.team if self._joint is not None else None
         self._signature = Signature(
             options.model,
             options.loss_fn,
@@ -214,7 +214,9 @@ class Step(StepReports):
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        with self._joint.call() if self._joint is not None else contextlib.nullcontext():
+        if self._joint is None:
+            return self._train(args, kwargs, purpose)
+        with self._joint.call(), self._specializer.exchange.asked():
             return self._train(args, kwargs, purpose)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
@@ -252,20 +254,23 @@ class Step(StepReports):
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
         joint, last, call = self._joint, self._last_trained, self._shadow_call
         assert joint is not None, "there are other workers"
-        with joint.call():
+        with joint.call(), self._specializer.exchange.asked():
             if last is None or call is None:
                 raise ExecutionError(
                     "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
                     "call it once, or step.prepare(batch); a batch without examples will do"
                 )
             self._state.begin_use()
+            shards = split_call(call, len(self._options.devices), may_be_empty=True)
+            if not self._specializer.exchange.keeps(last.program):  # it was prepared before the others could be asked
+                is_stale = self._state.optimizers.is_stale()
+                last = self._specializer.specialization_for(call, shards, is_stale=is_stale)[0].executor
             while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
                 self._state.begin_use()
             if joint.agreed.is_over:
                 joint.team.finish()
                 return False
             is_stale = self._state.optimizers.is_stale()
-            shards = split_call(call, len(self._options.devices), may_be_empty=True)
             found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale)
             self._calls.check_open()
             joint.take_part(found.executor, last)

@@ -53,6 +53,8 @@ class FactorGradients:
     One CPU alone has no shares. Tables' gradients stay rows there, too, and `pack` writes no others; products are made in
     their regions.
 
+    Gradients whose factors workers send to each other become factors on every device, also on a worker's only one.
+
     With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller than it.
 
     Needs: a bucket plan and outlined regions.
@@ -66,7 +68,8 @@ class FactorGradients:
         parameters_are_shared: whether a later pass shares parameters. None if the pipeline tells, see
             `mirrorc.passes.told_of_sharing`; alone, the pass takes it that one does.
 
-    Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016), here without the sending.
+    Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016); devices of one worker need
+        not send them.
     """
 
     min_elements: int = 2**17
@@ -96,7 +99,7 @@ class FactorGradients:
         names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
-                if why := self._why_not(node, slots.get(name)):
+                if why := self._why_not(node, slots.get(name), name in program.workers.sent_as_factors):
                     whole[name] = why
                 else:
                     names[node] = name
@@ -112,6 +115,12 @@ class FactorGradients:
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # all that the region did was to make gradients of what it was given
                     del regions[name]
+        missing = set(program.workers.sent_as_factors) - _factored(graphs[0])
+        if missing and program.trains:
+            raise PassError(
+                f"the gradient of {min(missing)} is to be sent to other workers as factors, but no region gives it as factors: "
+                f"it is one of those {whole.get(min(missing), 'that are used otherwise, too')}; compile with exchange='dense'"
+            )
         if regions == program.regions:
             return program.with_remarks(_remark(program, whole), is_kept=False)
         factored = program.evolve(shard_graphs=graphs, regions=regions)
@@ -124,7 +133,8 @@ class FactorGradients:
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
             )
         if program.num_replicas == 1 and program.workers.are_several:
-            return "one device has no share to make, and workers exchange whole buckets"
+            is_sent = bool(program.workers.sent_as_factors)
+            return "" if is_sent else "one device has no share to make, and workers exchange whole buckets"
         if program.num_replicas == 1:
             is_cpu = program.devices[0].torch_device.type == "cpu"
             return "" if is_cpu else "one device has no share to make"
@@ -138,13 +148,21 @@ class FactorGradients:
         is_read = link_named(carrier).reads_one_memory
         return "" if is_read else f"over the link {carrier}, no device reads the others' factors in their memory"
 
-    def _why_not(self, gradient: fx.Node, slot: Slot | None) -> str:
-        """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors."""
+    def _why_not(self, gradient: fx.Node, slot: Slot | None, is_sent: bool) -> str:
+        """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors.
+
+        The factors that workers send to each other were chosen by the bytes that they send.
+        """
         if slot is None:
             return "of optimizers that need them whole"
-        if slot.num_elements < self.min_elements:
+        if slot.num_elements < self.min_elements and not is_sent:
             return f"of fewer than {self.min_elements} elements"
         return "" if gradient.meta["val"].stride() == slot.strides else "with other strides than their slots"
+
+
+def _factored(graph: fx.Graph) -> set[str]:
+    """The variables whose gradients are left as factors."""
+    return {str(node.kwargs["variable"]) for node in calls_to(graph, *ops.FACTORED)}
 
 
 def _remark(program: Program, whole: Mapping[str, str]) -> str:
@@ -164,6 +182,8 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     gain = (
         "each device can make its own share of them"
         if program.num_replicas > 1
+        else "workers can send these"
+        if program.workers.are_several
         else "only what this step or the last one adds to is written"
     )
     said = (

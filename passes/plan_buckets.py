@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.analysis.sent_factors import sent_factors
+from mirrorc.ir.buckets import Bucket, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import UpdateRule, Variable
 from mirrorc.printing.wording import counted
+
+_Kind = tuple[torch.dtype, UpdateRule, bool]
+"""What all gradients of a bucket have alike: dtype, update rule, and whether workers send their factors."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
@@ -21,9 +25,10 @@ _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
-    A bucket holds one dtype and one update rule, and is cut at variable boundaries: a gradient that would take it over
-    its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets are
-    numbered in the order in which they become ready, which reverses the forward's. The graph stays as it is::
+    A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
+    if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`). It is cut at variable boundaries: a gradient that
+    would take it over its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets
+    are numbered in the order in which they become ready, which reverses the forward's. The graph stays as it is::
 
         output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
 
@@ -53,16 +58,17 @@ class PlanBuckets:
                 raise ValueError(f"{option} is {value!r}: give a positive number of MiB (math.inf for one bucket)")
 
     def run(self, program: Program) -> Program:
-        open_buckets: dict[tuple[torch.dtype, UpdateRule], list[Variable]] = {}
+        open_buckets: dict[_Kind, list[Variable]] = {}
+        as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
         closed: list[list[Variable]] = []
         opened: list[str] = []
-        num_bytes: dict[tuple[torch.dtype, UpdateRule], int] = {}
+        num_bytes: dict[_Kind, int] = {}
         gradients = _gradients(program)
         position = {name: i for i, name in enumerate(gradients)}
         for name in gradients:
             variable = program.variables[name]
             assert variable.update is not None, f"{name} has a gradient that nothing uses"
-            key = (variable.dtype, variable.update)
+            key = (variable.dtype, variable.update, name in as_factors)
             members = open_buckets.setdefault(key, [])
             cap_mb = self.first_bucket_mb if not closed else self.bucket_cap_mb
             num_bytes[key] = num_bytes.get(key, 0) + _num_bytes(variable)
@@ -74,9 +80,10 @@ class PlanBuckets:
             members.append(variable)
         closed.extend(members for members in open_buckets.values() if members)
         closed.sort(key=lambda members: position[members[-1].name])
-        buckets = tuple(_bucket(i, members) for i, members in enumerate(closed))
+        buckets = tuple(_bucket(i, members, as_factors) for i, members in enumerate(closed))
         planned = program.evolve(buckets=buckets).with_remarks(*opened, is_kept=False)
-        kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds one dtype and one update rule"
+        alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
+        kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds {alike}"
         return planned.with_remarks(self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []))
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
@@ -96,14 +103,15 @@ def _gradients(program: Program) -> list[str]:
     return list(output["gradients"])
 
 
-def _bucket(index: int, members: list[Variable]) -> Bucket:
+def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors]) -> Bucket:
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
         slots.append(Slot(variable.name, variable.shape, variable.strides, offset, num_elements))
         offset += _aligned(num_elements, variable.dtype)
     assert members[0].update is not None
-    return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update)
+    sent = tuple(as_factors[member.name] for member in members if member.name in as_factors)
+    return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update, sent_factors=sent)
 
 
 def _num_bytes(variable: Variable) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from mirrorc.analysis.clipping import gradient_takers, taken_by
+from mirrorc.analysis.factored_gradients import stays_factored
+from mirrorc.analysis.sent_factors import factor_bytes
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -35,6 +37,11 @@ class ReduceOverWorkers:
                                                                 commit(replica=0)
                                                                 update(total_1, bucket=1, replica=0)
                                                                 update(total_0, bucket=0, replica=0)
+
+    Of a bucket that is sent as factors, `gather_factors` takes the packed buckets of all replicas in place of this worker's sum::
+
+        rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
+        wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
     Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. The only device
     of a worker takes part with its packed bucket. A bucket's shares are waited for when the next bucket is launched, so that no
@@ -73,6 +80,9 @@ class ReduceOverWorkers:
         sums = _sums(program)
         commit, last = min(calls_to(graph, ops.commit)), None
         for bucket in program.buckets:
+            if bucket.is_sent_as_factors:
+                last = _gather(program, bucket, sums[bucket.index], commit, last)
+                continue
             launch = _exchange(program, bucket, sums, last)
             for value in sums[bucket.index]:
                 words = {"bucket": bucket.index, "replica": replica_of(value)}
@@ -135,15 +145,67 @@ def _exchange(program: Program, bucket: Bucket, sums: Sequence[Sequence[fx.Node]
     return insert(program, place.next, ops.exchange, tuple(own), {"bucket": bucket.index, "op": "sum"})
 
 
+def _gather(
+    program: Program, bucket: Bucket, sums: Sequence[fx.Node], commit: fx.Node, last: fx.Node | None
+) -> fx.Node:
+    """Inserts the gathering of a bucket's factors, in place of the worker's own sum, after the exchange of the bucket before."""
+    first, graph = sums[0], program.mirrored_graph
+    packed: Any = first.all_input_nodes[0].args if first.target is ops.wait else (first,)
+    for given in packed:
+        if given.target is not ops.pack or not all(map(stays_factored, given.args)):
+            raise PassError(
+                f"{given.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers as "
+                "factors, which would not make it: compile with exchange='dense'"
+            )
+    launched = first.all_input_nodes[0] if first.target is ops.wait else first
+    place = max(launched, last) if last is not None else launched
+    launch = insert(program, place.next, ops.gather_factors, tuple(packed), {"bucket": bucket.index, "op": "sum"})
+    for value in sums:
+        users = [user for user in value.users if user is not launch]
+        words = {"bucket": bucket.index, "replica": replica_of(value)}
+        total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
+        for user in users:
+            user.replace_input_with(value, total)
+        if value.target is ops.wait:
+            graph.erase_node(value)
+    if launched.target in ops.REDUCTIONS:
+        graph.erase_node(launched)
+    return launch
+
+
 def _remarks(program: Program) -> list[str]:
+    dense = [bucket for bucket in program.buckets if not bucket.is_sent_as_factors]
+    order = (
+        "workers exchange in the order of the bucket plan, the same on all of them; all sums are waited for before the commit, "
+        "because another worker may be gone"
+    )
+    gathered = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
+    return [*([_said(program, dense)] if dense else []), *([_said_of(program, gathered)] if gathered else []), order]
+
+
+def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:
+    """What workers send of buckets whose factors are gathered."""
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    own = sum(factor_bytes(pack) for pack in _packs(program, buckets))
+    return (
+        f"{counted(len(buckets), 'bucket')} ({size_text(num_bytes)}) sent as factors: this worker's are {size_text(own)}, and "
+        "every worker makes the sum from those of all, in the order of ranks"
+    )
+
+
+def _packs(program: Program, buckets: Sequence[Bucket]) -> list[fx.Node]:
+    wanted = {bucket.index for bucket in buckets}
+    return [node for node in calls_to(program.mirrored_graph, ops.pack) if bucket_of(node) in wanted]
+
+
+def _said(program: Program, buckets: Sequence[Bucket]) -> str:
+    """What workers send of buckets whose sums are exchanged."""
     workers = program.workers
-    num_bytes = sum(bucket.num_bytes for bucket in program.buckets)
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
     sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)
     first = ", which its devices have added up first" if program.num_replicas > 1 else ""
-    return [
-        f"{counted(len(program.buckets), 'exchange')}, one per bucket{first}: {size_text(num_bytes)}, of which each of "
+    return (
+        f"{counted(len(buckets), 'exchange')}, one per bucket{first}: {size_text(num_bytes)}, of which each of "
         f"{workers.num_workers} workers sends {size_text(sent)} in a step (in a ring, with as much received), however many "
-        "devices it has",
-        "workers exchange in the order of the bucket plan, the same on all of them; all sums are waited for before the commit, "
-        "because another worker may be gone",
-    ]
+        "devices it has"
+    )

@@ -30,6 +30,7 @@ ORDER = (
     "mirrorc/capture_warnings",
     "mirrorc/purposes",
     "mirrorc/measured_sizes",
+    "mirrorc/exchange_choice",  # of workers
     "mirrorc/instruments",
     "mirrorc/progress",
     "mirrorc/options",

@@ -7,6 +7,7 @@ import pytest
 from golden_programs import (
     CAPTURED,
     CHECKED,
+    FACTORS,
     GOLDEN,
     MODELS,
     NUM_DEVICES,
@@ -16,6 +17,7 @@ from golden_programs import (
     captured_text,
     checked_text,
     difference,
+    factors_text,
     golden_program,
     versions,
     worker_text,
@@ -25,7 +27,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, WORKER, CAPTURED]
+FILES = [*LOWERED, CHECKED, WORKER, FACTORS, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -55,6 +57,8 @@ def golden_text(file: str) -> str:
         return captured_text()
     if file == CHECKED:
         return checked_text()
+    if file == FACTORS:
+        return factors_text()
     if file == WORKER:
         return worker_text()
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)

@@ -104,6 +104,7 @@ TAKEN: dict[str, set[str]] = {
     "workers": {"None", "'auto'"},
     "world": {"None"},
     "rank": {"None"},
+    "exchange": {"'auto'"},
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""

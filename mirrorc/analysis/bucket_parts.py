@@ -82,7 +82,7 @@ class BucketParts:
 
     `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
-    was offered to it. `step_optimizer` gives new parameters. From these values on, slices,
+    was offered to it; so does one for gathered factors. `step_optimizer` gives new parameters. From these values on, slices,
     concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
@@ -118,6 +118,8 @@ class BucketParts:
         if launch.target is ops.recv:
             sent = self._sent.get(route_of(self._program, launch))
             return sent.all_input_nodes[:1] if sent is not None else []
+        if launch.target is ops.gather_factors:
+            return list(launch.all_input_nodes)
         if launch.target in ops.EXCHANGES:
             own = replica_at(self._program, node)
             return [given for given in launch.all_input_nodes if replica_at(self._program, given) == own][:1]
@@ -143,6 +145,8 @@ class BucketParts:
         if launch.target in (ops.recv, ops.broadcast):
             (source,) = self._sources(wait) or (None,)
             return self._found.get(source) if source is not None else None
+        if launch.target is ops.gather_factors:
+            return self._gathered(wait, self._sources(wait), bucket_of(launch))
         if launch.target in ops.EXCHANGES:
             return self._exchanged(self._sources(wait), bucket_of(launch))
         if launch.target not in ops.REDUCTIONS:
@@ -162,6 +166,22 @@ class BucketParts:
         if any(span.replicas != own for span in part.spans):
             return None
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
+
+    def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
+        """What a replica makes of the factors of all workers' replicas; None if this worker has offered anything but its own."""
+        first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
+        if not 0 <= index < len(self._program.buckets):
+            return None
+        bucket = self._program.buckets[index]
+        for source in sources:
+            own = first + replica_at(self._program, source)
+            part = self._exact(source)
+            if part is None or part.steps or not part.holds(GRADIENTS, index, 0, bucket.num_elements, [own]):
+                return None
+        whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),))
+        if not bucket.reduces_by_shares:
+            return whole
+        return _cut(whole, *bucket.share(replica_at(self._program, wait), self._program.num_replicas))
 
     def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
         """A bucket, of these replicas of the worker."""

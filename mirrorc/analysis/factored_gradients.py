@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.gradient_forms import GradientForm, details_of, form_of
+from mirrorc.ir.gradient_forms import GradientForm, details_of, form_named, form_of
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
@@ -49,8 +49,12 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Whether every use of a packed bucket makes shares of it in the memory that the replicas share."""
-    return all(u.target is ops.reduce_scatter and link_named(u.kwargs["link"]).reads_one_memory for u in pack.users)
+    """Whether every use of a packed bucket makes shares of it, in the memory that the replicas share or from gathered factors."""
+    return all(
+        user.target is ops.gather_factors
+        or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)
+        for user in pack.users
+    )
 
 
 def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
@@ -60,6 +64,17 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
         FactoredSlot(place, form_of(gradient), details_of(gradient))
         for place, gradient in enumerate(gradients)
         if stays_factored(gradient)
+    ]
+
+
+def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
+    """The slots of a bucket whose gradients are packed as factors, in a LOWERED program; this worker may have no examples."""
+    sent = program.buckets[bucket].sent_factors
+    if not sent:
+        return factored_slots(pack_of_gradients(program, bucket))
+    return [
+        FactoredSlot(place, form_named(one.operation), {detail.name: detail.value for detail in one.details})
+        for place, one in enumerate(sent)
     ]
 
 
@@ -90,7 +105,9 @@ def maker_of(gradient: fx.Node) -> Maker | None:
         return Maker.AT_ONCE
     takers = [taker for pack in users for taker in pack.users]
     if any(
-        taker.op == "output" or (taker.target in ops.REDUCTIONS and not taker.kwargs.get("link")) for taker in takers
+        taker.op == "output"
+        or ((taker.target in ops.REDUCTIONS or taker.target in ops.EXCHANGES) and not taker.kwargs.get("link"))
+        for taker in takers
     ):
         return None
     return Maker.SHARES if all(map(is_left_to_shares, users)) else Maker.PACK

@@ -100,23 +100,27 @@ def _are_smaller(
     """Whether a variable's gradient has factors on all replicas, whatever the sizes of their shards, and these are smaller.
 
     The factors of all microbatches of a replica count together. One device has no shares to make: it is given factors of those
-    gradients alone of which it need not write every element.
+    gradients alone of which it need not write every element. Which factors workers send to each other is decided before, alike on
+    all of them.
     """
     if len(own) < len(graphs):
         return False
     shards = set(program.shard_of_microbatch) or {(shard,) for shard in range(len(graphs))}
     for shard in shards - {()}:
         found = [own[graphs[number]] for number in shard]
+        is_sent = variable in program.workers.sent_as_factors
         result, (first, *_) = found[0][0], [gradient for _, gradient in found]
-        if program.num_replicas == 1 and first.form.writes_all:
+        if program.num_replicas == 1 and first.form.writes_all and not is_sent:
             whole[variable] = "of which one device writes every element in any case"
             return False
-        if program.workers.are_several and not first.form.writes_all:
+        if program.workers.are_several and not first.form.writes_all and not is_sent:
             whole[variable] = "of tables, in which other workers have looked up other rows"
             return False
         if len(shard) > 1 and not first.form.takes_parts:
             whole[variable] = f"{first.form.description} that is made of the factors of one microbatch alone"
             return False
+        if is_sent:
+            continue
         factors = [factor.meta["val"] for _, gradient in found for factor in gradient.factors]
         if not first.form.is_worth_it(result.meta["val"], factors):
             whole[variable] = "no larger than their factors"

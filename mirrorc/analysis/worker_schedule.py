@@ -19,7 +19,8 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
     """The worker schedule of a program: a line on who takes part, and one for each exchange, in the order of their launches.
 
     A line says all of an exchange that the other workers must have alike: operation, bucket, dtype, the number of elements, the
-    variables with their shapes and places, the link, and who updates it. The devices of a worker and their shares are its own.
+    variables with their shapes and places, the link, who updates it, and the rows of factors if these are sent. The devices of a
+    worker and their shares are its own.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.EXCHANGES)
@@ -43,7 +44,8 @@ def _line(program: Program, node: fx.Node) -> str:
     )
     value = node.meta.get("val")
     dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
+    sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
     return (
         f"{name_of(node)} {node.kwargs.get('op')} bucket {bucket.index} {dtype} {bucket.num_elements} over "
-        f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}"
+        f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"
     )

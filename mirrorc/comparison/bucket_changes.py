@@ -199,6 +199,7 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
     topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
         lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
         lambda old, new: _placement(new.placement) if old.placement is not new.placement else "",
+        lambda old, new: _sent(new) if old.is_sent_as_factors != new.is_sent_as_factors else "",
         lambda old, new: _ready(old, new),
     ]
     for topic in topics:
@@ -208,6 +209,10 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
         for said, indices in buckets.items():
             if said:
                 yield f"{numbered('bucket', indices)} {'is' if len(indices) == 1 else 'are'} {said}"
+
+
+def _sent(new: PrintedBucket) -> str:
+    return "sent to other workers as factors now" if new.is_sent_as_factors else "sent to other workers as a sum now"
 
 
 def _placement(placement: Placement) -> str:

@@ -31,6 +31,54 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class RowType:
+    """The rows of one factor, which all workers have alike; only their number differs.
+
+    Attributes:
+        shape: of one row.
+        dtype: of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Detail:
+    """A number on which a gradient depends besides its factors, and the keyword for it."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class SentFactors:
+    """What workers send of a gradient in place of the whole one.
+
+    Attributes:
+        operation: the name of the operation of its form, see `mirrorc.ir.gradient_forms`.
+        rows: the types of its factors' rows, in their order.
+        details: what else it depends on.
+    """
+
+    operation: str
+    rows: tuple[RowType, ...]
+    details: tuple[Detail, ...] = ()
+
+    def __str__(self) -> str:
+        details = "".join(f", {detail.name}={detail.value}" for detail in self.details)
+        return f"{self.operation} of {', '.join(map(str, self.rows))}{details}"
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that are reduced and applied together, in the order in which backward makes them.
 
@@ -41,6 +89,7 @@ class Bucket:
         num_elements: its length, padding included.
         rule: how its parameters are updated.
         placement: where its parameters are, and which replica updates which elements.
+        sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
     """
 
     index: int
@@ -49,10 +98,16 @@ class Bucket:
     num_elements: int
     rule: UpdateRule
     placement: Placement = Placement.MIRRORED
+    sent_factors: tuple[SentFactors, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def is_sent_as_factors(self) -> bool:
+        """Whether workers send each other the factors of all its gradients, in place of their sums."""
+        return bool(self.sent_factors)
 
     @functools.cached_property
     def slot_of(self) -> Mapping[str, Slot]:

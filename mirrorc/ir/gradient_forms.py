@@ -99,6 +99,21 @@ class GradientForm(ABC):
         wholes = [self.make_whole(apply, part, shape, **details) for part in self.parts(factors)]
         return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
+    def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Views, or copies, of one part's factors as rows [count, ...], of which other workers may have another count.
+
+        None if factors of this form cannot be sent to other workers: gradients are then sent whole. Tensors may be fake.
+        """
+        return None
+
+    def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The factors of which `to_rows` gave these rows, with all elements that `make_whole` asks for."""
+        raise NotImplementedError(f"{type(self).__name__} says by to_rows that its factors are not sent")
+
+    def num_multiplications(self, gradient: torch.Tensor, num_rows: int) -> int:
+        """How many numbers are multiplied to make a gradient of so many rows of factors."""
+        return 0
+
     @abstractmethod
     def expression(self, *factors: str) -> str:
         """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
@@ -155,6 +170,18 @@ def form_of(gradient: fx.Node) -> GradientForm:
     return form
 
 
+def form_named(operation: str) -> GradientForm:
+    """The form whose operation has this name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    form = next((form for known, form in FORMS.items() if known.__name__ == operation), None)
+    if form is None:
+        raise LookupError(f"no form of gradient has the operation {operation}; register it, see {__name__}")
+    return form
+
+
 def recognize(gradient: fx.Node) -> FactoredGradient | None:
     """The factors of a result of a region's body, found by the first form that recognizes it; None if no form does."""
     for form in FORMS.values():
@@ -199,6 +226,17 @@ class ProductForm(GradientForm):
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
         return apply(torch.ops.aten.mm.default, *factors)
 
+    def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        left, right = factors
+        return [left.t(), right]
+
+    def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        left, right = rows
+        return left.t(), right
+
+    def num_multiplications(self, gradient: torch.Tensor, num_rows: int) -> int:
+        return gradient.numel() * num_rows
+
     def expression(self, *factors: str) -> str:
         return " @ ".join(factors)
 
@@ -226,6 +264,13 @@ class TableForm(GradientForm):
         self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], padding_idx: int = -1, **details: Any
     ) -> Any:
         return apply(torch.ops.aten.embedding_dense_backward.default, *factors, shape[0], padding_idx, False)
+
+    def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        rows, indices = factors
+        return [rows.reshape(-1, rows.shape[-1]), indices.reshape(-1)]
+
+    def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(rows)
 
     def expression(self, *factors: str) -> str:
         return f"index_add({', '.join(factors)})"

@@ -25,6 +25,7 @@ from mirrorc.ir.type_rules import (
     of_exchange,
     of_finiteness,
     of_gather,
+    of_gathered,
     of_loss_scale,
     of_microbatch,
     of_norm,
@@ -220,6 +221,25 @@ def exchange(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
 
     It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
     same elements of the sum over workers, in the same memory. A worker sends each element once, however many devices it has.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
+    gives=of_gathered,
+    stem="b{bucket}_factors",
+    value="pending",
+    called="b{bucket}_factors",
+    awaited="total",
+)
+def gather_factors(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
+    """Launches an all_gather of a bucket's factors over all workers, which is less than the bucket.
+
+    It takes the packed bucket of each replica of this worker (one, once lowered), all of whose gradients are left as factors.
+    Each replica makes its elements of the sum over the replicas of all workers, in their order, when it waits: its share, or all
+    of them on a worker's only device.
     """
 
 

@@ -204,6 +204,14 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
     return ("pending", _flat(node, bucket.num_elements, dtypes.pop()))
 
 
+def of_gathered(program: Program, node: fx.Node) -> ValueType:
+    """The whole bucket as a pending value, which is also the type of each operand."""
+    pending, wanted = pending_operand(program, node), of_bucket(program, node)
+    if not is_same_type(pending, ("pending", wanted)):
+        raise TypeError(f"it is given {say_type(pending[1])}, but gathers the factors of {say_type(wanted)}")
+    return ("pending", wanted)
+
+
 def of_update(program: Program, node: fx.Node) -> None:
     """No value. The operand must be as long as the part of the bucket that is updated; after it may come a factor, a number."""
     factors = [noted_type(source) for source in node.args[1:]]

@@ -68,10 +68,12 @@ class Workers:
     Attributes:
         devices_per_worker: the number of devices of each worker; empty if a process trains on its own.
         rank: the worker that runs the program.
+        sent_as_factors: the variables whose gradients workers send to each other as factors, from which each makes the sum.
     """
 
     devices_per_worker: tuple[int, ...] = ()
     rank: int = 0
+    sent_as_factors: tuple[str, ...] = ()
 
     @property
     def are_several(self) -> bool:

@@ -19,6 +19,9 @@ from mirrorc.printing.values import dtype_name, size_text
 from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
+SENT_AS_FACTORS = "sent as factors"
+"""What the table says of a bucket whose factors workers send to each other."""
+
 _LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first and the last
 _WIDTH = 158
 _INDENT = "#   "
@@ -49,6 +52,7 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
 def _row(bucket: Bucket, ready_after: str) -> str:
     placement = bucket.placement.value.in_table
     rule = bucket.rule.label + (f" · {placement}" if placement else "")
+    rule += f" · {SENT_AS_FACTORS}" if bucket.is_sent_as_factors else ""
     rule += f" · ready after {ready_after}" if ready_after else ""
     head = f"# bucket {bucket.index}  {dtype_name(bucket.dtype)}  {size_text(bucket.num_bytes):>9}"
     return f"{head}  {len(bucket.slots)} gradient{'s' if len(bucket.slots) != 1 else ''}  {rule}"

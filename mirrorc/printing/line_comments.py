@@ -116,12 +116,13 @@ def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    first = next((node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES), None)
-    whose = "this worker's replicas'" if program.workers.are_several else "all replicas'"
+    found = [node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES]
+    is_sent = all(user.target is ops.gather_factors for node in found for pack in node.users for user in pack.users)
+    whose = "this worker's replicas'" if program.workers.are_several and not is_sent else "all replicas'"
     text = (
         f"a factored gradient is not made here: at the wait each device makes its own share of it, of {whose} factors"
     )
-    return {first: [text]} if first is not None else {}
+    return {found[0]: [text]} if found else {}
 
 
 def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
@@ -258,6 +259,9 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.pack: _packed,
         ops.update: _updated,
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
+        ops.gather_factors: lambda program, node: (
+            f"those of {program.workers.num_workers} workers, one product or sum of all"
+        ),
         ops.step_optimizer: _own_step,
     }
 )

@@ -49,6 +49,7 @@ class PrintedBucket:
         gradients: its gradients, in order.
         rule: the label of its update rule.
         placement: where its parameters are.
+        is_sent_as_factors: whether workers send each other its factors.
         ready_after: the region that gives its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
         shares: which device updates which elements, as printed; empty if devices do not update shares.
@@ -62,6 +63,7 @@ class PrintedBucket:
     gradients: tuple[PrintedGradient, ...]
     rule: str
     placement: Placement
+    is_sent_as_factors: bool
     ready_after: str = ""
     last_gradient: str = ""
     shares: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from mirrorc.ir.variables import Placement
+from mirrorc.printing.bucket_table import SENT_AS_FACTORS
 from mirrorc.printing.printed_program import PrintedBucket, PrintedGradient
 from mirrorc.printing.text_cursor import TextCursor
 
@@ -36,9 +37,10 @@ def _bucket(text: TextCursor) -> PrintedBucket:
     rule, *facts = row["rule"].split(" · ")
     ready = [match for fact in facts if (match := _READY.fullmatch(fact))]
     placements = dict.fromkeys(fact for fact in facts if fact and fact in _PLACEMENTS)
+    sent = [fact for fact in facts if fact == SENT_AS_FACTORS]
     named = " or ".join(word for word in _PLACEMENTS if word)
-    expected = f"'RULE · {named} · ready after d(VARIABLE) in REGION' at the end"
-    text.expect(len(placements) <= 1 and len(ready) + len(placements) == len(facts), expected)
+    expected = f"'RULE · {named} · {SENT_AS_FACTORS} · ready after d(VARIABLE) in REGION' at the end"
+    text.expect(len(placements) <= 1 and len(ready) + len(placements) + len(sent) == len(facts), expected)
     gradients = _gradients(text, count)
     text.expect(
         len(gradients) == count, f"{count} gradients up to here, '#     VARIABLE[SHAPE]'; there are {len(gradients)}"
@@ -55,6 +57,7 @@ def _bucket(text: TextCursor) -> PrintedBucket:
         gradients=tuple(gradients),
         rule=rule,
         placement=_PLACEMENTS[next(iter(placements), "")],
+        is_sent_as_factors=bool(sent),
         ready_after=ready[0]["region"] if ready else "",
         last_gradient=ready[0]["gradient"] if ready else "",
         shares=shares,

@@ -96,6 +96,15 @@ class Communicator:
         """This replica's part of the bucket, which was given, when it holds the sum over all workers."""
         raise self._not_carried("exchange")
 
+    def launch_gather(self, bucket: int, replica: int, own: Any) -> None:
+        """Offers this replica's bucket, whose gradients are left as factors, to all workers. They are sent when all replicas of
+        this worker have offered theirs."""
+        raise self._not_carried("gather_factors")
+
+    def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+        """This replica's share of the sum over the replicas of all workers, in their order, made from their factors."""
+        raise self._not_carried("gather_factors")
+
     def _not_carried(self, operation: str) -> NotImplementedError:
         return NotImplementedError(
             f"link {self.link!r} does not carry {operation}: `Link.carries` says what it does, and the verifier checks it"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 
 import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
+_SETTINGS = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_")  # of libraries that multiply, in the environment
+_MEASURED_SIZE = 512  # of the matrices whose product is timed
 _FIELDS = ("model name", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
 
 
@@ -33,3 +36,32 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not everywhere
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def product_facts(num_threads: int) -> dict[str, str]:
+    """What the bits of a matrix product depend on besides its factors, by name.
+
+    Args:
+        num_threads: of each device.
+    """
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+    return {
+        "processor": processor_model(),
+        "PyTorch": torch.__version__,
+        "libraries": " ".join(torch.__config__.show().split()),
+        "threads of a device": str(num_threads),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "environment": str(settings),
+    }
+
+
+def seconds_per_multiplication() -> float:
+    """How long this processor takes for one multiplication of a large matrix product, with all its threads."""
+    with torch.no_grad():
+        one = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
+        times = []
+        for _ in range(4):  # the first is slow
+            began = time.perf_counter()
+            torch.mm(one, one)
+            times.append(time.perf_counter() - began)
+    return min(times) / _MEASURED_SIZE**3

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts
-from mirrorc.analysis.factored_gradients import factored_slots, is_left_to_shares, pack_of_gradients, stays_factored
+from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -58,6 +58,7 @@ class Binder:
         parts: which parts of buckets the program's values hold.
         visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
+        summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Binder:
         self._constants, self._communicators, self._commit = constants, communicators, commit
         self._outputs = outputs
         self.pieces: list[Piece] = []
+        self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
         self.parts = BucketParts(program)
 
@@ -129,13 +131,15 @@ class Binder:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self.state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
-        factored = factored_slots(pack_of_gradients(self.program, bucket_of(node)))
+        factored = slots_left_as_factors(self.program, bucket_of(node))
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
         is_left = is_left_to_shares(node)
         share = (replica, self.program.num_replicas) if is_left else (0, 1)
         pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
         self.pieces += pieces
+        if any(user.target is not ops.gather_factors for user in node.users):
+            self.summed_pieces += pieces
         if not node.args:
             of_shares = FactoredBucket(whole, (), pieces) if factored and is_left else None
             return _zeros(whole, [slots[i] for i in plain] if of_shares is not None else [whole], of_shares)
@@ -173,7 +177,12 @@ class Binder:
 
         return lambda own, **_: launch(bucket, replica, own)
 
-    @binds(ops.EXCHANGES)
+    @binds(ops.gather_factors)
+    def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        return lambda own, **_: exchanges.launch_gather(bucket, replica, own)
+
+    @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
         whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
@@ -211,7 +220,7 @@ class Binder:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
-        visitors = visitors_of(node) if is_cpu and collective.target is ops.reduce_scatter else {}
+        visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:
             self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
             return visiting(communicator, bucket, replica, list(visitors.values()))
@@ -219,6 +228,7 @@ class Binder:
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
             ops.exchange: communicator.wait_exchange,
+            ops.gather_factors: communicator.wait_gather,
         }
         wait_for = waits[collective.target]
 

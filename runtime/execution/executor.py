@@ -99,6 +99,7 @@ class Executor:
         if self._layout == self.state.layout:
             return
         self._binder.pieces.clear()
+        self._binder.summed_pieces.clear()
         self._functions, self._pausing_functions = self._generate(), []
         if self.recorder is not None:
             self.recorder.nodes = [function.marked for function in self._functions]
@@ -246,8 +247,10 @@ class Executor:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
         writer = (weakref.ref(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
-        if self._is_exchanged or not self.state.keeps_gradients_of(writer):
+        if not self.state.keeps_gradients_of(writer):
             forget_what_is_written(self._binder.pieces)
+        elif self._is_exchanged:
+            forget_what_is_written(self._binder.summed_pieces)
         self.state.give_gradients_to(writer)
 
     def _renew_step_graph(self) -> None:

@@ -19,10 +19,11 @@ from mirrorc.analysis.factored_gradients import (
     pack_of_gradients,
     stays_factored,
 )
+from mirrorc.analysis.sent_factors import factor_bytes, packs_of
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, name_of, region_of
+from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, region_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
@@ -201,7 +202,21 @@ class _Walk:
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # in the bucket
 
-    @accounts(ops.REDUCTIONS, ops.EXCHANGES, ops.send)
+    @accounts(ops.gather_factors)
+    def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The messages, until the end of the step; taken to be as long for all workers. One device writes them for all."""
+        operands = self._of(node.args)
+        if self.program.num_replicas > 1:
+            self.ledger.hold(operands)  # until the last device has launched, nobody knows when
+        if self.replica:
+            return (), 0
+        packs = packs_of(self.program, bucket_of(node))
+        num_messages = 1 + self.program.workers.num_workers
+        messages = Block(num_messages * sum(map(factor_bytes, packs)), self.names.name(node), "messages of factors")
+        self.ledger.hold([messages])
+        return (), 0
+
+    @accounts(ops.REDUCTIONS, ops.exchange, ops.send)
     def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:
@@ -235,11 +250,10 @@ class _Walk:
         first = pack_of_gradients(self.program, index)  # this device may have no examples
         if not left_to_shares(first):
             return 0
-        packs = [
-            next(node for node in calls_to(module.graph, ops.pack) if bucket_of(node) == index)
-            for module in self.program.device_graphs.values()
-        ]
+        packs = packs_of(self.program, index)
         factors = [[factor_values(gradient) for gradient in left_to_shares(own)] for own in packs if own.args]
+        if any(user.target is ops.gather_factors for user in first.users):
+            factors *= self.program.workers.num_workers  # as if all had as many rows
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         return temporary_bytes(pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas), factors)
 

@@ -60,8 +60,13 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | N
         replica: whose share.
         visit: called with each part of the share when it is made, in order.
     """
+    make_pieces(buckets[replica].pieces, buckets, visit)
+
+
+def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
+    """Makes pieces of the sum over replicas, in the first bucket's memory; as `make_share`."""
     first = buckets[0].tensor
-    for piece in buckets[replica].pieces:
+    for piece in pieces:
         total = first[piece.start : piece.stop]
         if visit is None:
             piece.make(buckets, total)

@@ -32,6 +32,8 @@ class Header:
         num_present: how many of its replicas have examples.
         seed: of the step's random streams; that of worker 0 counts.
         has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
+        num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
+        known: digest of all the numbers of rows that workers have told it.
     """
 
     call: int
@@ -45,6 +47,9 @@ class Header:
     num_present: int
     seed: int
     has_left: int = 0
+    num_counts: int = 0
+    counts: int = 0
+    known: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         """The numbers, [fields] int64."""

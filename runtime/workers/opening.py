@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed
 
 from mirrorc.cluster import Cluster
@@ -16,6 +17,7 @@ from mirrorc.runtime.workers.watcher import Watcher
 
 _LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
 _SECONDS_BETWEEN_LOOKS = 0.02
+_MEASURED_BYTES = 2**20
 _SILENT_SECONDS = 30.0  # a worker that tells nothing for so long is not waited for
 
 
@@ -53,6 +55,50 @@ def await_all(
         raise
     except RuntimeError as error:
         raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+
+def all_texts(
+    store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
+) -> list[str]:
+    """What each worker has told first, by rank; a worker that tells again must tell the same.
+
+    Args:
+        store: where they meet; nothing else uses its keys.
+        cluster: the workers.
+        text: what this one tells.
+        timeout_seconds: the longest time to wait for the others.
+        is_over: whether a worker has failed meanwhile.
+
+    Raises:
+        LostConnectionError: not all told something.
+    """
+    keys = [f"text {rank}" for rank in range(cluster.num_workers)]
+    try:
+        store.set(keys[cluster.rank], text)
+        until = time.monotonic() + timeout_seconds
+        while not all(store.check([key]) for key in keys):
+            if is_over() or time.monotonic() > until:
+                raise LostConnectionError("not all workers told what they have")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return [store.get(key).decode() for key in keys]
+    except LostConnectionError:
+        raise
+    except RuntimeError as error:
+        raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+
+def seconds_per_byte(lane: Lane, num_workers: int, timeout_seconds: float) -> float:
+    """How long a lane takes for each byte that a worker sends; all workers measure it together.
+
+    Raises:
+        LostConnectionError: the connection broke.
+    """
+    measured, times = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8), []
+    for _ in range(2):  # the first opens connections
+        began = time.perf_counter()
+        lane.call(lambda group: group.all_reduce(measured), timeout_seconds)
+        times.append(time.perf_counter() - began)
+    return min(times) / (2 * (num_workers - 1) / num_workers * _MEASURED_BYTES)
 
 
 def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float) -> Lane:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,9 @@ from mirrorc.errors import CommunicationError
 from mirrorc.printing.wording import numbered
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement
+from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
-from mirrorc.runtime.workers.opening import await_all, open_lane
+from mirrorc.runtime.workers.opening import all_texts, await_all, open_lane, seconds_per_byte
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
@@ -59,13 +60,19 @@ class Team:
     Attributes:
         stop: stops the step that runs, unless it is committed; called in another thread.
         num_calls: how many training calls have begun.
+        seconds_per_byte: how long the link takes for a byte that each worker sends, as measured when it was opened.
         timeout_seconds: as given.
+        row_counts: of each worker by rank, the numbers of rows of the factors that it sends in this step, as
+            `mirrorc.analysis.sent_factors.row_counts` gives them.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float) -> None:
         self.cluster, self.timeout_seconds = cluster, timeout_seconds
         self.stop: Callable[[], object] = _nothing
         self.num_calls = 0
+        self.seconds_per_byte = 0.0
+        self.row_counts: Sequence[tuple[int, ...]] = ()
+        self._known_counts = KnownCounts()
         self._store: Any = distributed.PrefixStore(name, cluster.store)
         self._watcher = Watcher(self._store, cluster.workers, cluster.rank, self._notice)
         self._lanes: list[Lane] = []  # for words, and for buckets
@@ -129,6 +136,7 @@ class Team:
             store = distributed.PrefixStore(f"call {self.num_calls}", self._store.clone())
             await_all(store, self._watcher, self.cluster, self.timeout_seconds, self._has_failure)
             self._lanes += [open_lane(name, store, self.cluster, self.timeout_seconds) for name in ("words", "buckets")]
+            self.seconds_per_byte = seconds_per_byte(self._lanes[1], self.cluster.num_workers, self.timeout_seconds)
 
     def _has_failure(self) -> bool:
         return self._failure is not None
@@ -223,18 +231,20 @@ class Team:
 
     # What workers do together in a call
 
-    def meet(self, own: Header, facts: Mapping[str, Facts]) -> Agreement:
+    def meet(self, own: Header, facts: Mapping[str, Facts], counts: tuple[int, ...] = ()) -> Agreement:
         """Begins a step together with the others.
 
         Args:
             own: what this worker says of its step.
             facts: for fields in which workers may differ, what this worker has in detail.
+            counts: the numbers of rows of the factors that this worker sends.
 
         Raises:
             CommunicationError: workers differ; all raise it, and name who differs in what.
             ValueError: no worker has examples; all raise it.
             LostConnectionError: the connection broke.
         """
+        own = self._known_counts.noted_in(own, counts)
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self.cluster.workers]
         if own.has_left:
             self._tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), self._others_live)
@@ -247,6 +257,7 @@ class Team:
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
         if found is not None:
+            self.row_counts = self._known_counts.of_all(headers, counts, self._tell)
             return found
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not any(left):
@@ -300,6 +311,24 @@ class Team:
         """Copies the dense tensor of worker ``root`` into those of the others, whatever its dtype."""
         if tensor.numel():
             self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8), root))
+
+    @contextmanager
+    def raising_alike(self) -> Iterator[None]:
+        """A block that raises on all workers alike, or on none, so that nobody needs to be told."""
+        try:
+            yield
+        except CommunicationError:
+            self._are_all_raising = True
+            raise
+
+    def all_tell(self, text: str) -> list[str]:
+        """What each worker tells, by rank: the same texts on all of them, as none tells another one later.
+
+        Raises:
+            LostConnectionError: a worker has failed, or tells nothing in time.
+        """
+        store = distributed.PrefixStore("told", self._store.clone())
+        return all_texts(store, self.cluster, text, self.timeout_seconds, self._has_failure)
 
     def _tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         lanes = list(self._lanes)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
     found += every_stage(of_workers, over_workers=True).values()
+    sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))
+    found += every_stage(captured_model(Table()).evolve(workers=sent), over_workers=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
@@ -122,8 +125,8 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 
 def test_selections_are_made_of_effects() -> None:
     assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter]
-    assert list(ops.EXCHANGES) == [ops.exchange]
-    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, ops.exchange, ops.broadcast]
+    assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors]
+    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.EXCHANGES, ops.broadcast]
     assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
     assert list(ops.FACTORED) == [ops.product, ops.index_add] and len(ops.FACTORED) == 2
     assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store]

@@ -152,12 +152,52 @@ def over_workers(change: Callable[[Program], Program | None], pass_name: str = "
     return "lower-devices", mutate
 
 
+def sending(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+    """A change of worker 1's program, which has two devices and sends the factors of two gradients to worker 0."""
+
+    def mutate(_: Program) -> Program:
+        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3))
+        workers = dataclasses.replace(World(2, 2).worker(1), sent_as_factors=("0.weight", "2.weight"))
+        program = every_stage(captured_model(model).evolve(workers=workers), over_workers=True, **SMALL_BUCKETS)[
+            pass_name
+        ]
+        verify(program)
+        return change(program) or program
+
+    return "lower-devices", mutate
+
+
+def send_a_copy(graph: fx.Graph) -> None:
+    """Gathers the factors of a copy of a packed bucket, which has none."""
+    launch = first(graph, ops.gather_factors)
+    (packed,) = launch.all_input_nodes
+    with graph.inserting_after(packed):
+        copy = graph.call_function(torch.ops.aten.clone.default, (packed,))
+    copy.meta.update(packed.meta)
+    set_args(launch, (copy,))
+
+
+def send_a_whole_gradient(graph: fx.Graph) -> None:
+    """Packs a gradient that was made, in place of its factors."""
+    pack = first(graph, ops.gather_factors).all_input_nodes[0]
+    gradient = pack.args[0]
+    with graph.inserting_after(gradient):
+        made = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    made.meta.update(gradient.meta)
+    set_args(pack, (made, *pack.args[1:]))
+
+
 def on_all_devices(change: Callable[[fx.Graph], object]) -> Callable[[Program], None]:
     def change_all(program: Program) -> None:
         for graph in program.graphs():
             change(graph)
 
     return change_all
+
+
+def _gathered_of_another(graph: fx.Graph) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    one, other = targets(graph, ops.gather_factors)
+    return other, one.args  # type: ignore[return-value]
 
 
 def exchange_in_another_order(graph: fx.Graph) -> None:
@@ -1036,6 +1076,7 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
     ],
     "buckets_in_flight_are_not_used": [
+        sending(on_all_devices(lambda graph: set_args(*_gathered_of_another(graph)))),
         over_workers(on_all_devices(lambda graph: set_args(first(graph, ops.exchange), (first(graph, ops.pack),)))),
         at("insert-update", use_in_flight),
         at("lower-devices", use_in_flight),
@@ -1203,6 +1244,10 @@ BAD: dict[str, list[Mutation]] = {
         ),
         over_workers(on_all_devices(use_what_is_exchanged), "reduce-over-workers"),
         over_workers(on_all_devices(use_what_is_exchanged)),
+    ],
+    "workers_send_their_own_factors": [
+        sending(on_all_devices(send_a_whole_gradient)),
+        sending(on_all_devices(send_a_copy)),
     ],
     "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
 }

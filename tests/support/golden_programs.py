@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+import mirrorc
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
@@ -44,6 +45,7 @@ CAPTURED = "convnet-captured.txt"  # the file with a captured program after the 
 CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is compiled with check_finite=True
 WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three workers, which has two of four devices
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
+FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one of two workers that send factors
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -256,6 +258,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
     yield CHECKED, checked_text()
     yield WORKER, worker_text()
+    yield FACTORS, factors_text()
     yield CAPTURED, captured_text()
 
 
@@ -268,6 +271,16 @@ def worker_text() -> str:
     """The lowered program of a worker whose world has workers of other sizes."""
     workers = World(3, (1, 2, 1)).worker(1)
     return golden_program("digits", 2, workers=workers).to_text(slots=True, sources=False)
+
+
+def factors_text() -> str:
+    """The lowered program of one of two workers that send each other factors in place of all gradients that have some."""
+    golden = MODELS["digits"]
+    model = golden.make().train()
+    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
+    where = {"world": World(2), "rank": 1, "exchange": "factors", "backend": "eager"}
+    with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
+        return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
 
 
 def captured_text() -> str:

@@ -41,6 +41,20 @@ class Table(nn.Module):
         return self.head(self.table(x[:, :2].abs().mul(13).long() % 40).sum(1))
 
 
+class Tied(nn.Module):
+    """A table of which one layer is the transpose, and another table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(30, 6), nn.Embedding(20, 6)
+        self.head = nn.Linear(6, 30, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = x[:, :2].abs().mul(13).long()
+        return self.head(torch.tanh(self.table(places % 30).sum(1) + self.other(places % 20).sum(1)))
+
+
 class Mlp(nn.Sequential):
     """Two layers; 13 and 9 units, so that shares and bounds of buckets are odd."""
 
@@ -75,7 +89,7 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
-MODELS = {"mlp": Mlp, "table": Table, "random": Random, "twins": Twins}
+MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -124,6 +138,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     if given["model"] == "twins":
         groups = [{"params": list(layer.parameters())} for layer in model]
         optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
+    num_threads = torch.get_num_threads()
+    if "threads" in given:
+        torch.set_num_threads(given["threads"][rank])
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
     losses: list[Any] = []
     outputs: list[list[int]] = []
@@ -173,16 +190,20 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     optimizer.param_groups[0]["lr"] /= 2
             if isinstance(losses[-1], str) and given.get("ends", False):
                 break
+        is_trained = any(isinstance(loss, float) for loss in losses)
         told = {
             "losses": losses,
             "outputs": outputs,
             "seconds": time.monotonic() - began,
             "described": described,
-            "schedule": step.schedule_hash,
-            "explained": str(step.explain()) if any(isinstance(loss, float) for loss in losses) else "",
+            "schedule": step.schedule_hash if is_trained else "",
+            "step": repr(step),
+            "gathered": str(step.program).count("= gather_factors(") if is_trained else 0,
+            "explained": str(step.explain()) if is_trained else "",
         }
         if given.get("evaluates"):
             told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))
+    torch.set_num_threads(num_threads)
     counts = [state.get("step") for state in optimizer.state.values()]
     return {**told, "values": values_of(model), "updates": [float(count) for count in counts if count is not None]}
 

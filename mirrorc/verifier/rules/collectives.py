@@ -45,7 +45,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
     """A packed bucket is used only by its reduction, and so are the values that operators of torch compute from it on the way."""
     for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.REDUCTIONS):
+        for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
             for given in node.all_input_nodes:
                 packed = origin_of(given)
                 if packed.target is not ops.pack or packed.kwargs.get("bucket") != bucket_of(node):
@@ -121,7 +121,7 @@ def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
 def _written(node: fx.Node) -> Iterator[_Memory]:
     """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index) for index in written_buckets(node))
-    if node.target in (ops.pack, ops.add_accumulated, ops.exchange) or node.target in ops.REDUCTIONS:
+    if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node)
     if is_compute(node) and writes_argument(node.target):
         for origin in origins(node.all_input_nodes[0]):
@@ -160,16 +160,17 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends; none is in a
-    program that accumulates gradients."""
+    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends, or made of the
+    factors of all workers; none is in a program that accumulates gradients."""
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
     reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     sent = {
         bucket_of(node) for node in calls_to(program.graph, ops.send)
     }  # rules on updates check that the sends make the sum
+    gathered = {bucket_of(node) for node in calls_to(program.graph, ops.gather_factors)}
     for bucket in program.buckets:
-        times, is_sent = reduced[bucket.index], bucket.index in sent
+        times, is_sent = reduced[bucket.index], bucket.index in sent or bucket.index in gathered
         if times if program.accumulates else times != 1 and (times or not is_sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"bucket {bucket.index} is reduced {times} times", place)

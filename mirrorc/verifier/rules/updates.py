@@ -192,4 +192,6 @@ def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> se
         if node.op != "output" and node.target is not operator.getitem:
             is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
-    return {tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS}
+    return {
+        tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
+    }

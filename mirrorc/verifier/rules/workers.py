@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.analysis.sent_factors import packed_factors
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
@@ -64,6 +65,10 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         for node in calls_to(graph, *ops.EXCHANGES):
+            is_gathered = program.buckets[bucket_of(node)].is_sent_as_factors
+            if (node.target is ops.gather_factors) != is_gathered:
+                sent = "factors" if is_gathered else "sums"
+                yield Violation(f"{say(node)} is of a bucket that all workers send as {sent}", node)
             if node.kwargs["op"] != "sum":
                 yield Violation(
                     f"{say(node)} has op={node.kwargs['op']}, but gradients are weighted to be summed", node
@@ -71,8 +76,27 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
             owners = [replica_of(source) for source in node.all_input_nodes]
             if owners != replicas:
                 yield Violation(f"{say(node)} joins replicas {owners}, not each of {program.num_replicas} once", node)
-            for source in node.all_input_nodes:
+            for source in node.all_input_nodes if node.target is ops.exchange else ():
                 yield from _offered(program, parts, node, source, where(replica_of(source)))
+
+
+@rule(since=Stage.SCHEDULED)
+def workers_send_their_own_factors(program: Program) -> Iterator[Violation]:
+    """What gathers factors takes each replica's own packed bucket, all of whose gradients are left as the factors that all
+    workers send; a replica without examples packs none."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.gather_factors):
+            sent = program.buckets[bucket_of(node)].sent_factors
+            for source in node.all_input_nodes:
+                given = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
+                if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
+                    yield Violation(f"{given}, which is not that bucket as it was packed", node)
+                    continue
+                for gradient, said in zip(source.all_input_nodes, sent, strict=False):
+                    if gradient.target not in ops.FACTORED or packed_factors(gradient) != said:
+                        yield Violation(
+                            f"{given}, in which {gradient.name} is not left as the factors that are sent", node
+                        )
 
 
 def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:

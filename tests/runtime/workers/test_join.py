@@ -17,6 +17,21 @@ CASES: dict[str, dict[str, Any]] = {
         "more": [[2, 3, 1]],
     },
     "the chief leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 5], [0, 4], [0, 2]], "decay": 0.7},
+    "factors": {
+        "model": "table",
+        "devices": [1, 1],
+        "sizes": [[3, 5], [0, 4], [0, 2]],
+        "decay": 0.7,
+        "options": {"exchange": "factors"},
+    },
+    "factors, prepared": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[3, 0], [3, 0]],
+        "decay": 0.7,
+        "prepares": True,
+        "options": {"exchange": "factors"},
+    },
     "statistics": {"model": "random", "devices": [1, 1], "sizes": [[4, 6], [4, 0], [6, 0]], "decay": 1.0},
     "late": {
         "model": "mlp",
@@ -56,7 +71,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
 
 
-@pytest.mark.parametrize("case", ["uneven", "the chief leaves", "late", "prepared"])
+@pytest.mark.parametrize("case", ["uneven", "the chief leaves", "late", "prepared", "factors", "factors, prepared"])
 def test_workers_that_have_left_make_the_updates_of_all(found: dict[str, Any], case: str) -> None:
     given = CASES[case]
     losses, values = reference(given, range(len(given["sizes"])))

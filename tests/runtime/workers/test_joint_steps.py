@@ -9,6 +9,7 @@ import pytest
 from worker_processes import free_port, outcomes, told
 from worker_training import evaluation, in_one_process, reference
 
+FACTORS = {"options": {"exchange": "factors"}}
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2]], "stepped": 1, "evaluates": True},
     "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
@@ -16,6 +17,17 @@ CASES: dict[str, dict[str, Any]] = {
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
     "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
+    "factors, 2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2], [1, 3]], "steps": 6, **FACTORS},
+    "factors, 2 x 2": {"model": "table", "devices": [2, 2], "sizes": [[4, 3], [2, 5]], "steps": 6, **FACTORS},
+    "factors, one grows": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 5]], "optimizer": "SGD", **FACTORS},
+    "factors, empty": {"model": "table", "devices": [1, 1], "sizes": [[0, 3], [4, 2], [3, 0]], "steps": 6, **FACTORS},
+    "factors, tied": {"model": "tied", "devices": [1, 1, 1], "sizes": [[3, 4, 2]], "optimizer": "SGD", **FACTORS},
+    "factors, bound": {
+        "model": "table",
+        "devices": [1, 1],
+        "sizes": [[4, 3], [2, 2]],
+        "options": {"exchange": "factors", "clip_grad_norm": 0.1, "microbatches": 2},
+    },
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
     "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1], [0, 7, 0], [2, 2, 0]], "is_whole": True},
     "whole, random": {
@@ -52,6 +64,14 @@ FAULTS: dict[str, dict[str, Any]] = {
         "devices": [1, 1],
         "sizes": [[4, 4]],
         "faults": [[1, 1, "evaluates"], [2, 0, "loads"]],
+    },
+    "factors, other threads": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "steps": 2,
+        "threads": [1, 2],
+        "options": {"exchange": "factors"},
     },
     "groups": {"model": "twins", "devices": [1, 1], "sizes": [[4, 4]]},
     "modes": {"model": "random", "devices": [1, 1], "sizes": [[4, 4]], "steps": 3, "faults": [[1, 1, "mode"]]},
@@ -127,6 +147,26 @@ def test_parts_of_a_batch_have_the_streams_and_statistics_of_one_process(found: 
         ):  # of a small batch, workers go on from the mean, one process from its replicas' own
             each.pop("1.running_mean", None), each.pop("1.running_var", None)
         assert_equal(own["values"], values)
+
+
+def test_factors_give_equal_bits_on_all_workers_and_another_batch_compiles_nothing_elsewhere(
+    found: dict[str, Any],
+) -> None:
+    """Worker 1 of the first case has batches of three sizes, the other of two; each compiles for its own alone."""
+    for case in (case for case in CASES if case.startswith("factors")):
+        first, *others = found[case][: len(CASES[case]["devices"])]
+        assert first["gathered"] >= 1, case
+        assert all(other["values"] == first["values"] for other in others), case
+    assert ["3 compiled programs" in own["step"] for own in found["factors, 2 x 1"][:2]] == [True, True]
+    assert ["1 compiled program>" in own["step"] for own in found["factors, one grows"][:2]] == [True, False]
+
+
+def test_factors_of_machines_that_differ_are_refused_by_all(found: dict[str, Any]) -> None:
+    for own in found["factors, other threads"][:2]:
+        assert (
+            "exchange='factors' cannot be used by these workers: workers 0 and 1 differ in threads" in own["losses"][0]
+        )
+        assert own["losses"][0].startswith("CommunicationError") and own["losses"][0] == own["losses"][1]
 
 
 def test_a_step_says_which_worker_it_is_of(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -289,6 +289,13 @@ def handmade_sources() -> Iterator[Source]:
     alike = World(2, 2).worker(1)
     scaled = caps | {"over_workers": True, "scales_loss": True, "max_grad_norm": 1.0}
     yield Source("pairs, scaled and clipped, worker 1 of 2", handmade(2, pairs).evolve(workers=alike), scaled)
+    for n, model, names in (
+        (1, Products(), ("weights.0", "weights.2", "head.weight")),
+        (2, Tables(), ("one.weight", "two.weight", "head.weight")),
+    ):
+        sent = replace(World(2, n).worker(1), sent_as_factors=names)
+        found = captured_model(model, n).evolve(workers=sent)
+        yield Source(f"sent as factors by worker 1 of 2 on {n}", found, SMALL_BUCKETS | {"over_workers": True})
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import SentFactors
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
@@ -87,11 +89,37 @@ def update_with_this_workers_sum(program: Program) -> Iterator[Edit]:
 @breaks
 def exchange_the_packed_bucket(program: Program) -> Iterator[Edit]:
     """A replica offers its own gradients to the other workers, not those that its worker has summed."""
-    for launch in placed_nodes(program, *ops.EXCHANGES) if program.num_replicas > 1 else ():
+    for launch in placed_nodes(program, ops.exchange) if program.num_replicas > 1 else ():
         for own in launch.all_input_nodes:
             for packed in own.all_input_nodes[0].all_input_nodes:
                 if replica_of(packed) == replica_of(own):
                     yield partial(launch.replace_input_with, own, packed)
+
+
+@breaks
+def gather_another_bucket(program: Program) -> Iterator[Edit]:
+    """A worker sends the factors of another bucket, whose gradients have another form or belong to other parameters."""
+    graphs = program.graphs()
+    gathered = list(calls_to(graphs[0], ops.gather_factors))
+
+    def edit(place: int, other: int) -> None:
+        for graph in graphs:
+            launches = list(calls_to(graph, ops.gather_factors))
+            launches[place].args = launches[other].args
+
+    for place in range(len(gathered)):
+        for other in range(place):  # what was packed before
+            yield partial(edit, place, other)
+
+
+@breaks
+def gather_what_all_send_whole(program: Program) -> Iterator[Edit]:
+    """A bucket is said to be sent as a sum by all workers, and this one gathers its factors; or the other way round."""
+    launches = _exchanges(program.graphs()[0])
+    for bucket in program.buckets if launches else ():
+        other = () if bucket.is_sent_as_factors else (SentFactors("product", ()),) * len(bucket.slots)
+        buckets = [replace(b, sent_factors=other) if b is bucket else b for b in program.buckets]
+        yield partial(program.evolve, buckets=tuple(buckets))
 
 
 @breaks

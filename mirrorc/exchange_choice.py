@@ -1,0 +1,261 @@
+"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+
+from mirrorc.analysis.aliases import ViewedVariables
+from mirrorc.analysis.sent_factors import fake_rows, sendable, sent_factors
+from mirrorc.errors import CommunicationError
+from mirrorc.ir.program import Accumulation, Program
+from mirrorc.option_kinds import Exchange
+from mirrorc.options import StepOptions
+from mirrorc.passes import FactorGradients
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted
+from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
+from mirrorc.runtime.workers.team import Team
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A gradient that may be sent as factors.
+
+    Attributes:
+        variable: whose gradient it is.
+        num_bytes: of the gradient.
+        row_bytes: of one row of all its factors.
+        num_rows: how many rows this worker has, in its first batch.
+        work_per_row: how many numbers are multiplied for each row to make the gradient.
+    """
+
+    variable: str
+    num_bytes: int
+    row_bytes: int
+    num_rows: int
+    work_per_row: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a worker tells the others, once.
+
+    Attributes:
+        rows: how many rows it has of the factors of each gradient that may be sent so.
+        machine: what the bits of a product depend on, by name.
+        seconds_per_byte: of the link, as it has measured it; 0 if nobody has.
+        seconds_per_multiplication: of the worker's processor; 0 if nobody has measured it.
+    """
+
+    rows: Mapping[str, int]
+    machine: Mapping[str, str]
+    seconds_per_byte: float = 0.0
+    seconds_per_multiplication: float = 0.0
+
+
+class ExchangeChoice:
+    """How the workers of a step send each gradient, chosen at its first training call and kept from then on.
+
+    A worker compiles for its own batches alone, but all workers must send alike. So each tells the others what it has at the
+    first call, all decide by the same figures, and batches of other sizes change nothing any more.
+
+    Args:
+        options: of the step.
+        num_threads: of each device.
+
+    Attributes:
+        team: the workers that train together; None for those of a world that is not there.
+    """
+
+    def __init__(self, options: StepOptions, num_threads: int) -> None:
+        self._options, self._num_threads = options, num_threads
+        self.team: Team | None = None
+        self._is_in_call = False
+        self._found: Sequence[Candidate] | None = None  # at the first capture
+        self._names: tuple[str, ...] = ()
+        self._remark = ""
+        self._is_held = False
+        self._told: Figures | None = None
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A block in which all workers are in a training call, so that they can be asked."""
+        self._is_in_call = True
+        try:
+            yield
+        finally:
+            self._is_in_call = False
+
+    def keeps(self, program: Program) -> bool:
+        """Whether a program sends what all workers choose; it may have been compiled without asking them.
+
+        Raises:
+            CommunicationError: as `put_into`.
+        """
+        if not self._concerns(program):
+            return True
+        if not self._is_held and self._is_in_call and self._found is not None:
+            self._choose(self._found)
+        return program.workers.sent_as_factors == self._names
+
+    def _concerns(self, program: Program) -> bool:
+        """Whether it exchanges gradients that may be sent as factors."""
+        return self._may_send_factors and program.trains and program.accumulation is Accumulation.NONE
+
+    @property
+    def _may_send_factors(self) -> bool:
+        return self._options.program_workers.are_several and self._factoring is not None
+
+    @property
+    def _factoring(self) -> FactorGradients | None:
+        """The pass that leaves gradients as factors, if anything may be sent so."""
+        if self._options.exchange == "dense":
+            return None
+        return next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
+
+    def put_into(self, program: Program) -> Program:
+        """Notes in a captured program of a training step which gradients are sent as factors, and adds a remark.
+
+        Raises:
+            CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
+        """
+        if not self._concerns(program):
+            return program
+        if not self._is_held:
+            self._found = list(self._candidates(program))
+            self._choose(self._found)
+        workers = replace(program.workers, sent_as_factors=self._names)
+        return program.evolve(workers=workers).with_remarks(*([self._remark] if self._remark else []))
+
+    def _choose(self, found: Sequence[Candidate]) -> None:
+        """Chooses by the figures of all workers, or as if all had this one's where they cannot be asked, and keeps the former."""
+        workers = self._options.program_workers
+        own = self._figures(found) if self._told is None else self._told
+        everyone = [own] * workers.num_workers
+        is_asked = self.team is not None and self._is_in_call
+        if self.team is not None and is_asked:
+            self._told = own
+            everyone = [Figures(**json.loads(text)) for text in self.team.all_tell(json.dumps(asdict(own)))]
+        with self.team.raising_alike() if self.team is not None else nullcontext():
+            self._names, self._remark = chosen(found, everyone, workers.devices_per_worker, self._options.exchange)
+        if self._remark and not is_asked:
+            self._remark += "; taken as if all workers had as many examples as this one"
+        self._is_held = self.team is None or is_asked
+
+    def _figures(self, found: Sequence[Candidate]) -> Figures:
+        rows = {one.variable: one.num_rows for one in found}
+        if self.team is None or not found:
+            return Figures(rows, product_facts(self._num_threads))
+        return Figures(rows, product_facts(self._num_threads), self.team.seconds_per_byte, seconds_per_multiplication())
+
+    def _candidates(self, program: Program) -> Iterator[Candidate]:
+        """The gradients of a captured program whose factors can be sent, in the order of the program's output."""
+        factoring = self._factoring
+        assert factoring is not None, "something may be sent as factors"
+        fewest = factoring.min_elements if self._options.exchange == "auto" else 1
+        variables = ViewedVariables(program)
+        recognized = [sendable(graph, variables) for graph in program.shard_graphs]
+        graphs = [shard for replica in range(program.num_replicas) for shard in program.graphs_run_by(replica)]
+        for name, (node, gradient) in recognized[0].items():
+            variable, value = program.variables[name], node.meta["val"]
+            is_plain = (
+                variable.update is not None and variable.update.elementwise and value.stride() == variable.strides
+            )
+            own = [found[name][1] for found in recognized if name in found]
+            if not is_plain or value.numel() < fewest or len(own) < len(recognized):
+                continue
+            if any(len(program.graphs_run_by(r)) > 1 for r in program.present) and not gradient.form.takes_parts:
+                continue
+            rows = [(fake_rows(one) or [])[0] for one in own]
+            number = sum(len(rows[shard]) for shard in graphs)
+            row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
+            work = gradient.form.num_multiplications(value, 1)
+            yield Candidate(name, value.numel() * value.itemsize, row_bytes, number, work)
+
+
+def chosen(
+    found: Sequence[Candidate], everyone: Sequence[Figures], devices_per_worker: Sequence[int], exchange: Exchange
+) -> tuple[tuple[str, ...], str]:
+    """The variables whose gradients are sent as factors, and a remark on why, empty if nothing is to choose; alike on all.
+
+    Args:
+        found: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
+        everyone: what each worker has told.
+        devices_per_worker: how many devices each has.
+        exchange: the option.
+
+    Raises:
+        CommunicationError: the option asks for factors, and the workers would make different gradients of them.
+    """
+    found = [one for one in found if all(one.variable in figures.rows for figures in everyone)]
+    if not found:
+        return (), ""
+    if why_not := _why_bits_differ(everyone, devices_per_worker):
+        if exchange == "factors":
+            raise CommunicationError(
+                f"exchange='factors' cannot be used by these workers: {why_not}, so that each would make other bits of one "
+                "product. No parameter was changed. Give all workers machines and settings that are alike, or exchange='dense'"
+            )
+        return (
+            (),
+            f"workers send all gradients whole, none as factors: {why_not}, and bits of a product may depend on it",
+        )
+    as_factors = [one for one in found if exchange == "factors" or is_cheaper(one, everyone)]
+    return tuple(one.variable for one in as_factors), _remark(found, as_factors, everyone, exchange)
+
+
+def _why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
+    """Why workers would make different bits of the same product; empty if they would not."""
+    other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
+    if other is not None:
+        return (
+            f"worker 0 has {counted(devices_per_worker[0], 'device')}, worker {other} has {devices_per_worker[other]}"
+        )
+    for name, value in everyone[0].machine.items():
+        for rank, figures in enumerate(everyone):
+            if figures.machine.get(name) != value:
+                return f"workers 0 and {rank} differ in {name}: {value:.80} and {figures.machine.get(name):.80}"
+    return ""
+
+
+def is_cheaper(one: Candidate, everyone: Sequence[Figures]) -> bool:
+    """Whether a gradient costs less time as factors.
+
+    A ring sends nearly twice the gradient from each worker. Of factors, each worker receives those of all others, as long as the
+    longest, and multiplies all workers' rows instead of its own. Without measured times, bytes alone count.
+    """
+    rows = [figures.rows[one.variable] for figures in everyone]
+    dense, factors = sent_bytes(one, rows)
+    per_byte = max(figures.seconds_per_byte for figures in everyone)
+    per_multiplication = max(figures.seconds_per_multiplication for figures in everyone)
+    if not per_byte:
+        return factors < dense
+    more_work = (sum(rows) - min(rows)) * one.work_per_row
+    return factors * per_byte + more_work * per_multiplication < dense * per_byte
+
+
+def sent_bytes(one: Candidate, rows: Sequence[int]) -> tuple[float, float]:
+    """The bytes that a worker sends of a gradient in a step, whole and as factors, where the workers have so many rows."""
+    others = len(rows) - 1
+    return 2 * others / len(rows) * one.num_bytes, others * max(rows) * one.row_bytes
+
+
+def _remark(
+    found: Sequence[Candidate], as_factors: Sequence[Candidate], everyone: Sequence[Figures], exchange: Exchange
+) -> str:
+    per_byte = max(figures.seconds_per_byte for figures in everyone)
+    link = f"a link of {1 / per_byte / 1e6:.0f} MB/s" if per_byte else "bytes alone"
+    why = "asked for" if exchange == "factors" else f"chosen by {link}"
+    sums = [sent_bytes(one, [figures.rows[one.variable] for figures in everyone]) for one in found]
+    told = [
+        f"{one.variable} {'as factors' if one in as_factors else 'whole'} ({_size(factors)} against {_size(dense)})"
+        for one, (dense, factors) in zip(found, sums, strict=True)
+    ]
+    return f"how workers send gradients ({why}; as factors against whole, from each worker): {', '.join(told)}; others whole"
+
+
+def _size(num_bytes: float) -> str:
+    return size_text(round(num_bytes))
