@@ -172,6 +172,10 @@ def share_memory(pair: Pair, draw: Random) -> None:
     def undo() -> None:
         for other, data in before:
             other.data = data.clone()
+            with torch.no_grad():
+                other.add_(
+                    0.0
+                )  # a write for the twin, too, which sees no new address: all replicas have the same value then
 
     pair.doubt("share|same memory|storage", undo)
 

@@ -17,6 +17,8 @@ from fuzzed_training.pair import Pair
 @event
 def train_by_hand(pair: Pair, draw: Random) -> None:
     """The user makes a step of their own, with the same optimizer; every second time fused."""
+    if any(group.get("amsgrad") and not had for group, had in _maxima(pair.twin)):
+        return  # it was turned on when there was state already: PyTorch's own step fails
     batch, is_fused = draw_batch(pair, draw), draw.random() < 0.5
     for side in pair.sides:
         groups = side.optimizer.param_groups
@@ -40,6 +42,15 @@ def train_with_another_optimizer(pair: Pair, draw: Random) -> None:
         torch.optim.SGD(side.model.parameters(), lr=0.05, fused=is_fused).step()
         if draw_is_one(len(batch["x"])):  # type: ignore[arg-type]
             side.model.zero_grad()
+
+
+def _maxima(side: Side) -> list[tuple[dict[str, Any], bool]]:
+    """The groups, and whether the state that there is has what amsgrad needs."""
+    optimizer = side.optimizer
+    return [
+        (group, all("max_exp_avg_sq" in optimizer.state[p] for p in group["params"] if optimizer.state.get(p)))
+        for group in optimizer.param_groups
+    ]
 
 
 def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
