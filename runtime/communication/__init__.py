@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirrorc.runtime.communication.base import Communicator, Make
+from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.copies import CopyCommunicator
 from mirrorc.runtime.communication.nccl import NcclCommunicator
 from mirrorc.runtime.communication.registry import (
@@ -18,7 +18,6 @@ __all__ = [
     "Aborted",
     "Communicator",
     "CopyCommunicator",
-    "Make",
     "NcclCommunicator",
     "SharedMemoryCommunicator",
     "StepStoppedError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
-from mirrorc.runtime.state.share_pieces import Tell, Visit, visit_parts
-
-Make = Callable[[], object]
-"""Makes what is left of a share."""
+from mirrorc.runtime.state.share_pieces import Visit, visit_parts
 
 
 class Communicator:
@@ -89,13 +86,6 @@ class Communicator:
         share = self.wait_reduce_scatter(bucket, replica, pending)
         visit_parts(share, visit)
         return share
-
-    def wait_and_look(
-        self, bucket: int, replica: int, pending: Any, visit: Visit, tell: Tell
-    ) -> tuple[torch.Tensor, Make | None]:
-        """As `wait_and_visit`, for a visit that only looks. Of parts whose norm is known before they are made, ``tell`` is called
-        with it; they are made by the function that is returned, to be called before anything else reads the share."""
-        return self.wait_and_visit(bucket, replica, pending, visit), None
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over

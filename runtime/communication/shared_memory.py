@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 
 from mirrorc.ir.routes import Route
 from mirrorc.ir.shares import share_bounds
-from mirrorc.runtime.communication.base import Communicator, Make
+from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import make_pieces, make_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Tell, Visit, add_visited
+from mirrorc.runtime.state.gradient_shares import make_share
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, add_visited
 
 
 @register_communicator
@@ -52,17 +51,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica)[0]
+        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica)
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
         """See `Communicator`; a part is visited as soon as it is made."""
-        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit)[0]
-
-    def wait_and_look(
-        self, bucket: int, replica: int, pending: Any, visit: Visit, tell: Tell
-    ) -> tuple[torch.Tensor, Make | None]:
-        """See `Communicator`; what is left are products of few rows."""
-        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit, tell)
+        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit)
 
     def release(self) -> None:
         """See `Communicator`."""
@@ -75,10 +68,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.tensors[replica] = tensor
         rendezvous.announce(replica)
 
-    def _sum_share(
-        self, rendezvous: Rendezvous, replica: int, visit: Visit | None = None, tell: Tell | None = None
-    ) -> tuple[torch.Tensor, Make | None]:
-        """The share, and what makes pieces that are left because ``tell`` was told of them."""
+    def _sum_share(self, rendezvous: Rendezvous, replica: int, visit: Visit | None = None) -> torch.Tensor:
         rendezvous.await_replicas(replica, range(len(self.devices)))
         buckets = rendezvous.tensors
         is_factored = isinstance(buckets[0], FactoredBucket)
@@ -86,11 +76,10 @@ class SharedMemoryCommunicator(Communicator):
         start, stop = share_bounds(whole.numel(), len(self.devices), replica)
         total = whole[start:stop]
         if is_factored:
-            left = make_share(buckets, replica, visit, tell)
-            return total, functools.partial(make_pieces, left, tuple(buckets)) if left else None
-        if visit is not None:
+            make_share(buckets, replica, visit)
+        elif visit is not None:
             add_visited([tensor[start:stop] for tensor in buckets[1:]], total, visit)
         else:
             for tensor in buckets[1:]:
                 total.add_(tensor[start:stop])
-        return total, None
+        return total

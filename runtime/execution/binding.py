@@ -28,15 +28,7 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
-from mirrorc.runtime.execution.visitors import (
-    Late,
-    SumVisitor,
-    Visitor,
-    can_be_late,
-    looking,
-    visiting,
-    visitors_of,
-)
+from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
@@ -85,7 +77,6 @@ class Binder:
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
-        self._late: dict[Any, Late] = {}  # by the wait for a share
         self.parts = BucketParts(program)
 
     def bind(self, replica: int, node: fx.Node) -> Any:
@@ -94,9 +85,7 @@ class Binder:
             return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or is_compute(node):
             return node.target
-        bound = binds.of(node.target)(self, replica, node)
-        late = self._late.get(node.args[0]) if node.args and (node.args[0], node) not in self.visitors else None
-        return late.before(bound) if late is not None else bound
+        return binds.of(node.target)(self, replica, node)
 
     @binds(ops.read)
     def _bind_read(self, replica: int, node: fx.Node) -> Constant | Callable[..., torch.Tensor]:
@@ -234,9 +223,6 @@ class Binder:
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:
             self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
-            if can_be_late(node, visitors):
-                late = self._late[node] = Late()
-                return looking(communicator, bucket, replica, list(visitors.values()), late)
             return visiting(communicator, bucket, replica, list(visitors.values()))
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,

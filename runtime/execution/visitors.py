@@ -7,7 +7,7 @@ after it are to do with the share as a whole; these nodes find it done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,11 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.value_types import value_type
-from mirrorc.runtime.communication import Communicator, Make
+from mirrorc.runtime.communication import Communicator
 
 
 class Visitor(ABC):
-    """Does to a share, part by part, what a node does to all of it.
-
-    Attributes:
-        asks_for_norms: whether the 2-norm of a part, all elements of which are finite, tells it as much as a visit.
-    """
-
-    asks_for_norms = False
+    """Does to a share, part by part, what a node does to all of it."""
 
     def begin(self) -> None:  # noqa: B027 - some keep nothing
         """Called before the first part of a step's share."""
@@ -33,10 +27,6 @@ class Visitor(ABC):
     @abstractmethod
     def visit(self, part: torch.Tensor) -> None:
         """Called with each part, 1-D, in order."""
-
-    def tell(self, norm: float) -> None:
-        """Called, if it asks for norms, with that of a part that is not visited."""
-        raise NotImplementedError
 
 
 class NormVisitor(Visitor):
@@ -52,7 +42,6 @@ class NormVisitor(Visitor):
 
     def __init__(self, norm_type: float, dtype: torch.dtype) -> None:
         self._norm_type, self._dtype = norm_type, dtype
-        self.asks_for_norms = norm_type == 2
         self.norms: list[torch.Tensor] = []
 
     def begin(self) -> None:
@@ -60,9 +49,6 @@ class NormVisitor(Visitor):
 
     def visit(self, part: torch.Tensor) -> None:
         self.norms.append(norm_of(part, self._norm_type, self._dtype))
-
-    def tell(self, norm: float) -> None:
-        self.norms.append(torch.tensor(norm, dtype=self._dtype))
 
 
 def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
@@ -73,8 +59,6 @@ def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
 class SumVisitor(Visitor):
     """Adds up each part, which shows whether all is finite."""
 
-    asks_for_norms = True
-
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []
 
@@ -83,9 +67,6 @@ class SumVisitor(Visitor):
 
     def visit(self, part: torch.Tensor) -> None:
         self._sums.append(sum_of(part))
-
-    def tell(self, norm: float) -> None:
-        """Nothing is to be added: the elements are finite."""
 
     def total(self) -> torch.Tensor:
         """The sum of all elements."""
@@ -122,53 +103,6 @@ def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
         elif user.target is ops.clip_value and len(wait.users) == 1:
             found[user] = BoundVisitor(float(user.kwargs["max_value"]))  # type: ignore[arg-type]
     return found
-
-
-class Late:
-    """What is left of a share when it was looked at, made before the first node that takes its elements."""
-
-    def __init__(self) -> None:
-        self.make: Make | None = None
-
-    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that makes what is left first."""
-
-        def take(*args: Any, **kwargs: Any) -> Any:
-            make, self.make = self.make, None
-            if make is not None:
-                make()
-            return function(*args, **kwargs)
-
-        return take
-
-
-def can_be_late(wait: fx.Node, visitors: Mapping[fx.Node, Visitor]) -> bool:
-    """Whether a share may be made when it is taken: who looks at it asks for norms, and the others run behind them."""
-    others = [user for user in wait.users if user not in visitors]
-    is_taken_later = bool(others) and all(user.target in (ops.update, ops.scale) for user in others)
-    return is_taken_later and all(visitor.asks_for_norms for visitor in visitors.values())
-
-
-def looking(
-    communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor], late: Late
-) -> Callable[..., torch.Tensor]:
-    """As `visiting`; what visitors need not visit is made late."""
-
-    def visit(part: torch.Tensor) -> None:
-        for visitor in visitors:
-            visitor.visit(part)
-
-    def tell(norm: float) -> None:
-        for visitor in visitors:
-            visitor.tell(norm)
-
-    def wait(pending: Any, **_: Any) -> torch.Tensor:
-        for visitor in visitors:
-            visitor.begin()
-        share, late.make = communicator.wait_and_look(bucket, replica, pending, visit, tell)
-        return share
-
-    return wait
 
 
 def visiting(

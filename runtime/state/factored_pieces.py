@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -19,9 +18,6 @@ from mirrorc.runtime.state.share_pieces import (
     Visit,
     makes_shares_of,
 )
-
-_LARGEST_SQUARED = (torch.finfo(torch.float32).max / 2) ** 2  # of what adds up without an overflow
-_MOST_CANCELLED = 1e-6  # so that 64 bits leave as many digits as 32 have, and more
 
 
 @dataclass
@@ -76,29 +72,6 @@ class ProductPiece(Rectangle):
             _add_products([(left[rows], right) for left, right in pairs], out[rows])
             visit(out[rows].view(-1))
 
-    def norm(self, buckets: Sequence[FactoredBucket]) -> float | None:
-        """The 2-norm of a product of few rows, from those of its factors; see `Piece.norm`.
-
-        The square of the norm of ``left @ right`` is the sum of the elements of ``left.T @ left`` times those of
-        ``right @ right.T``, two matrices of as many rows as there are examples, in 64 bits. No element is larger than the product
-        of the factors' norms. Where gradients of examples nearly cancel each other, the sum loses digits, and the product has to
-        be made.
-        """
-        factors = self.factors_in(buckets)
-        (m, n), num_inner = (self._size(), sum(left.shape[1] for left, _ in factors))
-        if factors[0][0].dtype != torch.float32 or num_inner * num_inner * (m + n) >= m * n:
-            return None
-        left = torch.cat([left[self.rows].t() for left, _ in factors]).double()
-        right = torch.cat([right[:, self.columns] for _, right in factors]).double()
-        lefts, rights = left @ left.t(), right @ right.t()
-        terms = lefts * rights
-        squared, largest, bound = torch.stack((terms.sum(), terms.abs().sum(), lefts.trace() * rights.trace())).tolist()
-        is_exact = bound < _LARGEST_SQUARED and squared > _MOST_CANCELLED * largest
-        return math.sqrt(squared) if is_exact else None
-
-    def _size(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
     def _pairs(self, factors: Sequence[Factors]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of the products that are added up, for this rectangle."""
         pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
@@ -109,7 +82,7 @@ class ProductPiece(Rectangle):
         return [(left, torch.cat([right for _, right in pairs]))]
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        m, n = self._size()
+        m, n = (part.stop - part.start for part in (self.rows, self.columns))
         lefts = [left for own in factors for left, _ in own[self.factored]]
         num_inner = sum(left.shape[1] for left in lefts)
         is_copied = _is_one_product(m, n, num_inner, len(lefts))

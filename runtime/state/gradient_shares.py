@@ -12,7 +12,6 @@ from mirrorc.runtime.state.share_pieces import (
     Factors,
     Piece,
     SumPiece,
-    Tell,
     Visit,
     makes_shares_of,
 )
@@ -53,40 +52,26 @@ def forget_what_is_written(pieces: Sequence[Piece]) -> None:
         piece.forget()
 
 
-def make_share(
-    buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None, tell: Tell | None = None
-) -> list[Piece]:
+def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
     """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
 
     Args:
         buckets: of all replicas, in order.
         replica: whose share.
         visit: called with each part of the share when it is made, in order.
-        tell: called with the norm of each piece whose norm follows from its factors; then visits only look, and need no such
-            piece. None if all are to be made.
-
-    Returns:
-        These pieces, which `make_pieces` is yet to make.
     """
-    return make_pieces(buckets[replica].pieces, buckets, visit, tell)
+    make_pieces(buckets[replica].pieces, buckets, visit)
 
 
-def make_pieces(
-    pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None, tell: Tell | None = None
-) -> list[Piece]:
-    """Makes pieces of the sum over all replicas, as `make_share`."""
-    first, left = buckets[0].tensor, []
+def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
+    """Makes pieces of the sum over replicas, in the first bucket's memory; as `make_share`."""
+    first = buckets[0].tensor
     for piece in pieces:
         total = first[piece.start : piece.stop]
-        norm = piece.norm(buckets) if tell is not None else None
-        if tell is not None and norm is not None:
-            tell(norm)
-            left.append(piece)
-        elif visit is None:
+        if visit is None:
             piece.make(buckets, total)
         else:
             piece.make_visited(buckets, total, visit)
-    return left
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:

@@ -18,9 +18,6 @@ CACHED_ELEMENTS = 2**18
 Visit = Callable[[torch.Tensor], None]
 """What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies."""
 
-Tell = Callable[[float], None]
-"""What is told the 2-norm of a part of a share that is not made yet, all elements of which are finite."""
-
 Factors = tuple[torch.Tensor, ...]
 """The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
 
@@ -68,14 +65,6 @@ class Piece(ABC):
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Forgets what earlier steps have written, because the bucket may have been overwritten since."""
-
-    def norm(self, buckets: Sequence[FactoredBucket]) -> float | None:
-        """The 2-norm of the sum that `make` would make, if that follows from less, and all its elements are finite; else None.
-
-        Args:
-            buckets: of all replicas, in order.
-        """
-        return None
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """The most temporary bytes that `make` allocates.

@@ -52,55 +52,6 @@ def test_parts_give_what_the_whole_gives(options: dict[str, Any], monkeypatch: p
             torch.testing.assert_close(one, other, equal_nan=True)
 
 
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("options", "num_late"),
-    [
-        ({"clip_grad_norm": 0.02, "check_finite": "skip"}, 6),  # two replicas; one of four steps is not finite
-        ({"clip_grad_norm": 1e6, "microbatches": 2}, 8),
-        ({"check_finite": "skip"}, 6),
-        ({"clip_grad_norm": mirrorc.ClipGradNorm(0.1, math.inf)}, 0),
-        ({"clip_grad_value": 0.001, "check_finite": "skip"}, 0),
-    ],
-)
-def test_what_is_made_late_is_what_would_be_made_at_once(
-    options: dict[str, Any], num_late: int, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trained() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 3))
-        found: list[torch.Tensor] = []
-        made = OPTIMIZERS[optimizer](net.parameters())
-        with mirrorc.compile(net, 2, optimizer=made, loss_fn=F.mse_loss, backend="eager", **options) as step:
-            for size in (4, 5, 4, 6):
-                target = torch.randn(size, 3)
-                target[3, 2] = math.nan if "check_finite" in options and len(found) == 2 else 1.0
-                step(torch.randn(size, 400), target=target)
-                found.append(step.grad_norm if "clip_grad_norm" in options else torch.zeros(()))
-        return [*found, *(p.detach().clone() for p in net.parameters())]
-
-    norms: list[float] = []
-    told = factored_pieces.ProductPiece.norm
-
-    def norm(piece: Any, buckets: Any) -> float | None:
-        found = told(piece, buckets)
-        norms.extend([found] if found is not None else [])
-        return found
-
-    monkeypatch.setattr(factored_pieces.ProductPiece, "norm", norm)
-    found = trained()
-    monkeypatch.setattr(factored_pieces.ProductPiece, "norm", lambda piece, buckets: None)
-    for one, other in zip(found, trained(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert len(norms) == num_late
-
-
 @pytest.mark.parametrize("link", ["copy", "shared-memory"])
 @pytest.mark.parametrize("options", [{"clip_grad_norm": mirrorc.ClipGradNorm(0.05, math.inf)}, {"check_finite": True}])
 def test_an_empty_share_has_no_part(link: str, options: dict[str, Any]) -> None:

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -12,13 +11,7 @@ from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.runtime.state import factored_pieces, share_pieces
-from mirrorc.runtime.state.gradient_shares import (
-    forget_what_is_written,
-    make_pieces,
-    make_share,
-    pieces_of_share,
-    temporary_bytes,
-)
+from mirrorc.runtime.state.gradient_shares import forget_what_is_written, make_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.share_pieces import FactoredBucket
 from mirrorc.torch_internals import peak_allocation
 
@@ -119,64 +112,6 @@ def test_parts_are_visited_in_order_when_they_are_whole(most: int, monkeypatch: 
         parts = torch.cat(visited)
         assert torch.equal(parts[parts != 0], found[found != 0]), "in order, each once, with all that is added up"
         assert max(part.numel() for part in visited) <= max(most, 16), "a row is not divided"
-
-
-@fuzzed(60)
-@given(
-    shape=st.tuples(st.integers(1, 60), st.integers(1, 60)),
-    rows=st.lists(st.integers(0, 3), min_size=1, max_size=3),
-    exponent=st.integers(-18, 18),
-)
-def test_a_norm_of_factors_is_that_of_their_product(shape: tuple[int, int], rows: list[int], exponent: int) -> None:
-    """It is told of as many pieces as are left, and these are made later; pieces that are visited are not told of."""
-    bucket, num_replicas = bucket_of([shape]), len(rows)
-    factors = [(torch.randn(shape[0], k) * 10.0**exponent, torch.randn(k, shape[1])) for k in rows]
-    buckets = [
-        FactoredBucket(
-            torch.full((bucket.num_elements,), 7.0),
-            [[own]],
-            pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], replica, num_replicas),
-        )
-        for replica, own in enumerate(factors)
-    ]
-    expected = sum(left.double() @ right.double() for left, right in factors).flatten()  # type: ignore[attr-defined]
-    for replica in range(num_replicas):
-        told: list[float] = []
-        visited: list[torch.Tensor] = []
-        left = make_share(buckets, replica, visited.append, told.append)
-        assert len(left) == len(told)
-        for piece, norm in zip(left, told, strict=True):
-            part = buckets[0].tensor[piece.start : piece.stop]
-            assert torch.equal(part, torch.full_like(part, 7.0)), "it is not made yet"
-            assert norm == pytest.approx(expected[piece.start : piece.stop].norm().item(), rel=1e-6)
-        assert make_pieces(left, buckets) == []
-    torch.testing.assert_close(
-        buckets[0].tensor[: expected.numel()], expected.float(), rtol=1e-4, atol=1e-6 * 10.0**exponent
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "scale", "dtype", "num_rows"),
-    [
-        ("opposite", 1.0, torch.float32, 1),
-        ("not a number", math.nan, torch.float32, 1),
-        ("infinite", math.inf, torch.float32, 1),
-        ("may overflow", 1e20, torch.float32, 1),
-        ("zero", 0.0, torch.float32, 1),
-        ("64 bits", 1.0, torch.float64, 1),
-        ("16 bits", 1.0, torch.bfloat16, 1),
-        ("many rows", 1.0, torch.float32, 20),
-        ("usual", 1.0, torch.float32, 1),
-    ],
-)
-def test_a_norm_that_must_be_measured(case: str, scale: float, dtype: torch.dtype, num_rows: int) -> None:
-    """Because digits are lost, elements may not be finite, or nothing is saved."""
-    bucket = bucket_of([(16, 16)])
-    (piece,) = pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], 0, 1)
-    left, right = torch.ones(16, num_rows, dtype=dtype) * scale, torch.ones(num_rows, 16, dtype=dtype) * scale
-    parts = [(left, right), (left, right * (1e-7 - 1) if case == "opposite" else right)]
-    norm = piece.norm([FactoredBucket(torch.zeros(bucket.num_elements, dtype=dtype), [parts], [piece])])
-    assert norm == (pytest.approx(32.0) if case == "usual" else None)
 
 
 def test_no_rows_at_all_give_zeros() -> None:
