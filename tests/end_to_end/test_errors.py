@@ -206,6 +206,11 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
     (
         lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0]] * 3)},
         ValueError,
+        ("disagree on dim 0", "'x' has 0 examples, 'target' has 5"),
+    ),
+    (
+        lambda b: {name: mirrorc.PerReplica([value[:0]] * 3) for name, value in b.items()},
+        ValueError,
         ("'x' has no examples on any replica",),
     ),
     (
