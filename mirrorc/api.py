@@ -34,6 +34,7 @@ from mirrorc.options import (
     StepOptions,
     check_bucket_sizes,
     check_cuda_graphs,
+    check_early_update,
     check_exchange,
     check_finite_option,
     check_loss_function,
@@ -89,6 +90,7 @@ def compile(
     world: World | None = None,
     rank: int | None = None,
     exchange: Exchange = "auto",
+    early_update: bool = True,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -157,6 +159,9 @@ def compile(
         exchange: how several workers send gradients to each other: "dense" for the sum of each whole bucket; "factors" for the
             factors of all gradients that have some (the two matrices of a linear layer's product, rows and indices of a table),
             from which every worker makes the sum; "auto" for what takes least time at the first call, for each gradient.
+        early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
+            connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
+            are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -168,6 +173,7 @@ def compile(
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
+    check_early_update(early_update, passes)
     dump_to = dump_directory(dump)
     program_workers = workers_of(world, rank)
     parsed = worker_devices(program_workers, devices)
@@ -204,6 +210,7 @@ def compile(
             fused_groups=optimizers.fused(parsed[0].torch_device.type),
             check_finite=check_finite,
             over_workers=program_workers.are_several,
+            early_update=early_update,
             **preferred,
         )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,10 +77,22 @@ class JointCalls:
             self.team.close()
             raise
 
-    def call(self) -> AbstractContextManager[None]:
-        """A block that is one training call, see `Team.call`."""
-        self._num_meetings = 0
-        return self.team.call(lambda: self._state.is_whole)
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A block that is one training call, see `Team.call`; what it leaves between two steps is guarded."""
+        self._num_meetings, known = 0, self._state.torn
+        try:
+            with self.team.call(lambda: self._state.is_whole, self._torn):
+                yield
+        finally:
+            torn = self._state.torn
+            if torn is not None and torn is not known:
+                torn.guard(self._options.model, self.optimizers.optimizers)
+
+    def _torn(self) -> str:
+        """Which buckets a step has updated that has left parameters between two steps; empty if none has."""
+        torn = self._state.torn
+        return torn.what if torn is not None and not torn.is_restored else ""
 
     @property
     def optimizers(self) -> OptimizerGroups:
@@ -102,7 +114,7 @@ class JointCalls:
         now = {name: id(tensor) for name, tensor in tensors.items()}
         if now.keys() != self._variables.said.keys():
             self._variables = _Facts(_shapes(tensors))
-        is_fresh = self._taken is None or not now.items() <= self._taken.items()
+        is_fresh = self._taken is None or not now.items() <= self._taken.items() or self.team.have_parted
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
         self._num_present = sum(number > 0 for number in num_examples)
@@ -144,7 +156,7 @@ class JointCalls:
                 stacklevel=users_stack_level(),
             )
         take_over_values(self.team, tensors, self.optimizers.optimizers, self._options.scaler, agreed.source)
-        self._taken = now
+        self._taken, self.team.have_parted = now, False
         return False
 
     def take_part(self, executor: Executor, last: Executor) -> None:
@@ -195,6 +207,7 @@ class JointCalls:
             loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
             dtype: of losses.
         """
+        self.team.end_updates()
         total = torch.zeros((), dtype=torch.float64)
         if loss is not None:
             total.copy_(loss.detach())

@@ -80,6 +80,7 @@ _TAKES = {
         "say 'dense', to send all gradients whole, 'factors', to send the factors of those that have some, or 'auto'",
         get_args(Exchange),
     ),
+    "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),
     "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }
 """By option. What is looked up or inspected is refused there: model, optimizer, devices, names of backends, links, front ends."""

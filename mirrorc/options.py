@@ -149,6 +149,19 @@ def check_exchange(exchange: Exchange, program_workers: workers.Workers, pipelin
         )
 
 
+def check_early_update(early_update: bool, passes: Any) -> None:
+    """Refuses an option that would have no effect.
+
+    Raises:
+        ValueError: a pipeline is given; names the remedy.
+    """
+    if not early_update and passes is not None:
+        raise ValueError(
+            "early_update=False has no part in a pipeline given with passes=: put "
+            "mirrorc.passes.ReduceOverWorkers(early_update=False) there"
+        )
+
+
 def check_replicas_option(check_replicas_every: int | None) -> int:
     """The number of steps between two comparisons of the replicas; 0 for none.
 

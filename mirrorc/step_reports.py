@@ -110,6 +110,7 @@ class StepReports(ABC):
         What forward or the loss read of modules outside of the model is named ``outside.``, and as they call it.
         """
         program, last = self.program, self._last
+        self._state.refuse_if_torn()
         if last is not None and not self._state.store.has(program):
             self._exclusively(lambda: last.state.take_over(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it

@@ -110,6 +110,7 @@ def default_pipeline(
     fused_groups: tuple[int, ...] = (),
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
+    early_update: bool = True,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -129,8 +130,11 @@ def default_pipeline(
         check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
+        early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
+    needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
+    needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),
@@ -150,7 +154,7 @@ def default_pipeline(
         InsertUpdate(),
         ScheduleOverlap(),
         ShareParameters(),
-        *([ReduceOverWorkers()] if over_workers else []),
+        *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),

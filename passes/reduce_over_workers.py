@@ -15,7 +15,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
@@ -32,8 +32,16 @@ class ReduceOverWorkers:
         commit(replica=0)                                       wait_0 = wait(rs_0, bucket=0, replica=0)
         wait_1 = wait(rs_1, bucket=1, replica=0)          ->    x_0    = exchange(wait_0, w_0, bucket=0, op=sum)
         update(wait_1, bucket=1, replica=0)                     (the same for bucket 1)
-        wait_0 = wait(rs_0, bucket=0, replica=0)                total_0 = wait(x_0, bucket=0, replica=0)
-        update(wait_0, bucket=0, replica=0)                     total_1 = wait(x_1, bucket=1, replica=0)
+        wait_0 = wait(rs_0, bucket=0, replica=0)                commit(early=True, replica=0)
+        update(wait_0, bucket=0, replica=0)                     total_0 = wait(x_0, bucket=0, replica=0)
+                                                                update(total_0, bucket=0, replica=0)
+                                                                total_1 = wait(x_1, bucket=1, replica=0)
+                                                                update(total_1, bucket=1, replica=0)
+
+    Without ``early_update``, or where all sums are needed before any update, sums come before the commit::
+
+                                                                total_0 = wait(x_0, bucket=0, replica=0)
+                                                                total_1 = wait(x_1, bucket=1, replica=0)
                                                                 commit(replica=0)
                                                                 update(total_1, bucket=1, replica=0)
                                                                 update(total_0, bucket=0, replica=0)
@@ -46,13 +54,21 @@ class ReduceOverWorkers:
     Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. The only device
     of a worker takes part with its packed bucket. A bucket's shares are waited for when the next bucket is launched, so that no
     device stands still for the slowest one while there is backward to run. All workers exchange in the order of the bucket
-    plan, which is the same on all of them, whatever devices they have: no two wait for each other's next exchange. A network may
-    fail, so exchanges end before the commit.
+    plan, which is the same on all of them, whatever devices they have: no two wait for each other's next exchange. All that can
+    fail on a worker by itself comes before its commit, at which all workers tell each other that they have come as far. After
+    an early commit, only a connection can fail; the runtime then knows which buckets were updated, and lets nobody use them.
 
     Needs: updates that are element-wise, of shares where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
+
+    Attributes:
+        early_update: whether each bucket is updated as soon as its own sum is there, while others are in flight.
+        needs_all_sums: what needs all sums before any update, such as ``clip_grad_norm``, so that none is made early; empty for
+            nothing.
     """
 
+    early_update: bool = True
+    needs_all_sums: str = ""
     name: str = field(default="reduce-over-workers", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
@@ -91,7 +107,22 @@ class ReduceOverWorkers:
                 for user in users:
                     user.replace_input_with(value, total)
             last = launch
-        return program.with_remarks(*_remarks(program))
+        is_early = self.early_update and not self.needs_all_sums and _update_early(graph)
+        return program.with_remarks(*_remarks(program), self._said_of_commit(is_early))
+
+    def _said_of_commit(self, is_early: bool) -> str:
+        order = "workers exchange in the order of the bucket plan, the same on all of them"
+        if is_early:
+            return (
+                f"{order}; they commit when all have launched everything, and update each bucket when its sum is there, while "
+                "others are in flight: if a connection is lost then, parameters are between two steps (early_update=False "
+                "commits after all sums)"
+            )
+        if self.early_update:
+            why = f"{self.needs_all_sums or 'what a pass has put before it'} needs them"
+        else:
+            why = "another worker may be gone (early_update=False)"
+        return f"{order}; all sums are waited for before the commit, because {why}"
 
 
 def _check(program: Program, bucket: Bucket) -> None:
@@ -173,14 +204,30 @@ def _gather(
     return launch
 
 
+def _update_early(graph: fx.Graph) -> bool:
+    """Moves waits for sums over workers behind the commits, and what takes each sum to its wait, in the order of the plan.
+
+    What takes several sums comes behind the last of them. Returns False, and leaves all as it is, if a commit needs a sum.
+    """
+    places: dict[fx.Node, int] = {}
+    for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
+        for wait in launch.users:
+            places |= dict.fromkeys((wait, *users_of_sum(wait)), number)
+    commits = list(calls_to(graph, ops.commit))
+    if not places or not places.keys().isdisjoint(commits):
+        return False
+    end = min(calls_to(graph, ops.write), default=graph.output_node())  # a step that fails leaves buffers alone
+    for node in sorted(places, key=lambda node: (places[node], node)):
+        end.prepend(node)
+    for commit in commits:
+        commit.kwargs = {**commit.kwargs, "early": True}
+    return True
+
+
 def _remarks(program: Program) -> list[str]:
     dense = [bucket for bucket in program.buckets if not bucket.is_sent_as_factors]
-    order = (
-        "workers exchange in the order of the bucket plan, the same on all of them; all sums are waited for before the commit, "
-        "because another worker may be gone"
-    )
     gathered = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
-    return [*([_said(program, dense)] if dense else []), *([_said_of(program, gathered)] if gathered else []), order]
+    return [*([_said(program, dense)] if dense else []), *([_said_of(program, gathered)] if gathered else [])]
 
 
 def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:

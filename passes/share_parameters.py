@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copied
 from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.ir.nodes import calls_to, is_computed, replica_of
+from mirrorc.ir.nodes import calls_to, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
@@ -124,24 +123,13 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
         wait.args = (scatter,)
         set_type(program, wait)
         end.prepend(wait)
-        used_by = _users_of(wait)
+        used_by = users_of_sum(wait)
         for node in used_by if start < stop else ():
             end.prepend(node)
             set_type(program, node)
         for node in reversed(used_by) if start == stop else ():
             graph.erase_node(node)  # in a small bucket, the shares of some replicas are empty
     graph.erase_node(all_reduce)
-
-
-def _users_of(wait: fx.Node) -> list[fx.Node]:
-    """What is computed of a value, parts of results included, and the updates that take it, in program order."""
-    found: dict[fx.Node, None] = {}
-    waiting = [wait]
-    while waiting:
-        users = waiting.pop().users
-        found.update(dict.fromkeys(users))
-        waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
-    return sorted(found)
 
 
 def _erase(node: fx.Node) -> None:

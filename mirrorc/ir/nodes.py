@@ -96,6 +96,22 @@ def origin_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_early(commit: fx.Node) -> bool:
+    """Whether a commit comes before sums over workers."""
+    return bool(commit.kwargs.get("early"))
+
+
+def users_of_sum(wait: fx.Node) -> list[fx.Node]:
+    """What is computed of a value that is waited for, parts of results included, and what takes it then, in program order."""
+    found: dict[fx.Node, None] = {}
+    waiting = [wait]
+    while waiting:
+        users = waiting.pop().users
+        found.update(dict.fromkeys(users))
+        waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
+    return sorted(found)
+
+
 def name_of(node: fx.Node) -> str:
     """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))

@@ -321,13 +321,14 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     value="computed",
     called="met",
 )
-def commit(*found: Any, otherwise: str | None = None, replica: int) -> Any:
+def commit(*found: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
     """Waits until every replica has come here: the step is then decided, and nothing stops it any more.
 
     What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
     If a truth value among the operands of any replica is false, no replica goes on: ``otherwise`` says whether the step then
     raises an error (``raise``) or returns its loss (``skip``). Numbers among the operands are exchanged: the result has a row
-    for each, with the numbers of all replicas in order.
+    for each, with the numbers of all replicas in order. An ``early`` commit comes before sums over several workers, whose
+    buckets are in flight: a lost connection can still fail the step then, and it may have updated a part of its buckets.
     """
 
 

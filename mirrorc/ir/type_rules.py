@@ -264,6 +264,9 @@ def of_commit(program: Program, node: fx.Node) -> ValueType:
     otherwise = node.kwargs.get("otherwise")
     if otherwise not in (OTHERWISE if truths else (None, *OTHERWISE)):
         raise TypeError(f"its keyword otherwise is {otherwise!r}, with {len(truths)} truth values")
+    early = node.kwargs.get("early", False)
+    if not isinstance(early, bool):
+        raise TypeError(f"its keyword early is {early!r}, neither True nor False")
     if not numbers:
         return None
     dtype = functools.reduce(torch.promote_types, [kind[3] for kind in numbers])

@@ -19,6 +19,7 @@ from mirrorc.ir.nodes import (
     bucket_of,
     calls_to,
     is_compute,
+    is_early,
     is_of,
     is_region_call,
     origin_of,
@@ -133,7 +134,10 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     what = "accumulated gradients" if program.accumulates else what
     who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
-    lines = {commit: [f"{what} may be written from here on: {who}, and nothing stops the step{here} any more"]}
+    rest = f"nothing stops the step{here} any more"
+    if is_early(commit):
+        who, rest = f"{who}, as on all other workers", "only a lost connection stops the step any more"
+    lines = {commit: [f"{what} may be written from here on: {who}, and {rest}"]}
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")

@@ -28,6 +28,7 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
+from mirrorc.runtime.execution.update_progress import UpdateProgress
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
@@ -53,6 +54,7 @@ class Binder:
         communicators: the communicators by link.
         commit: where the replicas decide on a step.
         outputs: what the replicas hand to the caller.
+        progress: notes the updates of a program that commits early; None for any other.
 
     Attributes:
         parts: which parts of buckets the program's values hold.
@@ -70,10 +72,11 @@ class Binder:
         communicators: Mapping[str, Communicator],
         commit: CommitPoint,
         outputs: StepOutputs,
+        progress: UpdateProgress | None = None,
     ) -> None:
         self.program, self.regions, self.state = program, regions, state
         self._constants, self._communicators, self._commit = constants, communicators, commit
-        self._outputs = outputs
+        self._outputs, self._progress = outputs, progress
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
@@ -85,7 +88,10 @@ class Binder:
             return self.regions[replica][str(node.target)]
         if node.target is operator.getitem or is_compute(node):
             return node.target
-        return binds.of(node.target)(self, replica, node)
+        bound = binds.of(node.target)(self, replica, node)
+        if self._progress is not None and node.target in ops.UPDATES:
+            return self._progress.noting(node, bound)
+        return bound
 
     @binds(ops.read)
     def _bind_read(self, replica: int, node: fx.Node) -> Constant | Callable[..., torch.Tensor]:

@@ -34,10 +34,12 @@ from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
+from mirrorc.runtime.execution.update_progress import progress_of
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.exchanges import exchanges_of
 from mirrorc.runtime.workers.team import Team
 from mirrorc.torch_internals import is_plain_thread
@@ -77,9 +79,13 @@ class Executor:
         self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
         self._is_exchanged = team is not None  # others' rows come into the buckets
-        self.commit.agree = team.vote if team is not None else None
+        self._progress = progress_of(program)
+        is_early = self._progress is not None
+        self.commit.agree = functools.partial(team.vote, is_early=is_early) if team is not None else None
         self.outputs = StepOutputs(program)
-        self._binder = Binder(program, regions, state, constants, self._communicators, self.commit, self.outputs)
+        self._binder = Binder(
+            program, regions, state, constants, self._communicators, self.commit, self.outputs, self._progress
+        )
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
         self.trial = InterleavingTrial(can_interleave(program))
@@ -88,6 +94,11 @@ class Executor:
         self._stopping = threading.Lock()  # so that nobody stops a step that is cleaned up after
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds, self._layout, self._losses = timeout_seconds, -1, Losses(program, state)
+
+    @property
+    def _torn(self) -> str:
+        """Which buckets the last step has updated, if it has failed behind an early commit; else empty."""
+        return self._progress.told() if self._progress is not None and self._progress.has_begun else ""
 
     @property
     def needs_seed(self) -> bool:
@@ -157,6 +168,8 @@ class Executor:
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
+        if self._progress is not None:
+            self._progress.begin()
         results: list[tuple[bool, Any] | None] = []
         loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
         try:
@@ -168,14 +181,14 @@ class Executor:
                 completed(functools.partial(self._finish, results, weights, 0.0, number))
             else:
                 self._give_up(pool)
-                note_if_torn(error, self.program, self.commit.is_committed)
+                note_if_torn(error, self.program, self.commit.is_committed, self._torn)
             raise
         if not self._is_done(results):
             self._give_up(pool)
             if guard.raised is not None and not self.commit.is_committed:
                 raise guard.raised
             failures = {replica: result[1] for replica, result in enumerate(results) if result and not result[0]}
-            raise explain_failure(self.program, failures, self.commit.is_committed)
+            raise explain_failure(self.program, failures, self.commit.is_committed, self._torn)
         if guard.raised is not None:
             raise guard.raised
         return loss
@@ -307,8 +320,12 @@ class Executor:
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
                 pool.is_stuck = True  # no further step may use its memory
-        if self.state.abandon(has_committed=self.commit.is_committed):
+        is_untouched = self._progress is not None and not self._progress.has_begun
+        if self.state.abandon(has_committed=self.commit.is_committed and not is_untouched):
             self.commit.revoke()
+        elif self._progress is not None:
+            assert isinstance(self.state, StepState), "a program that commits early trains"
+            self.state.tear(self._progress.told())
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return
         self._forget_step()

@@ -14,13 +14,16 @@ from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
 
 
-def explain_failure(program: Program, failures: Mapping[int, BaseException], has_committed: bool) -> MirrorcError:
+def explain_failure(
+    program: Program, failures: Mapping[int, BaseException], has_committed: bool, torn: str = ""
+) -> MirrorcError:
     """The error to raise for a step, or another call, that failed.
 
     Args:
         program: what has run.
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
         has_committed: whether the step had committed, so that variables may have changed.
+        torn: which buckets it has updated, if it had committed before all sums were there.
     """
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
@@ -36,7 +39,7 @@ def explain_failure(program: Program, failures: Mapping[int, BaseException], has
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     at = f", at {line}" if line else ""
-    state = f"It had committed. {_what_may_be_torn(program)}" if has_committed else "No parameter was changed."
+    state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas
         explained = NonFiniteError(f"{error}. {state}")
@@ -58,14 +61,16 @@ def _advice(nodes: Sequence[fx.Node], line: str) -> str:
     return f"Check this step's batch{' and that line' if line else ''}{hint}."
 
 
-def note_if_torn(error: BaseException, program: Program, has_committed: bool) -> None:
+def note_if_torn(error: BaseException, program: Program, has_committed: bool, torn: str = "") -> None:
     """Adds to what has interrupted a call, and is raised as it is, what may have been done in part."""
     if has_committed:
-        error.add_note(f"mirrorc's step was interrupted when it had committed. {_what_may_be_torn(program)}")
+        error.add_note(f"mirrorc's step was interrupted when it had committed. {_what_may_be_torn(program, torn)}")
 
 
-def _what_may_be_torn(program: Program) -> str:
+def _what_may_be_torn(program: Program, torn: str) -> str:
     """What a program that fails behind its commit may have written in part, and what to do."""
+    if torn:
+        return f"Parameters are between those before and those after this step: {torn}. Load a checkpoint of model and optimizer."
     if program.trains and not program.accumulates:
         return "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."
     writes_buffers = any(v.synchronization is Synchronization.PER_REPLICA for v in program.variables.values())

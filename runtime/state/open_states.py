@@ -14,6 +14,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.printing.wording import listed
 from mirrorc.runtime.state.held_state import HeldState, Hold
+from mirrorc.runtime.state.torn_state import refuse_torn
 from mirrorc.runtime.state.variables import VariableStore
 
 _held: weakref.WeakSet[HeldState] = weakref.WeakSet()
@@ -65,11 +66,13 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
 
 
 def begin_use(held: HeldState) -> None:
-    """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices.
+    """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices, and
+    to use what a step has left between two steps.
 
     Raises:
-        ExecutionError: names the first variable, the devices and the remedy.
+        ExecutionError: names the first variable, the devices and the remedy; or see `mirrorc.runtime.state.torn_state`.
     """
+    refuse_torn(held.store.names.keys())
     held.free_forgotten()
     if not held.is_used:
         _refuse_elsewhere(held, held.store.tensors.values(), ())

@@ -20,6 +20,7 @@ from mirrorc.runtime.state.layout import Layout, Moved
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_variables import StepVariables
+from mirrorc.runtime.state.torn_state import TornState, refuse_torn
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -37,6 +38,7 @@ class StepState:
         loss_scale: what the loss is multiplied by; None for nothing.
         accumulated: the gradients of calls since the last update.
         told: what the last step told its caller, by name, such as the norm of its gradients.
+        torn: what a step has left between two steps, whether it is restored by now or not; None if none has.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -47,6 +49,7 @@ class StepState:
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
+        self.torn: TornState | None = None
 
     @property
     def _held(self) -> HeldState:
@@ -261,6 +264,24 @@ class StepState:
         if kept is None:
             self.accumulated.clear()  # they may have been used in part
         return kept is not None
+
+    def tear(self, what: str) -> None:
+        """Records that the step that was abandoned has updated a part of its buckets; ``what`` says which.
+
+        Until the user has restored parameters and optimizers, nothing spreads what the first replica has, see `TornState`.
+        """
+        groups, tensors = self.optimizers.groups, self.store.tensors
+        trained = groups.parameters()
+        own = {name: tensor for name, tensor in tensors.items() if id(tensor) in trained}
+        self.torn = TornState(what, own, groups.optimizers)
+
+    def refuse_if_torn(self) -> None:
+        """Refuses to show variables that a step has left between two steps.
+
+        Raises:
+            ExecutionError: see `mirrorc.runtime.state.torn_state.TornState.refuse`.
+        """
+        refuse_torn(self._held.store.names.keys())
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
         """Whether the gradient buckets still hold what this writer has left there.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from mirrorc.runtime.workers.watcher import Failure, Watcher
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
 _LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others
 _LONGEST_TEXT = 600  # of an error that is told to the others
-_BEFORE, _VOTING, _COMMITTED, _DONE = "before", "voting", "committed", "done"
+_BEFORE, _VOTING, _UPDATING, _COMMITTED, _DONE = "before", "voting", "updating", "committed", "done"
 _IN_WORDS = {
     "call": "the number of their training calls",
     "schedule": "what their programs exchange",
@@ -40,6 +41,8 @@ _IN_WORDS = {
     "modes": "which of their modules are in training mode",
 }
 _RESTART = "End all workers, and start them again from a checkpoint"
+_RESTORE = "Load a checkpoint into model and optimizer on all workers, and call the step again"
+_WHAT_IS_SAID_ONCE = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
 
 Facts = Callable[[], Mapping[str, object]]
 """Gives what a worker has where workers differ, by name."""
@@ -62,6 +65,8 @@ class Team:
         num_calls: how many training calls have begun.
         seconds_per_byte: how long the link takes for a byte that each worker sends, as measured when it was opened.
         timeout_seconds: as given.
+        have_parted: whether a step has failed when some workers may have updated, and others not, or in part: before the next,
+            all take over the values of one worker.
         row_counts: of each worker by rank, the numbers of rows of the factors that it sends in this step, as
             `mirrorc.analysis.sent_factors.row_counts` gives them.
     """
@@ -78,6 +83,8 @@ class Team:
         self._lanes: list[Lane] = []  # for words, and for buckets
         self._failures: list[Failure] = []  # which others have published, in their order
         self._stage = _BEFORE
+        self._is_early = False  # whether the step that runs commits before all sums are there
+        self.have_parted = False
         self._why_over = ""  # why no further step can be made
         self._are_all_raising = False
         self._last_call = [0]
@@ -88,25 +95,26 @@ class Team:
     # A call, from its beginning to its end
 
     @contextmanager
-    def call(self, is_whole: Callable[[], bool]) -> Iterator[None]:
+    def call(self, is_whole: Callable[[], bool], torn: Callable[[], str] = str) -> Iterator[None]:
         """A block that is one training call: what is raised in it, on any worker, ends the call on all of them.
 
         Args:
             is_whole: whether variables and optimizers are those of some step, asked when a call has failed behind its commit.
+            torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
 
         Raises:
             CommunicationError: another worker has failed; names it, and what has happened to it.
         """
         self.num_calls += 1
         self._last_call[0] = self.num_calls
-        self._stage, self._are_all_raising = _BEFORE, False
+        self._stage, self._is_early, self._are_all_raising = _BEFORE, False, False
         if self._why_over:
             raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
         try:
             self._open()
             yield
         except BaseException as error:
-            raised = self._explain(error, is_whole)
+            raised = self._explain(error, is_whole, torn)
             if raised is error:
                 raise
             raise raised from error
@@ -121,8 +129,8 @@ class Team:
         if self._lanes and not self._why_over:
             self.num_calls += 1
             self._last_call[0] = self.num_calls
-            self._stage, self._are_all_raising = _BEFORE, False
-            self._explain(error, lambda: True)
+            self._stage, self._is_early, self._are_all_raising = _BEFORE, False, False
+            self._explain(error, lambda: True, str)
 
     def _open(self) -> None:
         """Opens the connections, if there are none.
@@ -156,7 +164,7 @@ class Team:
             for lane in lanes:
                 lane.cut()
 
-    def _explain(self, error: BaseException, is_whole: Callable[[], bool]) -> BaseException:
+    def _explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
         """The error to raise for a call that has failed; the other workers know of it, or are told."""
         is_own = not isinstance(error, LostConnectionError | StepStoppedError) or (
             isinstance(error, StepStoppedError) and self._failure is None
@@ -167,35 +175,55 @@ class Team:
         if is_own:
             said = " ".join(f"{error}"[:_LONGEST_TEXT].split()).rstrip(".")
             text = f"it raised {type(error).__name__}{': ' if said else ''}{said}"
-            known = Failure(self.cluster.rank, self.num_calls, text, had_voted=self._stage != _BEFORE)
-            if self._stage != _BEFORE:
+            known = Failure(self.cluster.rank, self.num_calls, text, False, self._stage != _BEFORE, self._is_before_end)
+            if self._stage not in (_BEFORE, _UPDATING):
                 self._why_over = "this worker's step has failed when it had told the others that it takes place"
             elif isinstance(error, StepStoppedError):
                 self._why_over = "this worker's step was closed"
         else:
             known = self._failure or self._judge(error)
-            if self._stage == _VOTING and (known.had_voted or known.is_final):
-                self._why_over = (
-                    "a connection broke while they agreed on a step, and it is not known which of them have made it"
-                )
-            elif known.is_final or self._stage in (_COMMITTED, _DONE):
-                self._why_over = self._text(known)
+            self._why_over = self._why_over_after(known)
         if is_own and not was_known:
             self._watcher.publish(dataclasses.replace(known, is_final=bool(self._why_over)))
         elif self._why_over and not known.is_final:  # the others can go on without this one as little
             text = f"it cannot go on: {self._why_over}"
             self._watcher.publish(Failure(self.cluster.rank, self.num_calls, text, True, self._stage != _BEFORE))
         self._close_lanes()
+        none_has_committed = self._stage == _VOTING and not (known.had_voted or known.is_final)
+        has_parted = self._is_early and not none_has_committed
+        self.have_parted = self.have_parted or has_parted
         if is_own:
             return error
-        if self._stage != _COMMITTED:
-            state = "No parameter was changed."
-        elif is_whole():
-            state = "It had committed here: parameters are those after this step."
-        else:
-            state = "It had committed: parameters may have been updated in part, so load a checkpoint."
-        remedy = _RESTART if self._why_over else "The step may be called again, on all workers"
+        remedy = (
+            _RESTART if self._why_over else _RESTORE if has_parted else "The step may be called again, on all workers"
+        )
+        state = self._state_after_failure(is_whole, torn, has_parted=has_parted)
         return CommunicationError(f"training call {self.num_calls} has failed: {self._text(known)}. {state} {remedy}.")
+
+    def _why_over_after(self, known: Failure) -> str:
+        """Why no further step can be made after a call that another worker has ended; empty if one can."""
+        has_ended_nowhere = self._is_before_end or known.before_end
+        if self._stage == _VOTING and (known.had_voted or known.is_final) and not has_ended_nowhere:
+            return "a connection broke while they agreed on a step, and it is not known which of them have made it"
+        is_over = known.is_final or (self._stage in (_COMMITTED, _DONE) and not has_ended_nowhere)
+        return self._text(known) if is_over else ""
+
+    @property
+    def _is_before_end(self) -> bool:
+        """Whether this worker has committed early, or is about to, and has not told its loss: no worker ends the call without."""
+        return self._is_early and self._stage in (_VOTING, _UPDATING)
+
+    def _state_after_failure(self, is_whole: Callable[[], bool], torn: Callable[[], str], *, has_parted: bool) -> str:
+        """Says whether a call that another worker has ended has changed anything here."""
+        if self._stage == _UPDATING and (what := torn()):
+            return f"It had committed: parameters are between those before and those after this step: {what}."
+        if has_parted and self._is_before_end:
+            return "No parameter was changed here, but other workers may have updated some."
+        if self._stage != _COMMITTED:
+            return "No parameter was changed."
+        if is_whole():
+            return "It had committed here: parameters are those after this step."
+        return "It had committed: parameters may have been updated in part, so load a checkpoint."
 
     def _close_lanes(self) -> None:
         have_ended = [lane.close() for lane in self._lanes]
@@ -215,7 +243,7 @@ class Team:
         silent = self._watcher.find_silent(self._has_failure)
         if self._failure is not None:  # published meanwhile
             return self._failure
-        seen = str(error).partition(". No parameter was changed")[0].rstrip(".")  # that is said once, at the end
+        seen = _WHAT_IS_SAID_ONCE.sub("", str(error)).rstrip(".")  # that is said at the end
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
@@ -225,7 +253,7 @@ class Team:
         if silent:
             others = f", nor {numbered('worker', silent[1:])}" if silent[1:] else ""
             rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs ({seen})"
-        found = Failure(rank, self.num_calls, text, bool(silent), had_voted=self._stage != _BEFORE)
+        found = Failure(rank, self.num_calls, text, bool(silent), self._stage != _BEFORE, self._is_before_end)
         self._watcher.publish(found, num_silent=len(silent))
         return found
 
@@ -282,21 +310,26 @@ class Team:
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
-    def vote(self, takes_place: bool) -> None:
+    def vote(self, takes_place: bool, *, is_early: bool = False) -> None:
         """Returns when all workers have done all of the step that can fail, and decide alike; from then on it is decided.
 
         Args:
             takes_place: whether the step takes place; otherwise it is skipped.
+            is_early: whether sums are still to come, and updates are made meanwhile, until `end_updates`.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
             CommunicationError: the workers decide differently.
         """
         votes = torch.tensor([float(takes_place)])
-        self._stage = _VOTING
+        self._stage, self._is_early = _VOTING, is_early
         self._tell(lambda group: group.all_reduce(votes))
         if votes.item() not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
+        self._stage = _UPDATING if is_early else _COMMITTED
+
+    def end_updates(self) -> None:
+        """Called when this worker has all sums, and has updated; then it tells the others its loss."""
         self._stage = _COMMITTED
 
     def finish(self) -> None:

@@ -40,6 +40,8 @@ class Failure:
         text: what has happened to it, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on; otherwise all may call their steps again.
         had_voted: whether it had agreed to the step before, so that others may have made it.
+        before_end: whether it came before this worker had all sums of a step that updates early, so that no worker can have ended
+            that step: then all go on together, once what was updated in part is restored.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Failure:
     text: str
     is_final: bool = False
     had_voted: bool = False
+    before_end: bool = False
 
     def ends(self, call: int) -> bool:
         """Whether it ends a call, given by its number."""

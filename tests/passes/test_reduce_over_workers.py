@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from fuzzing import fuzzed
@@ -13,6 +15,7 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Property
 from mirrorc.passes import LowerDevices, ReduceOverWorkers, default_pipeline
+from mirrorc.passes.reduce_over_workers import _update_early
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -49,7 +52,81 @@ def test_each_bucket_is_exchanged_in_the_order_of_the_plan_and_updated_from_the_
     for update in targets(graph, ops.update):
         (total,) = update.all_input_nodes
         assert total.target is ops.wait and total.args[0].target is ops.exchange  # type: ignore[union-attr]
-        assert total < min(targets(graph, ops.commit)) < update
+        assert min(targets(graph, ops.commit)) < total < update
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_bucket_is_updated_when_its_own_sum_is_there(devices: int) -> None:
+    program = ReduceOverWorkers().run(before(World(2, devices), 1))
+    verify(program)
+    graph = program.mirrored_graph
+    assert all(commit.kwargs["early"] for commit in targets(graph, ops.commit))
+    waits = [node for node in targets(graph, ops.wait) if node.args[0].target is ops.exchange]  # type: ignore[union-attr]
+    last = max(targets(graph, ops.commit))
+    assert max(targets(graph, ops.exchange)) < last < min(waits)
+    assert buckets(sorted([*waits, *targets(graph, ops.update)])) == sorted(
+        buckets([*waits, *targets(graph, ops.update)])
+    )
+    assert "while others are in flight: if a connection is lost then" in program.remarks[-1].text
+
+
+@pytest.mark.parametrize(
+    ("compiler_pass", "why"),
+    [
+        (ReduceOverWorkers(early_update=False), "another worker may be gone (early_update=False)"),
+        (ReduceOverWorkers(needs_all_sums="clip_grad_norm"), "clip_grad_norm needs them"),
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_all_sums_are_waited_for_before_the_commit(compiler_pass: ReduceOverWorkers, why: str, devices: int) -> None:
+    program = compiler_pass.run(before(World(2, devices), 1))
+    verify(program)
+    graph = program.mirrored_graph
+    assert not any("early" in commit.kwargs for commit in targets(graph, ops.commit))
+    assert max(targets(graph, ops.wait)) < min(targets(graph, ops.commit)) < min(targets(graph, ops.update))
+    assert program.remarks[-1].text.endswith(f"all sums are waited for before the commit, because {why}")
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"scales_loss": True}, {"check_finite": True}])
+def test_what_looks_at_all_sums_has_them_before_the_commit(options: dict[str, Any]) -> None:
+    program = every_stage(captured(World(2, 2), 0), over_workers=True, **SMALL_BUCKETS, **options)["lower-devices"]
+    verify(program)
+    for graph in program.graphs():
+        assert max(targets(graph, ops.wait)) < targets(graph, ops.commit)[0] < min(targets(graph, ops.update))
+
+
+def test_a_bound_of_each_element_needs_no_other_sum() -> None:
+    program = every_stage(captured(World(2), 0), over_workers=True, **SMALL_BUCKETS, max_grad_value=1.0)[
+        "lower-devices"
+    ]
+    graph = program.graphs()[0]
+    assert max(targets(graph, ops.commit)) < min(targets(graph, ops.wait))
+
+
+def test_what_takes_several_sums_comes_behind_the_last() -> None:
+    program = before(World(2), 0)
+    updates = targets(program.mirrored_graph, ops.update)
+    plain = ReduceOverWorkers(early_update=False).run(program)
+    graph = plain.mirrored_graph
+    sums = targets(graph, ops.wait)
+    assert len(sums) == len(updates) == 3
+    first, last = targets(graph, ops.update)[0], sums[-1]
+    mixed = insert(
+        plain, first, torch.ops.aten.add.Tensor, (sums[0], insert(plain, first, torch.ops.aten.sum.default, (last,)))
+    )
+    first.replace_input_with(sums[0], mixed)
+    assert _update_early(graph)
+    graph.lint()
+    assert max(targets(graph, ops.wait)) < first
+
+
+def test_a_commit_that_takes_a_sum_stays_behind_all() -> None:
+    graph = ReduceOverWorkers(early_update=False).run(before(World(2), 0)).mirrored_graph
+    (commit,) = targets(graph, ops.commit)
+    commit.args = (targets(graph, ops.wait)[0],)
+    order = list(graph.nodes)
+    assert not _update_early(graph)
+    assert list(graph.nodes) == order and "early" not in commit.kwargs
 
 
 def test_a_worker_with_one_device_exchanges_what_it_has_packed() -> None:

@@ -140,12 +140,14 @@ def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
     return "schedule-overlap", mutate
 
 
-def over_workers(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+def over_workers(
+    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any
+) -> Mutation:
     """A change of worker 1's program, which has two of the devices of three workers."""
 
     def mutate(_: Program) -> Program:
         captured = handmade(2, WEIGHTS).evolve(workers=World(3, (1, 2, 1)).worker(1))
-        program = every_stage(captured, over_workers=True, **CAPS)[pass_name]
+        program = every_stage(captured, over_workers=True, **CAPS, **options)[pass_name]
         verify(program)
         return change(program) or program
 
@@ -1163,9 +1165,13 @@ BAD: dict[str, list[Mutation]] = {
         at("schedule-overlap", update_early),
         whole("lower-devices", optimize_before_the_commit),
         over_workers(on_all_devices(lambda graph: first(graph, ops.exchange).append(first(graph, ops.commit)))),
+        over_workers(on_all_devices(lambda graph: with_kwargs(first(graph, ops.commit), early=False))),
+        over_workers(lambda program: with_kwargs(first(program.graphs()[1], ops.commit), early=False)),
         over_workers(
-            on_all_devices(lambda graph: first(graph, ops.commit).append(next(iter(first(graph, ops.exchange).users))))
+            on_all_devices(lambda graph: first(graph, ops.commit).append(next(iter(first(graph, ops.exchange).users)))),
+            early_update=False,
         ),
+        on_every_device("lower-devices", lambda graph: with_kwargs(first(graph, ops.commit), early=True)),
     ],
     "every_bucket_is_updated_once": [
         whole("lower-collectives", send_gradients),

@@ -200,6 +200,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             "step": repr(step),
             "gathered": str(step.program).count("= gather_factors(") if is_trained else 0,
             "explained": str(step.explain()) if is_trained else "",
+            "program": str(step.program) if is_trained else "",
         }
         if given.get("evaluates"):
             told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))

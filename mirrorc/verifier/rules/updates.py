@@ -12,7 +12,7 @@ from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, owners_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
 from mirrorc.verifier.rule import Order, rule
@@ -26,6 +26,8 @@ from mirrorc.verifier.rules.programs import (
     writes_variables,
     written_buckets,
 )
+
+_EARLY_COMMIT = ("early commit", 0)
 
 
 @rule(since=Stage.UPDATED)
@@ -86,8 +88,11 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
     """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
-    operators on variables), and before everything that writes a variable."""
+    operators on variables), and before everything that writes a variable. Only waits for sums over workers may follow an early
+    commit; all replicas commit early, or none does, and only where workers exchange sums."""
     variables = ViewedVariables(program)
+    yield from _early_alike(program)
+    early = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
     for where, graph, replicas in scopes(program):
         commits = Counter(replica_of(node) for node in calls_to(graph, ops.commit))
         for replica in replicas:
@@ -102,19 +107,35 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
                 committed.add(replica)
             elif replica not in committed and writes_variables(node):
                 yield Violation(f"{node.name} on {where(replica)} writes variables before the commit", node)
-            elif committed and _can_fail(variables, node):
+            elif committed and _can_fail(variables, node) and not (early and _is_sum_over_workers(node)):
                 is_of_all = node.target in ops.REDUCTIONS or node.target in ops.EXCHANGES
                 early = committed if is_of_all else committed & {replica}
                 for one in sorted(early, key=str)[:1]:
                     yield Violation(f"{node.name} on {where(one)} can fail, but comes after the commit", node)
 
 
+def _early_alike(program: Program) -> Iterator[Violation]:
+    """What is wrong with which commits are early."""
+    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
+    early = [node for node in commits if is_early(node)]
+    if early and len(early) < len(commits):
+        late = next(node for node in commits if not is_early(node))
+        yield Violation(f"{early[0].name} is an early commit, and {late.name} is not: replicas commit together", late)
+    if early and not any(node for _, graph, _ in scopes(program) for node in calls_to(graph, *ops.EXCHANGES)):
+        yield Violation(f"{early[0].name} is an early commit, but no sum over workers is in flight", early[0])
+
+
 def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
     if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
         return True
-    if node.target in ops.EXCHANGES or any(source.target in ops.EXCHANGES for source in node.all_input_nodes):
+    if node.target in ops.EXCHANGES or _is_sum_over_workers(node):
         return True  # another worker may be gone, which a wait finds out
     return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
+
+
+def _is_sum_over_workers(node: fx.Node) -> bool:
+    """Whether a node waits for what workers exchange."""
+    return any(source.target in ops.EXCHANGES for source in node.all_input_nodes)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -161,7 +182,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any."""
+    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any, or
+    makes an early commit, to which each device comes after that."""
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
         return
@@ -179,6 +201,8 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
             if node.target is ops.wait:
                 source = node.args[0]
                 is_safe = is_safe or (isinstance(source, fx.Node) and tag(source) in late)
+            elif node.target is ops.commit:
+                is_safe = is_safe or _EARLY_COMMIT in late
             elif not is_safe and shared.intersection(written_buckets(node)):
                 yield Violation(
                     f"{node.name} on {where_name} may write parameters that another device still reads", node
@@ -186,12 +210,15 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> set[tuple[str, int]]:
-    """The reductions that a device launches after its last region and its last operator on a variable or a view of one."""
+    """The reductions that a device launches after its last region and its last operator on a variable or a view of one; and its
+    early commit, if that comes after them."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:
             is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
-    return {
+    found = {
         tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
     }
+    commits = any(node.target is ops.commit and is_early(node) for node in nodes[last + 1 :])
+    return found | {_EARLY_COMMIT} if commits else found

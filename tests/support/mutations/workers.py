@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import SentFactors
-from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.nodes import calls_to, is_early, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
 from mutations.places import placed_nodes
@@ -124,12 +124,38 @@ def gather_what_all_send_whole(program: Program) -> Iterator[Edit]:
 
 @breaks
 def wait_for_other_workers_after_the_commit(program: Program) -> Iterator[Edit]:
-    """A device commits before the other workers' sums are there, one of which may have failed."""
+    """A device commits before the other workers' sums are there, one of which may have failed, and is not said to do so."""
     for launch in placed_nodes(program, *ops.EXCHANGES):
         for wait in launch.users:
             commits = [c for c in calls_to(launch.graph, ops.commit) if replica_of(c) == replica_of(wait)]
-            if all(commits[0] < user for user in wait.users):
+            if not is_early(commits[0]) and all(commits[0] < user for user in wait.users):
                 yield partial(commits[0].append, wait)
+
+
+@breaks
+def commit_early_unsaid(program: Program) -> Iterator[Edit]:
+    """One device's commit before the other workers' sums is not said to be early, or no device's is."""
+    commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit) if is_early(node)]
+
+    def edit(some: list[fx.Node]) -> None:
+        for commit in some:
+            commit.kwargs = {name: value for name, value in commit.kwargs.items() if name != "early"}
+
+    for some in [*([commit] for commit in commits), commits] if commits else ():
+        yield partial(edit, some)
+
+
+@breaks
+def commit_early_alone(program: Program) -> Iterator[Edit]:
+    """Commits are said to be early where no worker exchanges anything."""
+    commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
+
+    def edit() -> None:
+        for commit in commits:
+            commit.kwargs = {**commit.kwargs, "early": True}
+
+    if commits and not _exchanges(program.graphs()[0]):
+        yield edit
 
 
 @breaks

@@ -1,0 +1,77 @@
+"""Knows which buckets a step has updated, where updates come before all sums are there and a lost connection may end it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, is_early
+from mirrorc.ir.program import Program
+from mirrorc.printing.wording import numbered
+
+
+class UpdateProgress:
+    """Notes the updates of the step that runs; devices do so from their own threads.
+
+    Args:
+        program: a LOWERED program that commits early.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._num_buckets = len(program.buckets)
+        graphs = program.graphs()
+        self._wanted = Counter(bucket for graph in graphs for node in _updates(graph) for bucket in _buckets_of(node))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step, which has updated nothing."""
+        self._begun: list[int] = []  # appending is one operation, whatever the thread
+        self._done: list[int] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update of the step has begun, so that a bucket may be another one than before it."""
+        return bool(self._begun)
+
+    def noting(self, node: fx.Node, update: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of an update that notes when it begins and when it is done."""
+        buckets = _buckets_of(node)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._begun.extend(buckets)
+            result = update(*args, **kwargs)
+            self._done.extend(buckets)
+            return result
+
+        return run
+
+    def told(self) -> str:
+        """Which buckets the step has updated, in a clause: "buckets 0 and 1 of 4 were updated, bucket 2 in part"."""
+        done = Counter(self._done)
+        whole = sorted(bucket for bucket, number in self._wanted.items() if done[bucket] == number)
+        in_part = sorted(set(self._begun) - set(whole))
+        number, verb = f"of {self._num_buckets}", "was" if len(whole or in_part) == 1 else "were"
+        if not whole:
+            return f"{numbered('bucket', in_part)} {number} {verb} updated in part"
+        more = f", {numbered('bucket', in_part)} in part" if in_part else ""
+        return f"{numbered('bucket', whole)} {number} {verb} updated{more}"
+
+
+def progress_of(program: Program) -> UpdateProgress | None:
+    """What notes the updates of a lowered program, if it commits early."""
+    commits = (node for graph in program.graphs() for node in calls_to(graph, ops.commit))
+    return UpdateProgress(program) if any(map(is_early, commits)) else None
+
+
+def _updates(graph: fx.Graph) -> list[fx.Node]:
+    return list(calls_to(graph, *ops.UPDATES))
+
+
+def _buckets_of(node: fx.Node) -> tuple[int, ...]:
+    """The buckets that an update writes."""
+    several: Any = node.kwargs.get("buckets")
+    return tuple(several) if several is not None else (bucket_of(node),)

@@ -1,0 +1,124 @@
+"""Buckets that are updated while others are in flight: a failure in between leaves parameters between two steps, and says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_processes import free_port, outcomes, told
+from worker_training import reference
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {"devices": [1, 1], "sizes": [[4, 3]], "culprit": 1},
+    "2 x 2, the chief": {"devices": [2, 2], "sizes": [[4, 3]], "culprit": 0, "optimizer": "SGD"},
+    "(1, 2, 1)": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 1},
+}
+
+
+def each(size: int, **given: Any) -> list[Any]:
+    """How each of three processes runs a case of so many workers."""
+    port = free_port()
+    return [*({"variables": told(rank, size, port), **given} for rank in range(size)), *[None] * (3 - size)]
+
+
+def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """How each process runs each case in which a worker strikes."""
+    found = {}
+    for number, (name, own) in enumerate(given.items()):
+        own_folder = folder / f"case-{number}"
+        own_folder.mkdir()
+        lose = {**own, "strikes": strikes, "folder": str(own_folder)}
+        found[name] = each(len(own["devices"]), lose=lose)
+    return found
+
+
+SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+TRAINED: dict[str, dict[str, Any]] = {
+    "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2]]},
+    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
+    "(1, 2, 1)": {"model": "random", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [1, 2, 4]]},
+    "factors, 2 x 2": {
+        "model": "mlp",
+        "devices": [2, 2],
+        "sizes": [[4, 3], [2, 5]],
+        "options": {"exchange": "factors"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What training gives, with and without early updates; losses and values, by case and whether they are early."""
+    given = {}
+    for case, own in TRAINED.items():
+        for early in (True, False):
+            options = {**SMALL, **own.get("options", {}), "early_update": early}
+            given[f"{case} {early}"] = each(len(own["devices"]), train={**own, "options": options})
+    return outcomes(tmp_path_factory.mktemp("bits"), given, limit_seconds=200)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_early_updates_give_the_same_bits(trained: dict[str, Any], case: str) -> None:
+    for early, late in zip(trained[f"{case} True"], trained[f"{case} False"], strict=True):
+        if early is not None:
+            assert early["losses"] == late["losses"] and early["values"] == late["values"]
+            assert "update each bucket when its sum is there" in early["program"]
+            assert "all sums are waited for before the commit, because another worker may be gone" in late["program"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("cut")
+    return outcomes(folder, cases(folder, "cut", CASES), limit_seconds=200)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two_steps(
+    found: dict[str, Any], case: str
+) -> None:
+    for own in found[case][: len(CASES[case]["devices"])]:
+        assert own["failed"].startswith("CommunicationError: training call 3 has failed: ")
+        assert (
+            "It had committed: parameters are between those before and those after this step: bucket 0 of "
+            in own["failed"]
+        )
+        assert own["failed"].endswith(
+            " was updated. Load a checkpoint into model and optimizer on all workers, and call the step again."
+        )
+        assert "the cable is cut" in own["failed"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: dict[str, Any], case: str) -> None:
+    for own in found[case][: len(CASES[case]["devices"])]:
+        for use, error in own["refused"].items():
+            assert "parameters are between those before and those after a step" in error, use
+            assert use == "step" or error.startswith("ExecutionError: "), use
+        assert (
+            "Still to be restored: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
+            in (own["refused"]["evaluate"])
+        )
+        assert own["half"].endswith(f"Still to be restored: the state of {CASES[case].get('optimizer', 'AdamW')}")
+        assert set(own["restored"].values()) == {"nothing"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_from_what_was_restored(found: dict[str, Any], case: str) -> None:
+    losses, values = reference({**CASES[case], "model": "mlp"}, range(4))
+    for own in found[case][: len(CASES[case]["devices"])]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-12)
+        for name, value in values.items():
+            assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
+
+
+def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) -> None:
+    given = {"it": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 2}}
+    own = outcomes(tmp_path, cases(tmp_path, "kill", given), num_ended=1)["it"]
+    for survivor in own[:2]:
+        assert survivor["failed"].startswith("CommunicationError: training call 3 has failed: worker 2 (")
+        assert "bucket 0 of " in survivor["failed"]
+        assert survivor["failed"].endswith("End all workers, and start them again from a checkpoint.")
+        assert "parameters are between those before and those after a step" in survivor["refused"]["model"]
+        assert set(survivor["restored"].values()) == {"nothing"}
+        assert "no further step can be made by these workers: worker 2 (" in survivor["over"]
+        assert survivor["seconds"] < 30

@@ -1,0 +1,129 @@
+"""Workers of which one loses a bucket when all have committed early and updated the first one: what they say, how they go on."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from worker_training import batch, made, values_of
+
+import mirrorc
+
+_LONGEST_SECONDS = 60.0
+
+
+def _hold_back(step: Any, strike: Callable[[list[Any]], None]) -> None:
+    """Lets the step's next call send its first bucket alone; then, in a thread, calls ``strike`` with what ends the others."""
+    lane = step._joint.team._lanes[1]
+    real, held, num_sent = lane.launch, [], 0
+
+    def launch(collective: Any, done: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 1:
+            real(collective, done)
+            return
+        held.append(done)
+        if len(held) == 1:
+            threading.Thread(target=strike, args=(held,), daemon=True).start()
+
+    lane.launch = launch
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + _LONGEST_SECONDS
+    while not is_so():
+        assert time.monotonic() < until, "it is never so"
+        time.sleep(0.005)
+
+
+def _said(use: Callable[[], Any]) -> str:
+    """The error of a use, with its class; "nothing" if there is none."""
+    try:
+        use()
+    except (mirrorc.MirrorcError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one of the workers; in the third step, worker ``culprit`` sends its first bucket alone, and then ``strikes``.
+
+    Args:
+        rank: of this worker.
+        given: as for `worker_training.train`, with a ``folder`` for files by which workers see how far the others are.
+    """
+    model, optimizer = made("mlp", given.get("optimizer", "AdamW"), seed=rank)
+    options = {"backend": "eager", "timeout_seconds": 60.0, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+    folder, size = Path(given["folder"]), len(given["devices"])
+    losses: list[float] = []
+    with mirrorc.compile(
+        model,
+        given["devices"][rank],
+        optimizer=optimizer,
+        loss_fn=nn.CrossEntropyLoss(),
+        **{**options, **given.get("options", {})},
+    ) as step:
+
+        def train(number: int) -> None:
+            x, y = batch(number, rank, given["sizes"][0][rank])
+            losses.append(float(step(x, target=y)))
+
+        train(0)
+        train(1)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+        def has_updated() -> bool:
+            return step._last._progress.told().startswith("bucket 0 of ")
+
+        def tell() -> None:
+            _until(has_updated)
+            (folder / f"updated-{rank}").touch()
+
+        def strike(held: list[Any]) -> None:
+            _until(lambda: all((folder / f"updated-{other}").exists() for other in range(size)))
+            if given["strikes"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            for done in held:
+                done(RuntimeError("the cable is cut"))
+
+        if rank == given["culprit"]:
+            _hold_back(step, strike)
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        began = time.monotonic()
+        told: dict[str, Any] = {"failed": _said(lambda: train(2)), "seconds": time.monotonic() - began}
+        teller.join()
+        x, y = batch(2, rank, 2)
+        uses = {
+            "step": lambda: train(2),
+            "evaluate": lambda: step.evaluate(x, target=y),
+            "variables": lambda: step.variables,
+            "model": model.state_dict,
+            "wrapper": nn.ModuleList([model]).state_dict,
+            "optimizer": optimizer.state_dict,
+            "copy": lambda: copy.deepcopy(model),
+            "save": lambda: torch.save(model, io.BytesIO()),
+            "prepare": lambda: step.prepare(x, target=y),
+        }
+        told["refused"] = {name: _said(use) for name, use in uses.items()}
+        model.load_state_dict(kept[0])
+        told["half"] = _said(lambda: step.evaluate(x, target=y))
+        optimizer.load_state_dict(kept[1])
+        uses.pop("step")
+        told["restored"] = {name: _said(use) for name, use in uses.items() if name != "save"}
+        if given["strikes"] != "kill":
+            train(2)
+            train(3)
+        else:
+            told["over"] = _said(lambda: train(2))
+        return {**told, "losses": losses, "values": values_of(model), "explained": str(step.program)}
