@@ -105,6 +105,7 @@ TAKEN: dict[str, set[str]] = {
     "world": {"None"},
     "rank": {"None"},
     "exchange": {"'auto'"},
+    "early_update": BOOLS,
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""
@@ -146,3 +147,8 @@ def test_a_step_may_wait_without_a_bound() -> None:
     for seconds in (math.inf, 1e12, numpy.float64(60)):
         with compiled(timeout_seconds=seconds) as step:
             assert step(torch.ones(4, 2), target=torch.ones(4, 1)).isfinite()
+
+
+def test_early_updates_of_a_given_pipeline_are_its_own_matter() -> None:
+    with pytest.raises(ValueError, match=r"early_update=False has no part in a pipeline given with passes=: put "):
+        compiled(early_update=False, passes=mirrorc.passes.default_pipeline())

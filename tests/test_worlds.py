@@ -63,6 +63,21 @@ def test_compile_makes_the_golden_program() -> None:
         assert step.program.to_text(slots=True, sources=False) == worker_text(), WORKER
 
 
+def test_early_updates_are_said_and_can_be_left_out() -> None:
+    with compiled() as step:
+        text = str(step.prepare(**batch()))
+    assert "they commit when all have launched everything, and update each bucket when its sum is there" in text
+    with compiled(early_update=False) as step:
+        late = str(step.prepare(**batch()))
+    assert "because another worker may be gone (early_update=False)" in late and "early=True" not in late
+    assert (
+        text.index("    commit(early=True)") < text.index("wait(bucket=0, b0_exchange)") < text.index("update(bucket=0")
+    )
+    assert late.index("wait(bucket=0, b0_exchange)") < late.index("    commit()") < late.index("update(bucket=0")
+    with compiled(clip_grad_norm=1.0, world=World(2, 2)) as step:
+        assert "waited for before the commit, because clip_grad_norm needs them" in str(step.prepare(**batch()))
+
+
 def test_all_workers_exchange_the_same_whatever_their_devices() -> None:
     hashes = set()
     for rank, num_examples in enumerate((4, 6, 2)):

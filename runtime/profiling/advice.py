@@ -13,7 +13,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_early
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices, median
@@ -35,7 +35,14 @@ def advise(
 ) -> str:
     """The candidate with the largest estimated gain, if it is worth the trouble."""
     if program.workers.are_several:
-        return "none is given for steps over several workers, as the time of other workers and of the network is not recorded."
+        commits = calls_to(program.graphs()[0], ops.commit)
+        when = (
+            "its own sum is there, while others are in flight" if any(map(is_early, commits)) else "all sums are there"
+        )
+        return (
+            "none is given for steps over several workers, as the time of other workers and of the network is not recorded. "
+            f"Each bucket is updated when {when}."
+        )
     if len(devices) == 1:
         return "nothing to do: one device has nobody to communicate with."
     skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)
