@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from worker_training import batch, made, values_of
 
 import mirrorc
+from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 
 _LONGEST_SECONDS = 60.0
 
@@ -39,6 +41,25 @@ def _hold_back(step: Any, strike: Callable[[list[Any]], None]) -> None:
     lane.launch = launch
 
 
+@contextlib.contextmanager
+def _failing_update() -> Iterator[None]:
+    """A block in which the second update of a bucket fails on this worker."""
+    real, num_made = FlatOptimizer.update, 0
+
+    def update(self: FlatOptimizer, gradient: torch.Tensor) -> None:
+        nonlocal num_made
+        num_made += 1
+        if num_made == 2:
+            raise MemoryError("there is none")
+        real(self, gradient)
+
+    FlatOptimizer.update = update  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FlatOptimizer.update = real  # type: ignore[method-assign]
+
+
 def _until(is_so: Callable[[], bool]) -> None:
     until = time.monotonic() + _LONGEST_SECONDS
     while not is_so():
@@ -56,7 +77,8 @@ def _said(use: Callable[[], Any]) -> str:
 
 
 def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Trains as one of the workers; in the third step, worker ``culprit`` sends its first bucket alone, and then ``strikes``.
+    """Trains as one of the workers; in the third step, worker ``culprit`` sends its first bucket alone, and then ``strikes``, or
+    sends all, and fails in its second ``update``.
 
     Args:
         rank: of this worker.
@@ -96,12 +118,16 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
             for done in held:
                 done(RuntimeError("the cable is cut"))
 
-        if rank == given["culprit"]:
-            _hold_back(step, strike)
-        teller = threading.Thread(target=tell, daemon=True)
+        is_of_buckets = given["strikes"] != "update"
+        teller = threading.Thread(target=tell if is_of_buckets else str, daemon=True)
         teller.start()
         began = time.monotonic()
-        told: dict[str, Any] = {"failed": _said(lambda: train(2)), "seconds": time.monotonic() - began}
+        with contextlib.ExitStack() as stack:
+            if rank == given["culprit"] and is_of_buckets:
+                _hold_back(step, strike)
+            elif rank == given["culprit"]:
+                stack.enter_context(_failing_update())
+            told: dict[str, Any] = {"failed": _said(lambda: train(2)), "seconds": time.monotonic() - began}
         teller.join()
         x, y = batch(2, rank, 2)
         uses = {

@@ -92,7 +92,7 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
     commit; all replicas commit early, or none does, and only where workers exchange sums."""
     variables = ViewedVariables(program)
     yield from _early_alike(program)
-    early = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
+    is_awaited = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
     for where, graph, replicas in scopes(program):
         commits = Counter(replica_of(node) for node in calls_to(graph, ops.commit))
         for replica in replicas:
@@ -107,7 +107,7 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
                 committed.add(replica)
             elif replica not in committed and writes_variables(node):
                 yield Violation(f"{node.name} on {where(replica)} writes variables before the commit", node)
-            elif committed and _can_fail(variables, node) and not (early and _is_sum_over_workers(node)):
+            elif committed and _can_fail(variables, node) and not (is_awaited and _is_sum_over_workers(node)):
                 is_of_all = node.target in ops.REDUCTIONS or node.target in ops.EXCHANGES
                 early = committed if is_of_all else committed & {replica}
                 for one in sorted(early, key=str)[:1]:

@@ -68,8 +68,33 @@ def test_early_updates_give_the_same_bits(trained: dict[str, Any], case: str) ->
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("cut")
-    return outcomes(folder, cases(folder, "cut", CASES), limit_seconds=200)
+    folder, other = tmp_path_factory.mktemp("cut"), tmp_path_factory.mktemp("update")
+    given = cases(folder, "cut", CASES) | {"update": cases(other, "update", {"it": CASES["2 x 1"]})["it"]}
+    return outcomes(folder, given, limit_seconds=200)
+
+
+@pytest.fixture
+def failed_update(found: dict[str, Any]) -> list[Any]:
+    """What came of a failed update in each process."""
+    own: list[Any] = found["update"]
+    return own
+
+
+def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(failed_update: list[Any]) -> None:
+    other, culprit = failed_update[:2]
+    assert "MemoryError: there is none" in culprit["failed"] and "bucket 0 of " in culprit["failed"]
+    assert "Parameters are between those before and those after this step: bucket" in culprit["failed"]
+    assert "training call 3 has failed: worker 1 (" in other["failed"] and "MemoryError" in other["failed"]
+    assert "It had committed here: parameters are those after this step. Load a checkpoint" in other["failed"]
+    assert "parameters are between" in culprit["refused"]["evaluate"]
+    said = other["refused"].pop("step")
+    assert "it raised ExecutionError: parameters are between" in said or "the connection" in said
+    assert set(other["refused"].values()) == {"nothing"}
+    losses, values = reference({**CASES["2 x 1"], "model": "mlp"}, range(4))
+    for own in (other, culprit):
+        assert own["losses"] == pytest.approx(losses, rel=1e-12)
+        for name, value in values.items():
+            assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
 
 
 @pytest.mark.parametrize("case", CASES)
