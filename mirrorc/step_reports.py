@@ -108,6 +108,9 @@ class StepReports(ABC):
         """The variables of the last call's program, by name; tied weights by each of their names.
 
         What forward or the loss read of modules outside of the model is named ``outside.``, and as they call it.
+
+        Raises:
+            ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
         """
         program, last = self.program, self._last
         self._state.refuse_if_torn()

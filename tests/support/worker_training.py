@@ -117,7 +117,9 @@ def made(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def values_of(model: nn.Module) -> dict[str, list[float]]:
-    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    """What the model has, as it lies there, under the names of its `state_dict`, which is refused between two steps."""
+    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: value.detach().double().flatten().tolist() for name, value in own}
 
 
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:

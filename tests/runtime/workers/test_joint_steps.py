@@ -265,5 +265,7 @@ def test_a_worker_that_fails_at_any_moment_is_named(tmp_path: Any, what: str, se
     for worker in own:
         assert "worker 2 (" in worker["losses"][-1] or worker is own[-1]
         assert worker["seconds"] < 30
+        if "are between those before and those after this step" in worker["losses"][-1]:
+            continue
         made = len(worker["losses"]) - 1 + ("It had committed here" in worker["losses"][-1])
         assert values.setdefault(made, worker["values"]) == worker["values"]
