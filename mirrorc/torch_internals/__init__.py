@@ -10,6 +10,7 @@ from mirrorc.torch_internals.allocations import (
     watched_operators,
 )
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
+from mirrorc.torch_internals.direct_calls import call_directly
 from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
 from mirrorc.torch_internals.given_results import given_results
 from mirrorc.torch_internals.gloo import GlooGroup
@@ -105,6 +106,7 @@ __all__ = [
     "attribute_source",
     "bare_name",
     "bare_step",
+    "call_directly",
     "calls_step_hooks",
     "compile_with_inductor",
     "copy_each",

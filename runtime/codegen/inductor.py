@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.custom_ops import matmul
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.torch_internals import (
+    call_directly,
     compile_with_inductor,
     fresh_kernel_files,
     has_cpp_compiler,
@@ -19,6 +21,13 @@ from mirrorc.torch_internals import (
     kernels_compiled_together,
     prepare_cpp_compiler,
 )
+
+_PRODUCTS = {
+    matmul.mm_into: "extern_kernels.mm({1}, {2}, out={0})",
+    matmul.linear_into: "extern_kernels.addmm({1}, {2}, {3}, alpha=1, beta=1, out={0})",
+    matmul.addmm_into: "extern_kernels.addmm({0}, {1}, {2}, alpha=1, beta=1, out={0})",
+}
+"""The calls of Inductor's code that do what our operators do: there is one for each weight's gradient."""
 
 
 class InductorBackend(Backend):
@@ -53,6 +62,8 @@ class InductorBackend(Backend):
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        for operator, call in _PRODUCTS.items():
+            call_directly(operator, call)
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         devices = {value.device for value in examples if value.device.type == "cuda"}
         with made_current(next(iter(devices), None)):  # Inductor tunes and loads kernels on the current GPU

@@ -103,3 +103,30 @@ def test_has_cpp_compiler_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
     assert internals.has_cpp_compiler() is True
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_an_operator_of_ours_becomes_a_call_of_torchs_function() -> None:
+    def negate_into(out: torch.Tensor, x: torch.Tensor) -> None:
+        torch.neg(x, out=out)
+
+    with torch.library._scoped_library("mirrorc_direct_calls", "DEF") as library:
+        library.define("neg_into(Tensor(a!) out, Tensor x) -> ()")
+        library.impl("neg_into", negate_into, "CompositeExplicitAutograd")
+        torch.library.register_fake("mirrorc_direct_calls::neg_into", lambda out, x: None, lib=library)
+        operator = torch.ops.mirrorc_direct_calls.neg_into.default
+        internals.call_directly(operator, "torch.neg({1}, out={0})")
+        graph = fx.Graph()
+        out, x = graph.placeholder("out"), graph.placeholder("x")
+        doubled = graph.call_function(aten.add.Tensor, (x, x))
+        graph.call_function(operator, (out, doubled)).meta["val"] = None
+        graph.output((graph.call_function(aten.mul.Tensor, (x, 3.0)),))
+        with FakeTensorMode():
+            for node in graph.nodes:
+                node.meta["val"] = torch.empty(4, 6) if node.target is not operator else None
+        examples = [out.meta["val"], x.meta["val"]]
+        function = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
+        assert "torch.neg(" in function.source_code and "torch.ops.mirrorc" not in function.source_code
+        into, given = torch.empty(4, 6), torch.randn(4, 6)
+        (found,) = function([into, given])
+    assert torch.equal(into, -2 * given) and torch.equal(found, 3 * given)

@@ -1,11 +1,13 @@
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mirrorc.custom_ops import matmul
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction, backend_named
@@ -159,6 +161,36 @@ def test_inductor_does_not_change_the_region(monkeypatch: pytest.MonkeyPatch) ->
     RegionCompiler(backend_named("inductor"), 1).compile(region, CPU)
     region.graph_module.graph.lint()
     assert region.graph_module.graph.output_node() is not None
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("operator", [matmul.mm_into, matmul.linear_into, matmul.addmm_into], ids=str)
+def test_products_into_given_memory_take_no_operator_of_ours(operator: Any) -> None:
+    """Each weight's gradient is one, and torch's dispatcher needs some microseconds of Python for an operator of ours."""
+    shapes = {"out": (5, 4), "bias": (4,), "left": (8, 5), "right": (8, 4)}
+    if operator is not matmul.linear_into:
+        del shapes["bias"]
+    graph = fx.Graph()
+    placeholders = {name: graph.placeholder(name) for name in shapes}
+    transposed = graph.call_function(aten.permute.default, (placeholders["left"], [1, 0]))
+    others = [placeholders[name] for name in shapes if name in ("out", "bias")]
+    graph.call_function(operator, (*others, transposed, placeholders["right"])).meta["val"] = None
+    graph.output((graph.call_function(aten.sin.default, (placeholders["right"],)),))
+    with FakeTensorMode():
+        for name, node in placeholders.items():
+            node.meta["val"] = torch.empty(shapes[name])
+        transposed.meta["val"] = placeholders["left"].meta["val"].t()
+        graph.output_node().args[0][0].meta["val"] = torch.empty(shapes["right"])  # type: ignore[index, union-attr]
+    region = Region("bwd_0", "backward", fx.GraphModule({}, graph, class_name="bwd_0"))
+    compiled = RegionCompiler(backend_named("inductor"), num_threads=1).compile(region, CPU)
+    assert "extern_kernels." in compiled.source_code and "torch.ops.mirrorc" not in compiled.source_code  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    into, expected_into = given["out"].clone(), given["out"].clone()
+    rest = [given["bias"]] if "bias" in given else []
+    operator(expected_into, *rest, given["left"].t(), given["right"])
+    compiled([into, *rest, given["left"], given["right"]])
+    assert torch.equal(into, expected_into)
 
 
 def test_eager_needs_no_decompositions() -> None:

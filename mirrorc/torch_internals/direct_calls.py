@@ -1,0 +1,53 @@
+"""Has Inductor's code call a function of torch's directly where a graph has an operator of ours that writes an argument."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def call_directly(operator: Any, call: str) -> None:
+    """Has Inductor write a call in place of an operator, which a kernel in Python computes.
+
+    torch's dispatcher enters Python for such a kernel, and Python the dispatcher once more: some microseconds of the host for
+    each. Where Inductor writes C++, the operator is called as it is.
+
+    Args:
+        operator: takes tensors alone, writes the first of them, and gives nothing.
+        call: the code, in which ``{0}`` is the first argument; names are those of Inductor's wrapper, such as ``extern_kernels``.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    class DirectCall(ir.ExternKernel):
+        """The call, as a node of Inductor's."""
+
+        def __init__(self, arguments: list[Any]) -> None:
+            inputs = self.unwrap_storage([self.realize_input(argument) for argument in arguments])
+            super().__init__(None, ir.NoneLayout(device=arguments[0].get_device()), inputs, op_overload=operator)
+            V.graph.mark_buffer_mutated(self.input_name(0))
+            self.name = V.graph.register_buffer(self)
+            V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.writeline(call.format(*(argument.codegen_reference() for argument in self.inputs)))
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def has_side_effects(self) -> bool:
+            return True
+
+        def get_mutation_names(self) -> list[str]:
+            return [self.input_name(0)]
+
+    plain = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lowered(*arguments: Any) -> Any:
+        if V.graph.cpp_wrapper:
+            return plain(*arguments)
+        DirectCall(list(arguments))
+        return None
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
