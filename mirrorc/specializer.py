@@ -77,7 +77,7 @@ class Specializer:
         self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
         self._regions = RegionCompiler(options.backend, num_threads)
-        self._capturer = CudaCapturer(self._home) if options.cuda_graphs else None
+        self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
         self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
         self._state, self._states = state, states_of(state)
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
@@ -269,7 +269,7 @@ class Specializer:
         _log_times(what, program, times)
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
         is_recording = options.record and purpose.updates and step_graph is None
-        recorder = Recorder([clock_for(device) for device in options.devices]) if is_recording else None
+        recorder = Recorder([clock_for(d, options.timeout_seconds) for d in options.devices]) if is_recording else None
         executor = Executor(
             program,
             regions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +29,23 @@ def wait_device(device: torch.device, timeout_seconds: float) -> bool:
     """
     if device.type != "cuda":
         return True
-    waiting = threading.Thread(target=_synchronize, args=(device,), name=f"mirrorc waits for {device}", daemon=True)
+    return _returns_in_time(lambda: torch.cuda.synchronize(device), timeout_seconds, f"mirrorc waits for {device}")
+
+
+def has_happened(event: Any, timeout_seconds: float) -> bool:
+    """Waits in the host, as `wait_device` does, until an event of a GPU has happened, and returns whether it has in time."""
+    return _returns_in_time(event.synchronize, timeout_seconds, "mirrorc waits for an event")
+
+
+def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: str) -> bool:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the next use of the GPU raises it again
+            wait()
+
+    waiting = threading.Thread(target=run, name=name, daemon=True)
     waiting.start()
     waiting.join(timeout_seconds)
     return not waiting.is_alive()
-
-
-def _synchronize(device: torch.device) -> None:
-    with contextlib.suppress(RuntimeError):  # the next use of the GPU raises it again
-        torch.cuda.synchronize(device)
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:

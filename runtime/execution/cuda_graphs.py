@@ -14,6 +14,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line, users_stack_level
 from mirrorc.optimizer_groups import OptimizerGroups, check_capturable
+from mirrorc.runtime.devices.events import wait_device
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
@@ -68,8 +69,8 @@ class Capturer(Protocol):
     def capture(self, function: Callable[[], None]) -> Graph:
         """Captures the work that a function queues on the current stream, without running it; raises what the function raises."""
 
-    def wait(self) -> None:
-        """Returns when the device has done all its work."""
+    def wait(self) -> bool:
+        """Returns when the device has done all its work, or when that takes too long: then False."""
 
 
 class CudaCapturer:
@@ -81,10 +82,11 @@ class CudaCapturer:
 
     Args:
         device: the GPU.
+        timeout_seconds: the longest time of a wait for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        self._device, self._timeout_seconds = device, timeout_seconds
         self._anchor: torch.cuda.CUDAGraph | None = None
         # torch's allocator keeps pointers to graphs whose capture did not end
         self._failed: list[torch.cuda.CUDAGraph] = []
@@ -113,9 +115,13 @@ class CudaCapturer:
             raise
         return graph
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """As in `Capturer`."""
-        torch.cuda.synchronize(self._device)
+        return wait_device(self._device, self._timeout_seconds)
+
+
+_still_running: list[Graph] = []
+"""Graphs on GPUs that hang. They are never freed: a running graph reads and writes the memory that is freed with it."""
 
 
 class StepGraph:
@@ -174,8 +180,10 @@ class StepGraph:
     def release(self) -> None:
         """Frees the graph; the next steps run without one, until it is captured anew."""
         if self._graph is not None:
-            self._capturer.wait()
-            self._graph.reset()
+            if self._capturer.wait():
+                self._graph.reset()
+            else:
+                _still_running.append(self._graph)
         self._graph, self._loss, self._num_left = None, None, NUM_WARM_UP_STEPS
 
     @property

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.current import made_current
+from mirrorc.runtime.devices.events import has_happened
 
 NUM_KEPT_STEPS = 32  # the last ones, failed ones among them
 _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds between events to a microsecond
@@ -68,18 +70,20 @@ class EventClock(Clock):
 
     Args:
         device: the GPU.
+        timeout_seconds: the longest time of every wait for the GPU.
         make_event: returns a new event that measures time; by default a CUDA event.
         now: the host's clock, in seconds.
     """
 
     def __init__(
         self,
-        device: torch.device | None = None,
+        device: torch.device | None,
+        timeout_seconds: float,
         make_event: Callable[[], Any] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._timeout_seconds = device, timeout_seconds
         self._make_event, self._now = make_event or functools.partial(torch.cuda.Event, enable_timing=True), now
         self._free: deque[Any] = deque()
         self._anchor: tuple[float, Any] | None = None  # when it happened, on the host's clock, and the event
@@ -103,9 +107,13 @@ class EventClock(Clock):
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """As in `Clock`; waits until the GPU has reached the last mark."""
+        """As in `Clock`; waits until the GPU has reached the last mark.
+
+        Raises:
+            ExecutionError: it has not in time.
+        """
         (begun_seconds, first), *rest = marks
-        (rest[-1] if rest else first).synchronize()
+        self._await(rest[-1] if rest else first)
         first_ns = self._happened_ns(begun_seconds, first)
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
@@ -115,12 +123,19 @@ class EventClock(Clock):
             with made_current(self._device):
                 anchor = self._make_event()
                 anchor.record()
-            anchor.synchronize()
+            self._await(anchor)
             self._anchor = self._now(), anchor
         seconds, anchor = self._anchor
         is_later = recorded_seconds > seconds
         distance_ms = anchor.elapsed_time(event) if is_later else -event.elapsed_time(anchor)
         return max(nanoseconds(recorded_seconds), nanoseconds(seconds) + round(distance_ms * 1e6))
+
+    def _await(self, event: Any) -> None:
+        if not has_happened(event, self._timeout_seconds):
+            raise ExecutionError(
+                f"{self._device} has not done what was queued on it within {self._timeout_seconds:g} s, so the times of its last "
+                "steps are not known: a kernel hangs, or waits for another GPU; close() the step and compile anew"
+            )
 
 
 class _EventMarks(list[Any]):
@@ -135,6 +150,6 @@ class _EventMarks(list[Any]):
         self._free.extend((first, *rest))
 
 
-def clock_for(device: Device) -> Clock:
-    """The clock that tells when a device's work is done."""
-    return EventClock(device.torch_device) if device.is_asynchronous else Clock()
+def clock_for(device: Device, timeout_seconds: float) -> Clock:
+    """The clock that tells when a device's work is done; it waits for a GPU for so long at most."""
+    return EventClock(device.torch_device, timeout_seconds) if device.is_asynchronous else Clock()

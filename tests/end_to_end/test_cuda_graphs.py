@@ -70,7 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CallRecorder:
 def stand_in(patch: pytest.MonkeyPatch, recorder: CallRecorder) -> None:
     """CUDA, as far as captures go: torch's Adam asks it whether it is capturing."""
     patch.setattr(api, "check_cuda_graphs", lambda *_: None)
-    patch.setattr(specializer, "CudaCapturer", lambda device: recorder)
+    patch.setattr(specializer, "CudaCapturer", lambda device, seconds: recorder)
     stream = SimpleNamespace(is_capturing=lambda: recorder.is_capturing)
     patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     patch.setattr(torch.accelerator, "current_stream", lambda *_: stream)

@@ -60,6 +60,7 @@ class CallRecorder:
         graphs: all that was captured.
         is_capturing: whether it is at it.
         error: raised by captures, at their end.
+        hangs: whether what was queued on the device does not end.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class CallRecorder:
         self.is_capturing = False
         self.error: Exception | None = None
         self.num_waits = 0
+        self.hangs = False
 
     def capture(self, function: Callable[[], None]) -> RecordedCalls:
         calls = RecordedCalls()
@@ -89,8 +91,9 @@ class CallRecorder:
         finally:
             self.is_capturing = False
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         self.num_waits += 1
+        return not self.hangs
 
     @property
     def num_replays(self) -> int:

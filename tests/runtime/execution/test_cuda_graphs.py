@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from recorded_calls import CallRecorder
 
+from mirrorc.runtime.execution import cuda_graphs
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS, CudaCapturer, StepGraph
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ def test_captures_share_the_pool_of_one_that_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the thread's stream on {device}")
-    capturer, calls = CudaCapturer(CPU), []
+    capturer, calls = CudaCapturer(CPU, 60.0), []
     graphs = [capturer.capture(lambda i=i: calls.append(i)) for i in range(2)]  # type: ignore[misc]
     (anchor, _), *others = asked
     assert [own for own, _ in others] == graphs and anchor not in graphs and calls == [0, 1]
@@ -96,6 +98,28 @@ def test_a_graph_that_is_released_is_captured_anew() -> None:
             graph.release()
         assert run(graph, halved, torch.full((4,), float(i))) == 2.0 * i
     assert [own.num_replays for own in recorder.graphs] == [1, 1]
+
+
+def test_a_graph_that_hangs_is_let_go_and_never_freed() -> None:
+    recorder = CallRecorder()
+    graph = StepGraph(recorder, CPU)
+    for _ in range(NUM_WARM_UP_STEPS + 1):
+        run(graph, halved, torch.ones(4))
+    (own,) = recorder.graphs
+    recorder.hangs = True
+    graph.release()
+    assert not graph.is_captured and not own.is_reset
+    assert any(kept is own for kept in cuda_graphs._still_running), "freeing it would free memory that it writes"
+    cuda_graphs._still_running.remove(own)
+
+
+def test_capturers_wait_for_a_gpu_for_so_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    comes = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: comes.wait(60.0))
+    capturer = CudaCapturer(torch.device("cuda", 0), timeout_seconds=0.05)
+    assert not capturer.wait()
+    comes.set()
+    assert CudaCapturer(torch.device("cuda", 0), timeout_seconds=60.0).wait()
 
 
 def test_an_expanded_argument_is_copied_once() -> None:

@@ -67,7 +67,7 @@ def test_batches_of_captured_steps_are_copied_on_a_stream_of_their_own(monkeypat
     recorder = CallRecorder()
     monkeypatch.setattr(executor, "HostCopies", Recorded)
     monkeypatch.setattr(api, "check_cuda_graphs", lambda *_: None)
-    monkeypatch.setattr(specializer, "CudaCapturer", lambda device: recorder)
+    monkeypatch.setattr(specializer, "CudaCapturer", lambda device, seconds: recorder)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_steps = NUM_WARM_UP_STEPS + 2

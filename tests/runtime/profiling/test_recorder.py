@@ -29,6 +29,8 @@ from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, 
 from mirrorc.runtime.profiling.collectives import collectives_of, sources_of
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps
 
+PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nothing will come
+
 
 def counter() -> Callable[[], float]:
     """A clock that is a nanosecond further each time; in seconds."""
@@ -260,7 +262,7 @@ class FakeGpu:
         self.events: list[FakeEvent] = []
 
     def clock(self) -> EventClock:
-        return EventClock(None, self.make_event, lambda: self.host_ms / 1e3)
+        return EventClock(torch.device("meta"), PATIENT, self.make_event, lambda: self.host_ms / 1e3)
 
     def make_event(self) -> FakeEvent:
         self.events.append(FakeEvent(self))
@@ -316,6 +318,23 @@ def test_times_of_gpus_agree_however_far_each_lags_behind(lags: list[float], idl
             gpu.host_ms += idle_ms
 
 
+def test_a_gpu_that_hangs_is_not_asked_for_its_times_for_ever() -> None:
+    comes, gpu = threading.Event(), FakeGpu()
+
+    class HangingEvent(FakeEvent):
+        def synchronize(self) -> None:
+            assert comes.wait(PATIENT)
+            super().synchronize()
+
+    clock = EventClock(torch.device("meta"), IMPATIENT, lambda: HangingEvent(gpu), lambda: gpu.host_ms / 1e3)
+    marks = (clock.begin(), clock.mark())
+    with pytest.raises(
+        ExecutionError, match=r"meta has not done what was queued on it within 0\.05 s.*close\(\) the step"
+    ):
+        clock.times_ns(marks)
+    comes.set()
+
+
 def test_a_step_of_events_alone_and_before_the_anchor() -> None:
     gpu = FakeGpu()
     clock = gpu.clock()
@@ -338,8 +357,8 @@ def test_events_of_steps_that_nobody_keeps_are_used_again() -> None:
 
 
 def test_devices_have_the_clocks_of_their_kind() -> None:
-    assert type(clock_for(Device("cpu:0", torch.device("cpu")))) is Clock
-    assert isinstance(clock_for(Device("cuda:0", torch.device("cuda:0"))), EventClock)
+    assert type(clock_for(Device("cpu:0", torch.device("cpu")), PATIENT)) is Clock
+    assert isinstance(clock_for(Device("cuda:0", torch.device("cuda:0")), PATIENT), EventClock)
 
 
 def test_the_hosts_clock_goes_forward() -> None:
@@ -355,7 +374,7 @@ def test_the_hosts_clock_goes_forward() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All clocks are one, which counts."""
     now = counter()
-    monkeypatch.setattr("mirrorc.specializer.clock_for", lambda device: CountingClock(now))
+    monkeypatch.setattr("mirrorc.specializer.clock_for", lambda device, seconds: CountingClock(now))
     monkeypatch.setattr("mirrorc.specializer.Recorder", lambda clocks: Recorder(clocks, now=now))
     yield
 
