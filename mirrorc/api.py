@@ -220,7 +220,7 @@ def compile(
     if exact_order:
         pipeline, remark = in_exact_order(pipeline)
         remarks += [remark] if remark else []
-    check_exchange(exchange, program_workers, pipeline)
+    check_exchange(exchange, program_workers, parsed, pipeline)
     check_pass_names("print_after", print_after, pipeline)
     chosen = StepOptions(
         model=model,

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.sent_factors import fake_rows, sendable, sent_factors
 from mirrorc.errors import CommunicationError
+from mirrorc.ir import ops
+from mirrorc.ir.links import carries_between_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.option_kinds import Exchange
 from mirrorc.options import StepOptions
@@ -112,7 +114,7 @@ class ExchangeChoice:
     @property
     def _factoring(self) -> FactorGradients | None:
         """The pass that leaves gradients as factors, if anything may be sent so."""
-        if self._options.exchange == "dense":
+        if self._options.exchange == "dense" or not carries_between_workers(self._options.devices, ops.gather_factors):
             return None
         return next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
 

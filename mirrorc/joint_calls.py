@@ -61,7 +61,8 @@ class JointCalls:
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
         assert options.cluster is not None, "several workers have joined"
         self._options, self._model, self._state = options, model, state
-        self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds)
+        home = options.devices[0].torch_device
+        self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds, home)
         self.is_joining = self.has_left = False
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = 0
@@ -215,7 +216,7 @@ class JointCalls:
         if not executor.commit.is_skipped:
             self._show_buffers(executor.program)
         self.team.finish()
-        return total.to(dtype)
+        return total.to(self._options.devices[0].torch_device, dtype)
 
     def _show_buffers(self, program: Program) -> None:
         """Gives all replicas of all workers what they have of their own as one; all workers send it in one order."""

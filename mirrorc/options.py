@@ -13,9 +13,9 @@ from torch import nn
 
 from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.cluster import Cluster
-from mirrorc.ir import workers
+from mirrorc.ir import ops, workers
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.ir.links import carries_between_workers, why_memory_is_not_shared
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.option_kinds import Exchange, LossReduction
 from mirrorc.passes import FactorGradients, ShareParameters
@@ -129,7 +129,9 @@ def check_finite_option(
         )
 
 
-def check_exchange(exchange: Exchange, program_workers: workers.Workers, pipeline: Sequence[Pass]) -> None:
+def check_exchange(
+    exchange: Exchange, program_workers: workers.Workers, devices: Sequence[Device], pipeline: Sequence[Pass]
+) -> None:
     """Refuses to send factors where that cannot be.
 
     Raises:
@@ -141,6 +143,11 @@ def check_exchange(exchange: Exchange, program_workers: workers.Workers, pipelin
         raise ValueError(
             "exchange='factors' cannot be used over workers that have different numbers of devices: they would make other bits "
             "of one product; give all workers the same number, or exchange='auto'"
+        )
+    if not carries_between_workers(devices, ops.gather_factors):
+        raise ValueError(
+            f"exchange='factors' cannot be used on {', '.join(map(str, devices))}: what joins workers there adds up whole "
+            "buckets, and gathers no factors; give exchange='auto'"
         )
     if not any(isinstance(one, FactorGradients) for one in pipeline):
         raise ValueError(

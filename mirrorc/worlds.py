@@ -32,17 +32,24 @@ def joined_workers(cluster: Cluster, devices: Sequence[Device], timeout_seconds:
     """The workers that have joined, when each has told how many devices it has.
 
     Raises:
-        ValueError: a device is none that works together with other workers yet.
+        ValueError: devices cannot work together; all workers raise it.
         CommunicationError: a worker told nothing in time.
     """
-    others = sorted({device.torch_device.type for device in devices} - {"cpu"})
-    said = cluster.all_say(f"{len(devices)} {' '.join(others)}".strip(), timeout_seconds=timeout_seconds)
-    numbers, kinds = zip(*(each.partition(" ")[::2] for each in said), strict=True)
-    if any(kinds):
-        rank = next(rank for rank, kind in enumerate(kinds) if kind)
+    (kind,) = {device.torch_device.type for device in devices}
+    said = cluster.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
+    numbers, kinds = zip(*(each.split() for each in said), strict=True)
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
         raise ValueError(
-            f"{cluster.workers[rank]} has devices of the type {kinds[rank]!r}: steps over several workers run on CPUs so far; "
-            "give devices=['cpu:0'], or workers=None to train in this process alone"
+            f"{cluster.workers[0]} has devices of the type {kinds[0]!r}, {cluster.workers[other]} of the type {kinds[other]!r}: "
+            "nothing joins them; give all workers devices of one type"
+        )
+    several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
+    if several is not None:
+        raise ValueError(
+            f"{cluster.workers[several]} has {numbers[several]} GPUs: a worker of several exchanges the gradients of one GPU; "
+            "start a worker for each GPU (torchrun --nproc-per-node=gpu), and give each its own, "
+            "devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']"
         )
     return Workers(tuple(map(int, numbers)), cluster.rank)
 

@@ -17,9 +17,11 @@ import mirrorc
 from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import ExecutionError, PassError
+from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
+from mirrorc.worlds import joined_workers
 
 UNEVEN = World(3, (1, 2, 1))
 
@@ -216,3 +218,41 @@ def test_a_step_without_other_workers_has_no_schedule() -> None:
 )
 def test_a_line_tells_what_other_workers_have(world: World, told: str) -> None:
     assert worker(0, world)["plan-buckets"].to_text().splitlines()[1].startswith(f"# workers: {told}")
+
+
+class SaidAlready:
+    """`mirrorc.cluster.Cluster`, of which all other workers have told their devices."""
+
+    rank, workers = 0, ("worker 0", "worker 1", "worker 2")
+
+    def __init__(self, *others: str) -> None:
+        self._others = others
+
+    def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
+        return [text, *self._others]
+
+
+def test_workers_join_with_a_gpu_each() -> None:
+    gpu, others = Device("cuda:0", torch.device("cuda", 0)), ("1 cuda", "1 cuda")
+    found = joined_workers(SaidAlready(*others), [gpu], 1.0)  # type: ignore[arg-type]
+    assert found.devices_per_worker == (1, 1, 1)
+    cpus = [Device(f"cpu:{i}", torch.device("cpu")) for i in range(2)]
+    assert joined_workers(SaidAlready("1 cpu", "3 cpu"), cpus, 1.0).devices_per_worker == (2, 1, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "reason"),
+    [
+        (
+            ["cuda:0"],
+            ["1 cuda", "2 cpu"],
+            "worker 0 has devices of the type 'cuda', worker 2 of the type 'cpu': nothing",
+        ),
+        (["cuda:0"], ["4 cuda", "1 cuda"], r"worker 1 has 4 GPUs: .*torchrun --nproc-per-node=gpu.*local_rank"),
+        (["cuda:0", "cuda:0/1"], ["1 cuda", "1 cuda"], "worker 0 has 2 GPUs: "),
+    ],
+)
+def test_devices_that_cannot_work_together_are_refused_by_all(names: list[str], others: list[str], reason: str) -> None:
+    devices = [Device(name, torch.device("cuda", 0)) for name in names]
+    with pytest.raises(ValueError, match=reason):
+        joined_workers(SaidAlready(*others), devices, 1.0)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from gpu_probes.probe import Figures, Scene, add_probe, expect
+from gpu_probes.probe import Failed, Figures, Scene, add_probe, expect
 from mirrorc.ir.devices import parse_devices
 
 _SECONDS = 90.0  # of one of these probes
@@ -213,6 +213,30 @@ def nccl_alone(scene: Scene, dtype: torch.dtype) -> Figures:
     return {}
 
 
+def workers_nccl(scene: Scene) -> Figures:
+    """A group of NCCL of our own adds up in the order of the stream, and ends when it is cut while a kernel runs."""
+    scene.needs_gpu()
+    from mirrorc.torch_internals import NcclGroup
+
+    begun = time.perf_counter()
+    group = NcclGroup(torch.distributed.HashStore(), 0, 1, torch.device("cuda", 0))
+    opened = time.perf_counter() - begun
+    value = torch.zeros(2**20, device="cuda")
+    for i in range(50):
+        value.fill_(i)
+        work = group.all_reduce(value)
+        work.wait()
+        expect(value[-1].item() == i, f"sum {i} was told of before it was there")
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    work = group.all_reduce(value)
+    group.cut()
+    try:
+        work.wait()
+    except RuntimeError:
+        return {"open s": opened}
+    raise Failed("a group that was cut has given a sum")
+
+
 def device_assert(scene: Scene) -> Figures:
     """After an index out of range on the GPU, the next call raises, and close() returns."""
     scene.needs_gpu()
@@ -241,7 +265,7 @@ def device_assert(scene: Scene) -> Figures:
 
 def add() -> None:
     """Adds these probes."""
-    for run in (behind, shown_buffers, pinned, unsynchronised, streams, recapture, device_assert):
+    for run in (behind, shown_buffers, pinned, unsynchronised, streams, recapture, workers_nccl, device_assert):
         add_probe("correctness", run.__name__.replace("_", "-"), run, _SECONDS)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         name = str(dtype).removeprefix("torch.")

@@ -144,6 +144,11 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
     raise ValueError(f"no link joins {', '.join(map(str, devices))}: register one with mirrorc.ir.links.register_link")
 
 
+def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
+    """Whether an operation is carried between workers with such devices."""
+    return operation in link_named(best_link(devices, Span.WORKERS)[0]).carries
+
+
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
     """Refuses a link that does not exist or cannot join these devices, or workers with them; None, for the best, is accepted.
 

@@ -37,6 +37,7 @@ from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_comp
 from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.made_leaves import made_leaves
+from mirrorc.torch_internals.nccl import NcclGroup
 from mirrorc.torch_internals.operators import (
     bare_name,
     copy_each,
@@ -93,6 +94,7 @@ __all__ = [
     "GlooGroup",
     "GuardsChange",
     "JointGraph",
+    "NcclGroup",
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",

@@ -31,7 +31,8 @@ def call_directly(operator: Any, call: str) -> None:
             V.graph.register_operation(self)
 
         def codegen(self, wrapper: Any) -> None:
-            wrapper.writeline(call.format(*(argument.codegen_reference() for argument in self.inputs)))
+            inputs: Any = self.inputs
+            wrapper.writeline(call.format(*(argument.codegen_reference() for argument in inputs)))
 
         def should_allocate(self) -> bool:
             return False

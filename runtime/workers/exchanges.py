@@ -176,6 +176,27 @@ class Exchanges(Communicator):
                 inbox.put(Aborted())
 
 
+class ExchangesOfGpus(Exchanges):
+    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and commits as on
+    CPUs.
+
+    Attributes:
+        end_collectives: ends what runs between the workers. Else a GPU would wait for a worker that does not come, and whoever
+            cleans up after the step for this GPU.
+    """
+
+    link = "nccl-workers"
+    end_collectives: Callable[[], object]
+
+    def abort(self) -> None:
+        """See `Communicator`."""
+        super().abort()
+        self.end_collectives()
+
+
+_KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges, ExchangesOfGpus)}
+
+
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
     """What exchanges the buckets of a lowered program, by the name of the link; empty if it exchanges none, or is not to be run.
 
@@ -187,10 +208,11 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     if not launches or team is None:
         return {}
     links = {str(node.kwargs["link"]) for node in launches}
-    if links != {Exchanges.link}:
+    if len(links) != 1 or not links <= _KINDS.keys():
         raise ExecutionError(
-            f"steps over several workers run over {Exchanges.link!r}, not over {', '.join(sorted(links))}: use CPUs"
+            f"steps over several workers run over {' or '.join(map(repr, _KINDS))}, not over {', '.join(sorted(links))}"
         )
+    kind = _KINDS[links.pop()]
     for node in calls_to(graph, *ops.REDUCTIONS):
         if link_named(node.kwargs["link"]).sum_place is not SumPlace.FIRST:
             raise ExecutionError(
@@ -208,4 +230,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         return [split_counts(counts, sizes, number)[place] for counts, number in said]
 
     launch, seconds, rank = team.launch_bucket, team.timeout_seconds, team.cluster.rank
-    return {Exchanges.link: Exchanges(program.devices, buckets, launch, seconds, messages, rows_of, rank)}
+    exchanges = kind(program.devices, buckets, launch, seconds, messages, rows_of, rank)
+    if isinstance(exchanges, ExchangesOfGpus):
+        exchanges.end_collectives = team.end_collectives
+    return {kind.link: exchanges}

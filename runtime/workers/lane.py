@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mirrorc.errors import CommunicationError
-from mirrorc.torch_internals import GlooGroup
+from mirrorc.torch_internals import GlooGroup, NcclGroup
 
 _LONGEST_CLOSING_SECONDS = 10.0
 _OF_GLOO = re.compile(r"^(\[[^]]*\] )*|\. This is typically.*$", re.DOTALL)  # where in its source, and advice
@@ -24,8 +26,18 @@ class LostConnectionError(CommunicationError):
     """Another worker does not answer, or the connection to it broke; nobody knows yet which one."""
 
 
+Group = GlooGroup | NcclGroup
+"""What a lane launches its collectives over; one of NCCL adds up alone."""
+
 Done = Callable[[Exception | None], None]
 """Called when a collective is done, in the lane's thread; with the error if it has failed."""
+
+
+def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float, device: torch.device) -> Group:
+    """The group of a lane; its arguments are the lane's."""
+    if device.type == "cuda":
+        return NcclGroup(store, rank, num_workers, device)
+    return GlooGroup(store, rank, num_workers, timeout_seconds)
 
 
 class Lane:
@@ -39,19 +51,22 @@ class Lane:
         rank, num_workers: of this worker, and how many there are.
         timeout_seconds: the longest time of each collective, and of the first meeting.
         name: of the thread.
+        device: where the tensors lie. Those of a GPU go over NCCL, all others over gloo.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
     """
 
-    def __init__(self, store: Any, rank: int, num_workers: int, timeout_seconds: float, name: str) -> None:
-        self._group: GlooGroup | None = GlooGroup(store, rank, num_workers, timeout_seconds)
+    def __init__(
+        self, store: Any, rank: int, num_workers: int, timeout_seconds: float, name: str, device: torch.device
+    ) -> None:
+        self._group: Group | None = opened_group(store, rank, num_workers, timeout_seconds, device)
         self._launching = threading.Lock()
         self._works: queue.SimpleQueue[tuple[Any, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_await_works, args=(self._works,), name=name, daemon=True)
         self._thread.start()
 
-    def launch(self, collective: Callable[[GlooGroup], Any], done: Done) -> None:
+    def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective, which ``collective`` gives as a work; does not wait for it. If that fails, ``done`` is told."""
         with self._launching:
             group = self._group
@@ -64,7 +79,7 @@ class Lane:
             self._works.put((work, done))
 
     def call(
-        self, collective: Callable[[GlooGroup], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
+        self, collective: Callable[[Any], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
     ) -> None:
         """Launches a collective and returns when it is done; Ctrl-C can cut the wait short, not the collective.
 

@@ -87,13 +87,13 @@ def all_texts(
         raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
 
-def seconds_per_byte(lane: Lane, num_workers: int, timeout_seconds: float) -> float:
-    """How long a lane takes for each byte that a worker sends; all workers measure it together.
+def seconds_per_byte(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> float:
+    """How long a lane takes for each byte that a worker sends from a device; all workers measure it together.
 
     Raises:
         LostConnectionError: the connection broke.
     """
-    measured, times = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8), []
+    measured, times = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device), []
     for _ in range(2):  # the first opens connections
         began = time.perf_counter()
         lane.call(lambda group: group.all_reduce(measured), timeout_seconds)
@@ -101,18 +101,20 @@ def seconds_per_byte(lane: Lane, num_workers: int, timeout_seconds: float) -> fl
     return min(times) / (2 * (num_workers - 1) / num_workers * _MEASURED_BYTES)
 
 
-def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float) -> Lane:
-    """Opens a lane between workers that have all come.
+def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> Lane:
+    """Opens a lane between workers that have all come, for tensors on a device of that type.
 
     Raises:
         LostConnectionError: they could not connect.
     """
     own = distributed.PrefixStore(name, store)
-    opened = functools.partial(Lane, own, cluster.rank, cluster.num_workers, timeout_seconds, f"mirrorc {name}")
+    places = cluster.rank, cluster.num_workers
+    opened = functools.partial(Lane, own, *places, timeout_seconds, f"mirrorc {name}", device)
     try:
         return in_bounded_time(opened, _LONGEST_OPENING_SECONDS)
     except (RuntimeError, TimeoutError) as error:
+        variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
         raise LostConnectionError(
-            f"workers could not connect: {in_words(error)}; if they run on several machines, let GLOO_SOCKET_IFNAME name the "
+            f"workers could not connect: {in_words(error)}; if they run on several machines, let {variable} name the "
             "interfaces by which they reach each other"
         ) from error

@@ -77,4 +77,5 @@ def _copied(team: Team, state: Any, source: int) -> Any:
     received = text.clone() if team.cluster.rank == source else torch.empty(int(size), dtype=torch.uint8)
     team.copy(received, source)
     # a worker of this very program has saved it a moment ago
-    return torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=False)
+    # and each may have a GPU of another number
+    return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False)

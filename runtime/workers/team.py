@@ -40,6 +40,7 @@ _IN_WORDS = {
     "hyperparameters": "the hyperparameters of their optimizers",
     "modes": "which of their modules are in training mode",
 }
+_HOST = torch.device("cpu")
 _RESTART = "End all workers, and start them again from a checkpoint"
 _RESTORE = "Load a checkpoint into model and optimizer on all workers, and call the step again"
 _WHAT_IS_SAID_ONCE = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
@@ -59,6 +60,7 @@ class Team:
         cluster: the workers, who have joined.
         name: of the step, the same on all workers, and of no other step.
         timeout_seconds: the longest time that a worker waits for another one.
+        device: where this worker's buckets lie; of the same type on all workers.
 
     Attributes:
         stop: stops the step that runs, unless it is committed; called in another thread.
@@ -71,8 +73,8 @@ class Team:
             `mirrorc.analysis.sent_factors.row_counts` gives them.
     """
 
-    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float) -> None:
-        self.cluster, self.timeout_seconds = cluster, timeout_seconds
+    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
+        self.cluster, self.timeout_seconds, self._device = cluster, timeout_seconds, device
         self.stop: Callable[[], object] = _nothing
         self.num_calls = 0
         self.seconds_per_byte = 0.0
@@ -143,8 +145,10 @@ class Team:
         if not self._lanes:
             store = distributed.PrefixStore(f"call {self.num_calls}", self._store.clone())
             await_all(store, self._watcher, self.cluster, self.timeout_seconds, self._has_failure)
-            self._lanes += [open_lane(name, store, self.cluster, self.timeout_seconds) for name in ("words", "buckets")]
-            self.seconds_per_byte = seconds_per_byte(self._lanes[1], self.cluster.num_workers, self.timeout_seconds)
+            seconds, number, device = self.timeout_seconds, self.cluster.num_workers, self._device
+            for name, place in (("words", _HOST), ("buckets", device)):
+                self._lanes.append(open_lane(name, store, self.cluster, seconds, place))
+            self.seconds_per_byte = seconds_per_byte(self._lanes[1], number, seconds, device)
 
     def _has_failure(self) -> bool:
         return self._failure is not None
@@ -338,12 +342,14 @@ class Team:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Adds up a dense tensor over all workers, in place."""
-        self._tell(lambda group: group.all_reduce(tensor))
+        with _on_host(tensor) as own:
+            self._tell(lambda group: group.all_reduce(own))
 
     def copy(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copies the dense tensor of worker ``root`` into those of the others, whatever its dtype."""
         if tensor.numel():
-            self._tell(lambda group: group.broadcast(tensor.view(-1).view(torch.uint8), root))
+            with _on_host(tensor) as own:
+                self._tell(lambda group: group.broadcast(own.view(-1).view(torch.uint8), root))
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
@@ -381,9 +387,23 @@ class Team:
         else:
             done(LostConnectionError("the connection to the other workers is closed"))
 
+    def end_collectives(self) -> None:
+        """Ends the collectives on buckets with an error; called when this worker's step has failed."""
+        for lane in self._lanes[1:]:
+            lane.cut()
+
     def close(self) -> None:
         """Leaves the team: closes the connections, and tells the others. May be repeated."""
         self._finalizer()
+
+
+@contextmanager
+def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor as what workers tell each other over gloo: itself, or a copy of what lies on a GPU, which is then copied back."""
+    own = tensor.to(_HOST)
+    yield own
+    if own is not tensor:
+        tensor.copy_(own)
 
 
 def _nothing() -> None:

@@ -15,13 +15,16 @@ from torch import nn
 
 import mirrorc
 
-_is_full = False  # the disk, for `Writes`
+_is_full = False  # the disk, for `writes`
+_ends_there = False  # whether the process ends in `writes`
 
 
 @torch.library.custom_op("mirrorc_tests::writes", mutates_args=())
 def writes(x: torch.Tensor) -> torch.Tensor:
     if _is_full:
         raise OSError("the disk is full")
+    if _ends_there:
+        os.kill(os.getpid(), signal.SIGKILL)
     return x.clone()
 
 
@@ -131,7 +134,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
             batches of all, and takes its part.
     """
-    global _is_full
+    global _is_full, _ends_there
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     if rank == given.get("stepped"):  # its state is another one than the chief's
         model(torch.randn(3, 5, dtype=torch.float64)).sum().backward()
@@ -160,6 +163,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             faults = [fault for at, who, fault in given.get("faults", ()) if (at, who) == (number, rank)]
             if "kill" in faults:
                 os.kill(os.getpid(), signal.SIGKILL)
+            _ends_there = "kill in forward" in faults
             if "stop" in faults:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if "end" in faults:

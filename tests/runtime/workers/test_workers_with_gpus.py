@@ -1,0 +1,129 @@
+"""Workers with a GPU each, where there is none: gloo takes the place of NCCL, and CPUs that of GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from worker_processes import free_port, outcomes, told
+from worker_training import in_one_process, reference
+
+from mirrorc.ir.devices import parse_devices
+from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.workers import team
+from mirrorc.runtime.workers.exchanges import ExchangesOfGpus
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp": {"model": "mlp", "sizes": [[4, 4], [5, 2]], "stepped": 1},
+    "random": {"model": "random", "sizes": [[3, 6]], "optimizer": "SGD"},
+    "bound": {"model": "mlp", "sizes": [[0, 4], [2, 3]], "options": {"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}},
+    "recovers": {
+        "model": "mlp",
+        "sizes": [[4, 4]],
+        "faults": [[0, 1, "wrong batch"], [1, 1, "operator"], [2, 0, "operator"]],
+    },
+    "factors": {"model": "mlp", "sizes": [[4, 4]], "options": {"exchange": "factors"}},
+}
+
+
+def run(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """How each of two processes runs a case."""
+    port, whole = free_port(), {"devices": [1, 1], "over_nccl": True, **given}
+    return [{"variables": told(rank, 2, port), "train": whole} for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    return outcomes(tmp_path_factory.mktemp("gpus"), {name: run(given) for name, given in CASES.items()})
+
+
+def assert_same(own: dict[str, Any], losses: list[float], values: dict[str, list[float]]) -> None:
+    assert own["losses"][-len(losses) :] == pytest.approx(losses, rel=1e-9)
+    for name, expected in values.items():
+        assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
+
+
+@pytest.mark.parametrize("case", ["mlp", "bound"])
+def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
+    losses, values = reference({"devices": [1, 1], **CASES[case]}, range(4))
+    for own in found[case]:
+        assert_same(own, losses, values)
+        assert "exchange over nccl-workers" in own["explained"] and own["gathered"] == 0
+    assert found[case][0]["values"] == found[case][1]["values"]
+
+
+def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any]) -> None:
+    losses, values = in_one_process({"devices": [1, 1], **CASES["random"]})
+    for own in found["random"]:
+        assert_same(own, losses, values)
+
+
+def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
+    losses, values = reference({"devices": [1, 1], **CASES["recovers"]}, [3])
+    first, second = found["recovers"]
+    for own in (first, second):
+        assert_same(own, losses, values)
+    assert "it raised ValueError: arguments disagree on dim 0" in first["losses"][0]
+    assert "OSError: the disk is full" in first["losses"][1] and "OSError: the disk is full" in second["losses"][1]
+    assert "No parameter was changed. The step may be called again, on all workers." in second["losses"][2]
+
+
+def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -> None:
+    for own in found["factors"]:
+        assert own["error"].startswith(
+            "ValueError: exchange='factors' cannot be used on cpu:0: what joins workers there"
+        )
+        assert own["error"].endswith("gathers no factors; give exchange='auto'")
+
+
+def test_a_worker_that_is_killed_is_named_when_time_is_up(tmp_path: Any) -> None:
+    """NCCL does not tell that a worker is gone: its kernel waits until it is aborted."""
+    given = {
+        "model": "mlp",
+        "sizes": [[4, 4]],
+        "faults": [[1, 1, "kill in forward"]],
+        "ends": True,
+        "options": {"timeout_seconds": 3.0},
+    }
+    (own,) = outcomes(tmp_path, {"it": run(given)}, num_ended=1)["it"]
+    assert isinstance(own["losses"][0], float)
+    assert own["losses"][1].startswith("CommunicationError: training call 2 has failed: worker 1 (")
+    assert "bucket 0 was not exchanged with the other workers within 3 s" in own["losses"][1]
+    assert "No parameter was changed" in own["losses"][1]
+
+
+class OnGpu:
+    """A tensor that gloo does not take."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = torch.tensor(values)
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        assert device.type == "cpu"
+        return self.values.clone()
+
+    def copy_(self, own: torch.Tensor) -> None:
+        self.values = own
+
+
+def test_what_workers_tell_each_other_goes_through_the_host() -> None:
+    tensor, own = OnGpu(1.0, 2.0), torch.ones(2)
+    with team._on_host(tensor) as told_on_host:  # type: ignore[arg-type]
+        told_on_host.mul_(3)
+    assert tensor.values.tolist() == [3.0, 6.0]
+    with team._on_host(own) as told_on_host:
+        assert told_on_host is own
+
+
+def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> None:
+    """Or whoever waits for the GPU to clean up waits for a worker that is gone."""
+    made = ExchangesOfGpus(parse_devices(1), [0], lambda collective, done: None, 60.0, {}, lambda bucket: [], 0)
+    ended: list[str] = []
+    made.end_collectives = lambda: ended.append("ended")
+    made.launch_exchange(0, 0, torch.ones(2))
+    made.abort()
+    assert ended == ["ended"]
+    with pytest.raises(Aborted):
+        made.wait_exchange(0, 0, torch.ones(2))
