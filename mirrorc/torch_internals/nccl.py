@@ -43,7 +43,8 @@ class NcclGroup:
             raise RuntimeError("this build of torch has no NCCL")
         options = kind.Options(is_high_priority_stream=True)
         options._timeout = _ENDLESS  # whoever waits has a bound
-        with _in_environment(_WITHOUT_ENDING_THE_PROCESS):
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with current, _in_environment(_WITHOUT_ENDING_THE_PROCESS):
             self._group: Any = kind(store, rank, num_workers, options)
         self._ends: Any = torch.cuda.Stream(device, priority=_HIGH)  # comes as far as NCCL has
         self.is_cut = False
