@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from stand_in_nccl import nccl_over_gloo
 from torch import nn
 
 import mirrorc
@@ -125,6 +128,18 @@ def values_of(model: nn.Module) -> dict[str, list[float]]:
     return {name: value.detach().double().flatten().tolist() for name, value in own}
 
 
+def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Adds ``over_nccl`` to what is given: then workers train over the link between GPUs, for which gloo works."""
+
+    @functools.wraps(train)
+    def trained(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+        with nccl_over_gloo() if given.get("over_nccl") else contextlib.nullcontext():
+            return train(rank, given)
+
+    return trained
+
+
+@_over_what_is_asked
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers.
 
