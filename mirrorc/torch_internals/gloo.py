@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import select
 import socket
 import stat
 import threading
@@ -70,6 +71,15 @@ class GlooGroup:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Copies the tensor of worker ``root`` into those of the others."""
         return self._group.broadcast(tensor, root)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another worker has closed a connection, as it does when its process ends; also where nothing is under way.
+
+        Nobody can say so where the system has no ``/proc``.
+        """
+        sockets = _sockets()
+        return any(sockets.get(number) != inode or _is_closed(number) for number, inode in self._connected.items())
 
     def let_go(self) -> None:
         """Called in a child that was forked: it holds no connection of its parent, whose end would not be noticed otherwise."""
@@ -177,6 +187,13 @@ def _joins(number: int, ports: set[int]) -> bool:
             return theirs[1] in ports or found.getsockname()[1] in ports
     except (OSError, IndexError, TypeError):  # not connected, or not of the network
         return False
+
+
+def _is_closed(number: int) -> bool:
+    """Whether the other side of a connected socket has closed it; reads nothing."""
+    looking = select.poll()
+    looking.register(number, select.POLLRDHUP)
+    return bool(looking.poll(0))
 
 
 def _let_go_of_all() -> None:

@@ -59,6 +59,11 @@ class NcclGroup:
             end.record(self._ends)
         return _Work(self, work, end)
 
+    @property
+    def is_broken(self) -> bool:
+        """False: NCCL does not tell that another worker is gone."""
+        return False
+
     def cut(self) -> None:
         """Ends everything that runs here with an error, also what waits for workers that do not come; may be repeated.
 

@@ -100,11 +100,27 @@ class Lane:
         if error is not None:
             raise LostConnectionError(f"the other workers do not answer: {in_words(error)}") from error
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether another worker has closed its connection to this one."""
+        group = self._group
+        return group is not None and group.is_broken
+
     def cut(self) -> None:
         """Ends all collectives with an error, here and on the other workers."""
         group = self._group
         if group is not None:
             group.cut()
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether its collectives wait for ever for a worker that is gone, as those of NCCL do."""
+        return isinstance(self._group, NcclGroup)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._group is None
 
     def close(self) -> bool:
         """Ends all collectives, and the thread; returns whether that was done in time. Then no memory that was given to the lane

@@ -23,6 +23,7 @@ from mirrorc.cluster.sameness import check_same_facts
 from mirrorc.errors import CommunicationError
 from mirrorc.printing.wording import numbered
 from mirrorc.runtime.communication import StepStoppedError
+from mirrorc.runtime.workers.broken_connections import cut_when_broken
 from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
@@ -148,6 +149,8 @@ class Team:
             seconds, number, device = self.timeout_seconds, self.cluster.num_workers, self._device
             for name, place in (("words", _HOST), ("buckets", device)):
                 self._lanes.append(open_lane(name, store, self.cluster, seconds, place))
+            if self._lanes[1].is_deaf:
+                cut_when_broken(self._lanes[1], told=self._lanes[0])
             self.seconds_per_byte = seconds_per_byte(self._lanes[1], number, seconds, device)
 
     def _has_failure(self) -> bool:

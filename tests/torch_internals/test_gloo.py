@@ -67,6 +67,13 @@ def test_a_group_that_is_cut_ends_what_runs_on_it() -> None:
     groups[0].cut()
 
 
+def test_a_closed_connection_is_seen_where_nothing_is_under_way() -> None:
+    groups = opened()
+    assert not any(group.is_broken for group in groups)
+    groups[1].cut()
+    assert groups[0].is_broken and not groups[1].is_broken
+
+
 def test_a_group_connects_over_the_way_to_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     beneath = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -78,19 +78,18 @@ def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -
         assert own["error"].endswith("gathers no factors; give exchange='auto'")
 
 
-def test_a_worker_that_is_killed_is_named_when_time_is_up(tmp_path: Any) -> None:
-    """NCCL does not tell that a worker is gone: its kernel waits until it is aborted."""
+def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
+    """NCCL does not tell that a worker is gone: its kernel waits until it is aborted. The connections over gloo tell."""
     given = {
         "model": "mlp",
         "sizes": [[4, 4]],
         "faults": [[1, 1, "kill in forward"]],
         "ends": True,
-        "options": {"timeout_seconds": 3.0},
     }
     (own,) = outcomes(tmp_path, {"it": run(given)}, num_ended=1)["it"]
     assert isinstance(own["losses"][0], float)
     assert own["losses"][1].startswith("CommunicationError: training call 2 has failed: worker 1 (")
-    assert "bucket 0 was not exchanged with the other workers within 3 s" in own["losses"][1]
+    assert "the connection to the other workers is closed" in own["losses"][1] and own["seconds"] < 60.0
     assert "No parameter was changed" in own["losses"][1]
 
 
