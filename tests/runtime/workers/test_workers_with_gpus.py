@@ -85,6 +85,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
         "sizes": [[4, 4]],
         "faults": [[1, 1, "kill in forward"]],
         "ends": True,
+        "options": {"early_update": False},  # so that the other one waits for a sum, and not for its vote
     }
     (own,) = outcomes(tmp_path, {"it": run(given)}, num_ended=1)["it"]
     assert isinstance(own["losses"][0], float)
