@@ -19,6 +19,7 @@ from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.optimizer_groups import check_optimizers
+from mirrorc.optimizer_sharding import sharding
 from mirrorc.option_kinds import (
     Auto,
     BackendName,
@@ -91,6 +92,7 @@ def compile(
     rank: int | None = None,
     exchange: Exchange = "auto",
     early_update: bool = True,
+    shard_optimizer: bool = False,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -162,6 +164,9 @@ def compile(
         early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
             connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
             are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
+        shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
+            state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
+            workers call `Step.gather_optimizer_state`. Gradients are sent whole then.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -181,6 +186,7 @@ def compile(
     if cluster is not None:
         program_workers = joined_workers(cluster, parsed, longest_wait)
     check_world(program_workers, parsed, asked)
+    program_workers = sharding(program_workers, asked)
     check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
@@ -211,6 +217,7 @@ def compile(
             check_finite=check_finite,
             over_workers=program_workers.are_several,
             early_update=early_update,
+            shard_optimizer=shard_optimizer,
             **preferred,
         )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))

@@ -116,6 +116,8 @@ class ExchangeChoice:
         """The pass that leaves gradients as factors, if anything may be sent so."""
         if self._options.exchange == "dense" or not carries_between_workers(self._options.devices, ops.gather_factors):
             return None
+        if self._options.program_workers.shards_optimizer:
+            return None  # a worker makes no part of a sum from factors
         return next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
 
     def put_into(self, program: Program) -> Program:

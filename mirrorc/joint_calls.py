@@ -15,7 +15,7 @@ from torch import nn
 from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
-from mirrorc.errors import ExecutionError
+from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
@@ -156,9 +156,63 @@ class JointCalls:
                 f"on worker {agreed.source}",
                 stacklevel=users_stack_level(),
             )
+        self._make_state_whole_for(agreed.source)
         take_over_values(self.team, tensors, self.optimizers.optimizers, self._options.scaler, agreed.source)
         self._taken, self.team.have_parted = now, False
         return False
+
+    def _make_state_whole_for(self, source: int) -> None:
+        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone."""
+        if self._options.program_workers.shards_optimizer:
+            is_dealt = torch.tensor(self._state.optimizers.is_dealt)
+            self.team.copy(is_dealt, source)
+            if is_dealt:
+                self._state.optimizers.gather(self.team.gather)
+
+    def gather_state(self) -> None:
+        """Makes the optimizer's state whole on all workers, all of which call it.
+
+        Raises:
+            ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
+            CommunicationError: another worker makes another call, or has loaded state where others have not.
+        """
+        if self.is_joining:
+            raise ExecutionError(
+                "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of "
+                "its own: call it on all workers after the block"
+            )
+        with self.call():
+            is_whole = not self._state.optimizers.is_dealt
+            hyperparameters = digest(repr(self._hyperparameters()))
+            call = {"the call": "step.gather_optimizer_state()"}
+            own = Header(
+                call=self.team.num_calls,
+                is_fresh=False,
+                has_written=is_whole,
+                schedule=digest(repr(call)),
+                variables=self._variables.digest,
+                hyperparameters=hyperparameters,
+                modes=digest(self._model.modes()),
+                num_examples=1,  # a call without any would be refused
+                num_present=0,
+                seed=0,
+            )
+            details = {
+                "schedule": lambda: call,
+                "variables": lambda: self._variables.said,
+                "hyperparameters": self._hyperparameters,
+            }
+            agreed = self.team.meet(own, details)
+            if agreed.takes_over:
+                with self.team.raising_alike():
+                    raise CommunicationError(
+                        "some workers have loaded or cleared the optimizer's state since the last step, and others have parts of "
+                        "the former one: load it on all workers, or make a step, in which all take over one worker's, and call "
+                        "step.gather_optimizer_state() then. Nothing was changed"
+                    )
+            if not is_whole:
+                self._state.optimizers.gather(self.team.gather)
+            self.team.finish()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
         """Called when a worker that has left has found the program that it runs on no examples, in place of its last one.

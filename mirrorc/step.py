@@ -145,6 +145,21 @@ class Step(StepReports):
         take_part = functools.partial(self._exclusively, self._take_part)
         return until_all_have_left(self._joint, take_part, lambda: self._calls.is_closed)
 
+    def gather_optimizer_state(self) -> None:
+        """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
+
+        With ``shard_optimizer=True`` each worker has a part of it, and ``optimizer.state_dict()`` raises an error until all
+        workers have called this; then it is as without the option. Otherwise this does nothing. Call it before `close`, which
+        lets go what other workers have.
+
+        Raises:
+            ExecutionError: it is called inside of `join`, or the step is closed.
+            CommunicationError: another worker fails, or makes another call.
+        """
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        if self._joint is not None and self._options.program_workers.shards_optimizer:
+            self._exclusively(self._joint.gather_state)
+
     def zero_grad(self) -> None:
         """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
         self._exclusively(self._state.accumulated.clear)

@@ -28,6 +28,7 @@ from mirrorc.passes.reserve_memory import ReserveMemory
 from mirrorc.passes.reuse_arguments import ReuseArguments
 from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
+from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.unscale_gradients import UnscaleGradients
 from mirrorc.pipeline.protocol import Pass
@@ -56,6 +57,7 @@ __all__ = [
     "ReuseArguments",
     "ScaleInUpdates",
     "ScheduleOverlap",
+    "ShardOptimizer",
     "ShareParameters",
     "UnscaleGradients",
     "default_pipeline",
@@ -81,6 +83,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
     "reduce-over-workers": ReduceOverWorkers,
+    "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
@@ -111,6 +114,7 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
+    shard_optimizer: bool = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -131,6 +135,7 @@ def default_pipeline(
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
+        shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
@@ -155,6 +160,7 @@ def default_pipeline(
         ScheduleOverlap(),
         ShareParameters(),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
+        *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),

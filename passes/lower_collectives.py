@@ -49,20 +49,20 @@ class LowerCollectives:
         link, remark = self._choose(program)
         graph = copied(program.mirrored_graph)
         collectives = list(calls_to(graph, *ops.COLLECTIVES))
-        is_exchanged = any(calls_to(graph, *ops.EXCHANGES))
+        is_exchanged = any(calls_to(graph, *ops.BETWEEN_WORKERS))
         between, why = best_link(program.devices, Span.WORKERS) if is_exchanged else ("", "")
         for node in collectives:
             if node.target is ops.broadcast:
                 _lower_broadcast(program, node, carrier_of(link, ops.send))
             else:
-                own = between if node.target in ops.EXCHANGES else link
+                own = between if node.target in ops.BETWEEN_WORKERS else link
                 node.kwargs = {**node.kwargs, "link": carrier_of(own, node.target)}
         lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph)
         if not collectives:
             return lowered.with_remarks("no link: there is no collective", is_kept=False)
         if is_exchanged:
             lowered = lowered.with_remarks(why or f"link {between} between workers: the best for these devices")
-        if all(node.target in ops.EXCHANGES for node in collectives):
+        if all(node.target in ops.BETWEEN_WORKERS for node in collectives):
             return lowered
         idle = "" if link_named(link).moves_by_itself else "; nothing moves before the wait, which does all the work"
         return lowered.with_remarks(remark + idle)

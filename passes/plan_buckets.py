@@ -12,6 +12,7 @@ import torch
 from mirrorc.analysis.sent_factors import sent_factors
 from mirrorc.ir.buckets import Bucket, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import UpdateRule, Variable
 from mirrorc.printing.wording import counted
 
@@ -28,7 +29,8 @@ class PlanBuckets:
     A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
     if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`). It is cut at variable boundaries: a gradient that
     would take it over its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets
-    are numbered in the order in which they become ready, which reverses the forward's. The graph stays as it is::
+    are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a part of every
+    bucket alone, buckets are padded to lengths that make these parts equal. The graph stays as it is::
 
         output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
 
@@ -80,7 +82,8 @@ class PlanBuckets:
             members.append(variable)
         closed.extend(members for members in open_buckets.values() if members)
         closed.sort(key=lambda members: position[members[-1].name])
-        buckets = tuple(_bucket(i, members, as_factors) for i, members in enumerate(closed))
+        unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
+        buckets = tuple(_bucket(i, members, as_factors, unit) for i, members in enumerate(closed))
         planned = program.evolve(buckets=buckets).with_remarks(*opened, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds {alike}"
@@ -103,7 +106,8 @@ def _gradients(program: Program) -> list[str]:
     return list(output["gradients"])
 
 
-def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors]) -> Bucket:
+def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:
+    """A bucket of these gradients, whose length is a multiple of ``unit``."""
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
@@ -111,7 +115,8 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
         offset += _aligned(num_elements, variable.dtype)
     assert members[0].update is not None
     sent = tuple(as_factors[member.name] for member in members if member.name in as_factors)
-    return Bucket(index, members[0].dtype, tuple(slots), offset, members[0].update, sent_factors=sent)
+    num_elements = -(-offset // unit) * unit
+    return Bucket(index, members[0].dtype, tuple(slots), num_elements, members[0].update, sent_factors=sent)
 
 
 def _num_bytes(variable: Variable) -> int:

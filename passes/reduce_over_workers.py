@@ -77,6 +77,7 @@ class ReduceOverWorkers:
     establishes: ClassVar = (Property.EXCHANGED,)
     precedes: ClassVar = (
         Property.EXCHANGED,
+        Property.SHARDED,
         Property.CLIPPED,
         Property.UNSCALED,
         Property.CHECKED,

@@ -37,6 +37,7 @@ class ScheduleOverlap:
         Property.ORDERED,
         Property.PLACED,
         Property.EXCHANGED,
+        Property.SHARDED,
         Property.CLIPPED,
         Property.UNSCALED,
         Property.CHECKED,

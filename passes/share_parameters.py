@@ -48,6 +48,7 @@ class ShareParameters:
     establishes: ClassVar = (Property.PLACED,)
     precedes: ClassVar = (
         Property.EXCHANGED,
+        Property.SHARDED,
         Property.CLIPPED,
         Property.UNSCALED,
         Property.CHECKED,

@@ -82,8 +82,9 @@ class BucketParts:
 
     `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
-    was offered to it; so does one for gathered factors. `step_optimizer` gives new parameters. From these values on, slices,
-    concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
+    was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
+    `step_optimizer` gives new parameters. From these values on, slices, concatenations and sums over different replicas are
+    understood exactly. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
 
@@ -118,7 +119,7 @@ class BucketParts:
         if launch.target is ops.recv:
             sent = self._sent.get(route_of(self._program, launch))
             return sent.all_input_nodes[:1] if sent is not None else []
-        if launch.target is ops.gather_factors:
+        if launch.target in (ops.gather_factors, ops.scatter_sums):
             return list(launch.all_input_nodes)
         if launch.target in ops.EXCHANGES:
             own = replica_at(self._program, node)
@@ -147,6 +148,8 @@ class BucketParts:
             return self._found.get(source) if source is not None else None
         if launch.target is ops.gather_factors:
             return self._gathered(wait, self._sources(wait), bucket_of(launch))
+        if launch.target is ops.scatter_sums:
+            return self._scattered(wait, self._sources(wait), bucket_of(launch))
         if launch.target in ops.EXCHANGES:
             return self._exchanged(self._sources(wait), bucket_of(launch))
         if launch.target not in ops.REDUCTIONS:
@@ -182,6 +185,26 @@ class BucketParts:
         if not bucket.reduces_by_shares:
             return whole
         return _cut(whole, *bucket.share(replica_at(self._program, wait), self._program.num_replicas))
+
+    def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
+        """A replica's share of its worker's part of the sum over all; None if the worker has offered anything but its own."""
+        if not 0 <= index < len(self._program.buckets):
+            return None
+        bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
+        own, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        steps: set[tuple[Any, ...]] = set()
+        for source in sources:
+            start, stop = 0, bucket.num_elements
+            if num_replicas > 1 and bucket.reduces_by_shares:
+                start, stop = bucket.share(replica_at(self._program, source), num_replicas)
+            part = self._exact(source)
+            if part is None or (start < stop and not part.holds(GRADIENTS, index, start, stop, own)):
+                return None
+            steps.add(part.steps)
+        if len(steps) != 1:
+            return None
+        whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),), steps.pop())
+        return _cut(whole, *bucket.updated(replica_at(self._program, wait), num_replicas))
 
     def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
         """A bucket, of these replicas of the worker."""

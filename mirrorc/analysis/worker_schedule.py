@@ -23,7 +23,7 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
     worker and their shares are its own.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
-    launches = calls_to(_first_graph(program), *ops.EXCHANGES)
+    launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
     return (f"devices of workers: {everyone}", *(_line(program, node) for node in launches))
 
 

@@ -79,6 +79,14 @@ class SentFactors:
 
 
 @dataclass(frozen=True)
+class Elements:
+    """Consecutive elements of a bucket: the first one, and one past the last."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that are reduced and applied together, in the order in which backward makes them.
 
@@ -90,6 +98,7 @@ class Bucket:
         rule: how its parameters are updated.
         placement: where its parameters are, and which replica updates which elements.
         sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
+        part: the elements that this worker updates, whose optimizer state it has; None if each worker updates all elements.
     """
 
     index: int
@@ -99,6 +108,7 @@ class Bucket:
     rule: UpdateRule
     placement: Placement = Placement.MIRRORED
     sent_factors: tuple[SentFactors, ...] = ()
+    part: Elements | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -115,11 +125,19 @@ class Bucket:
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica updates: the first one, and one past the last one.
+        """The elements that a replica sums up of its worker's gradients: the first one, and one past the last one.
 
-        A replica's share of a small shared bucket may be empty.
+        It updates them, too, unless the worker updates a part of the bucket alone. A replica's share of a small shared bucket
+        may be empty.
         """
         return self.placement.value.share(self.num_elements, replica, num_replicas)
+
+    def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
+        """The elements that a replica updates, element by element: its share of the bucket, or of its worker's part."""
+        if self.part is None:
+            return self.share(replica, num_replicas)
+        start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas)
+        return self.part.start + start, self.part.start + stop
 
     def owner_of_parameters(self, replica: int) -> int:
         """The replica in whose memory the parameters that a replica reads are: itself, if it has its own copy."""
@@ -129,7 +147,7 @@ class Bucket:
         """Whether a replica writes parameters of this bucket: its share, if that is not empty, or its own copy."""
         if not self.reduces_by_shares:
             return self.owner_of_parameters(replica) == replica
-        start, stop = self.share(replica, num_replicas)
+        start, stop = self.updated(replica, num_replicas)
         return start < stop
 
     @property

@@ -47,7 +47,7 @@ class Link:
         moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
             wait does all the work.
         carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``send`` (with ``recv``);
-            ``exchange`` and ``gather_factors`` between workers.
+            ``exchange``, ``gather_factors``, ``scatter_sums`` and ``gather_parameters`` between workers.
         falls_back_to: the name of the link that carries what this one does not.
         sum_place: where the sum of an all_reduce, or of an exchange, lies.
         keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
@@ -213,7 +213,7 @@ _BETWEEN_WORKERS = Link(
     device_type="cpu",
     preference=1,
     moves_by_itself=True,
-    carries=(ops.exchange, ops.gather_factors),
+    carries=tuple(ops.BETWEEN_WORKERS),
     sum_place=SumPlace.OWN,
     keeps_operands=False,
     spans=Span.WORKERS,

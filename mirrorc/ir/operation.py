@@ -58,6 +58,7 @@ class Effect(enum.Enum):
     SUMS = "adds up the replicas' values"
     SCATTERS = "gives each replica its share alone"
     EXCHANGES = "adds up the workers' sums"
+    SPREADS = "gives all workers what each of them has updated"
     SENDS = "gives a value to another replica"
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"

@@ -34,6 +34,7 @@ from mirrorc.ir.type_rules import (
     of_region,
     of_reserved,
     of_slot,
+    of_spread,
     of_told,
     of_update,
     of_variable,
@@ -245,6 +246,41 @@ def gather_factors(*buckets: Any, bucket: int, op: str, link: str | None = None)
 
 @operation(
     Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES, Effect.SCATTERS),
+    gives=of_exchange,
+    stem="b{bucket}_scatter",
+    value="pending",
+    called="b{bucket}_scatter",
+    awaited="part",
+)
+def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
+    """Launches the sum over all workers of the sums of a bucket that each has made over its own replicas; each gets a part of it.
+
+    It takes what `exchange` takes. Each replica gets its share of its worker's part of the sum over workers, in the memory where
+    these elements lie. A worker sends each element once at most, to the worker whose part has it.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SPREADS),
+    gives=of_spread,
+    stem="b{bucket}_gather",
+    value="pending",
+    called="b{bucket}_gather",
+    awaited="parameters",
+)
+def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
+    """Launches an all_gather of a bucket's new parameters, of which each worker has updated a part, over all workers.
+
+    A replica launches it when it has updated its share, and after the wait the whole bucket is new, in the memory of parameters.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
     since=Stage.UPDATED,
     until=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS),
@@ -402,7 +438,10 @@ FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 
 REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
 EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
-"""Operations that join workers."""
+"""Operations that join workers, to add up what they have."""
+
+BETWEEN_WORKERS = Selection(lambda found: bool(found.effects & {Effect.EXCHANGES, Effect.SPREADS}))
+"""All operations that join workers."""
 
 COLLECTIVES = Selection(lambda found: Effect.JOINS in found.effects)
 LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)

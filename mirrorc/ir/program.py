@@ -50,6 +50,7 @@ class Property(enum.Enum):
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
     EXCHANGED = "exchanged"  # updates take sums over all workers
+    SHARDED = "sharded"  # each worker updates its part of the buckets alone, and all gather the new parameters
     CLIPPED = "clipped"  # gradients are bounded as they are to be
     UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-_SHARE_ELEMENTS = 64  # shares begin at multiples of this, so that two devices never write to the same cache line
+SHARE_ELEMENTS = 64
+"""Shares begin at multiples of this, so that two devices never write to the same cache line."""
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
     """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
-    units = -(-num_elements // _SHARE_ELEMENTS)
-    start, stop = (min(num_elements, units * i // num_shares * _SHARE_ELEMENTS) for i in (index, index + 1))
+    units = -(-num_elements // SHARE_ELEMENTS)
+    start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop

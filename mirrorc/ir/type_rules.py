@@ -170,14 +170,20 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
         raise TypeError("it waits for something that is not pending")
-    if not gives_shares(program, launch):
-        return pending[1]
-    start, stop = _bucket(program, node).share(replica_at(program, node), program.num_replicas)
-    return _flat(node, stop - start, pending[1][3])
+    own = awaited_elements(program, launch, replica_at(program, node))
+    return pending[1] if own is None else _flat(node, own[1] - own[0], pending[1][3])
+
+
+def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
+    """The elements of a bucket that a wait for a launch gives a replica; None if it gives them all."""
+    launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
+    if launched is not None and {Effect.EXCHANGES, Effect.SCATTERS} <= launched.effects:
+        return _bucket(program, launch).updated(replica, program.num_replicas)
+    return _bucket(program, launch).share(replica, program.num_replicas) if gives_shares(program, launch) else None
 
 
 def gives_shares(program: Program, launch: Any) -> bool:
-    """Whether a wait for a launch gives each replica its share of the bucket alone."""
+    """Whether a launch is about each replica's share of the bucket alone: a wait gives it, or an exchange takes it."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is None or Effect.EXCHANGES not in launched.effects:
         return launched is not None and Effect.SCATTERS in launched.effects
@@ -212,6 +218,11 @@ def of_gathered(program: Program, node: fx.Node) -> ValueType:
     return ("pending", wanted)
 
 
+def of_spread(program: Program, node: fx.Node) -> ValueType:
+    """The whole bucket as a pending value."""
+    return ("pending", of_bucket(program, node))
+
+
 def of_update(program: Program, node: fx.Node) -> None:
     """No value. The operand must be as long as the part of the bucket that is updated; after it may come a factor, a number."""
     factors = [noted_type(source) for source in node.args[1:]]
@@ -222,8 +233,8 @@ def of_update(program: Program, node: fx.Node) -> None:
     bucket = _bucket(program, node)
     found = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements
-    if bucket.placement.value.updates_by_shares:
-        start, stop = bucket.share(replica_at(program, node), program.num_replicas)
+    if bucket.placement.value.updates_by_shares or bucket.part is not None:
+        start, stop = bucket.updated(replica_at(program, node), program.num_replicas)
         num_elements = stop - start
     wanted = _flat(node, num_elements, bucket.dtype)
     if not is_same_type(found, wanted):

@@ -69,11 +69,13 @@ class Workers:
         devices_per_worker: the number of devices of each worker; empty if a process trains on its own.
         rank: the worker that runs the program.
         sent_as_factors: the variables whose gradients workers send to each other as factors, from which each makes the sum.
+        shards_optimizer: whether each worker updates a part of each bucket alone, with that part of the optimizer's state.
     """
 
     devices_per_worker: tuple[int, ...] = ()
     rank: int = 0
     sent_as_factors: tuple[str, ...] = ()
+    shards_optimizer: bool = False
 
     @property
     def are_several(self) -> bool:

@@ -123,14 +123,17 @@ def _alike(layers: Iterable[_Members]) -> list[_Members]:
 
 
 def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
-    if not bucket.reduces_by_shares:
+    if not bucket.reduces_by_shares and bucket.part is None:
         return []
     parts = [
-        f"{device.name} {range_text(*bucket.share(replica, program.num_replicas))}"
+        f"{device.name} {range_text(*bucket.updated(replica, program.num_replicas))}"
         for replica, device in enumerate(program.devices)
     ]
     if fold and len(parts) > _LISTED_SHARES:
         parts = [*parts[:2], "…", parts[-1]]
+    if bucket.part is not None:
+        of = f"this worker's elements {range_text(bucket.part.start, bucket.part.stop)} of {bucket.num_elements}"
+        return wrapped(f"shares, of {of}: ", parts)
     return wrapped(f"shares, of elements 0 … {bucket.num_elements - 1}: ", parts)
 
 

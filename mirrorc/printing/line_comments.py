@@ -29,7 +29,7 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
-from mirrorc.ir.type_rules import gives_shares
+from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
 from mirrorc.printing.values import type_of
@@ -93,9 +93,10 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
-    if bucket is None or not gives_shares(program, launch):
+    own = awaited_elements(program, launch, replica) if bucket is not None else None
+    if bucket is None or own is None:
         return ""
-    start, stop = bucket.share(replica, program.num_replicas)
+    start, stop = own
     elements = f"elements {range_text(start, stop)}" if start < stop else "no elements"
     where = f" on {program.devices[replica].name}, others: see bucket {bucket.index}" if others else ""
     return f"{elements} of {bucket.num_elements}{where}"
@@ -142,7 +143,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
         lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")
-    waits = [node for node in calls_to(graph, ops.wait) if node > commit]
+    waits = [node for node in calls_to(graph, ops.wait) if node > commit and node.args[0].target in ops.REDUCTIONS]  # type: ignore[union-attr]
     order = list(dict.fromkeys(bucket_of(node) for node in waits))
     if len(order) > 1 and order == sorted(order, reverse=True):
         lines[waits[0]] = [
@@ -234,7 +235,8 @@ def _updated(program: Program, node: fx.Node) -> str:
     if bucket is None:
         return ""
     is_share = bucket.placement.value.updates_by_shares
-    return bucket.rule.label + (f", this device's share of {program.num_replicas}" if is_share else "")
+    part = f", worker {program.workers.rank}'s part of {program.workers.num_workers}" if bucket.part is not None else ""
+    return bucket.rule.label + part + (f", this device's share of {program.num_replicas}" if is_share else "")
 
 
 def _own_step(program: Program, node: fx.Node) -> str:
@@ -263,6 +265,12 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.pack: _packed,
         ops.update: _updated,
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
+        ops.scatter_sums: lambda program, node: (
+            f"summed over {program.workers.num_workers} workers, each gets its part"
+        ),
+        ops.gather_parameters: lambda program, node: (
+            f"each of {program.workers.num_workers} workers has updated its part"
+        ),
         ops.gather_factors: lambda program, node: (
             f"those of {program.workers.num_workers} workers, one product or sum of all"
         ),

@@ -27,7 +27,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.templates import filled
-from mirrorc.ir.type_rules import gives_shares
+from mirrorc.ir.type_rules import awaited_elements
 
 aten = torch.ops.aten
 
@@ -170,7 +170,8 @@ class PrintedValues:
         """The bucket of which a value is a share, after a reduce_scatter or an exchange."""
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
-        return launch.meta["val"].value if gives_shares(self._program, launch) else None  # type: ignore[union-attr]
+        is_share = awaited_elements(self._program, launch, 0) is not None
+        return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
         """Lists values by name; values that are kept for later regions, and many values of a kind, are counted.

@@ -68,6 +68,17 @@ class GlooGroup:
             options.timeout = _ENDLESS
         return self._group.allgather([list(into)], [tensor], options)
 
+    def all_gather_whole(self, tensor: torch.Tensor, into: torch.Tensor) -> Any:
+        """Copies every worker's tensor, 1-D and of one length, into ``into``, one behind the other in the order of ranks."""
+        return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
+
+    def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:
+        """Sends each worker its part of a 1-D tensor, and puts what comes from each into ``into``, both in the order of ranks.
+
+        All parts have one length.
+        """
+        return self._group.alltoall_base(_as_bytes(into), _as_bytes(parts), [], [])
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Copies the tensor of worker ``root`` into those of the others."""
         return self._group.broadcast(tensor, root)
@@ -103,6 +114,11 @@ class GlooGroup:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
         self._connected = {}
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory; what is copied alone need not be of a dtype that gloo knows."""
+    return tensor.view(torch.uint8)
 
 
 def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: float) -> Any:

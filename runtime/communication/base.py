@@ -105,6 +105,23 @@ class Communicator:
         """This replica's share of the sum over the replicas of all workers, in their order, made from their factors."""
         raise self._not_carried("gather_factors")
 
+    def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+        """As `launch_exchange`, for a sum of which every worker gets its part."""
+        raise self._not_carried("scatter_sums")
+
+    def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
+        """The elements of ``whole`` that this replica updates, from the first to one before the last, when they are the sum."""
+        raise self._not_carried("scatter_sums")
+
+    def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+        """Tells that this replica has updated its share of a bucket's parameters, which are ``whole``, 1-D. Its worker's part is
+        sent to all workers when all replicas have, and the other workers' parts are written."""
+        raise self._not_carried("gather_parameters")
+
+    def wait_parameters(self, bucket: int, replica: int) -> None:
+        """Returns when the bucket's parameters are those that all workers have updated."""
+        raise self._not_carried("gather_parameters")
+
     def _not_carried(self, operation: str) -> NotImplementedError:
         return NotImplementedError(
             f"link {self.link!r} does not carry {operation}: `Link.carries` says what it does, and the verifier checks it"

@@ -199,6 +199,18 @@ class Binder:
 
         return exchange
 
+    @binds(ops.scatter_sums)
+    def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
+        return lambda own, **_: exchanges.launch_scatter(bucket, replica, whole)
+
+    @binds(ops.gather_parameters)
+    def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        whole = self.state.store.buckets[bucket].parameters[0]
+        return lambda **_: exchanges.launch_parameters(bucket, replica, whole)
+
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, route = self._communicators[str(node.kwargs["link"])], route_of(self.program, node)
@@ -225,6 +237,12 @@ class Binder:
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
+        if collective.target is ops.scatter_sums:
+            flat = self.state.store.buckets[bucket]
+            elements = flat.bucket.updated(replica, self.program.num_replicas)
+            return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
+        if collective.target is ops.gather_parameters:
+            return lambda pending, **_: communicator.wait_parameters(bucket, replica)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:

@@ -216,6 +216,24 @@ class _Walk:
         self.ledger.hold([messages])
         return (), 0
 
+    @accounts(ops.scatter_sums)
+    def _scatter_sums(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """What all workers send to this one, until it is added up. It is taken to be there from the first device's launch on."""
+        self._offer(node)
+        if self.replica:
+            return (), 0
+        num_bytes = self.program.buckets[bucket_of(node)].num_bytes
+        return (Block(num_bytes, self.names.name(node), "sums of all workers"),), 0
+
+    @accounts(ops.gather_parameters)
+    def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """A copy of this worker's part, which is sent while parameters are written."""
+        part = self.program.buckets[bucket_of(node)].part
+        if self.replica or part is None:
+            return (), 0
+        size = (part.stop - part.start) * self.program.buckets[bucket_of(node)].dtype.itemsize
+        return (Block(size, self.names.name(node), "parameters of this worker's part"),), 0
+
     @accounts(ops.REDUCTIONS, ops.exchange, ops.send)
     def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         operands = self._of(node.args)
@@ -231,6 +249,8 @@ class _Walk:
         if launch.target is ops.recv:
             source = self.program.devices[launch.kwargs["source"]].torch_device
             return (self._new(node) if source != self.device else ()), 0
+        if launch.target is ops.gather_parameters:
+            return (), 0
         place = link_named(launch.kwargs["link"]).sum_place
         if place is SumPlace.ADDITIONAL:
             new = self._new(node)
@@ -276,6 +296,6 @@ class _Walk:
     @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         bucket = self.program.buckets[bucket_of(node)]
-        start, stop = bucket.share(self.replica, self.program.num_replicas)
+        start, stop = bucket.updated(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
         return (), round(self.temporary_bytes[bucket.index] * (stop - start))

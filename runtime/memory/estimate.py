@@ -140,14 +140,15 @@ class _Tally:
         """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
-        shares = [(name, *bucket.share(replica, len(self.names))) for replica, name in enumerate(self.names)]
+        shares = [(name, *bucket.updated(replica, len(self.names))) for replica, name in enumerate(self.names)]
+        own = bucket.num_elements if bucket.part is None else bucket.part.stop - bucket.part.start
         updating = {
             name for name, start, stop in shares if start < stop
         }  # each has a flat optimizer with its own scalars
         copies = self._copies(bucket)
         for owners in copies:
             if num_flat := len(updating.intersection(owners)):
-                self._add(owners, "optimizer_state", per_element * bucket.num_elements + scalars * num_flat)
+                self._add(owners, "optimizer_state", per_element * own + scalars * num_flat)
         self._add(copies[0], "optimizer_state", scalars * len(bucket.slots))  # shown in the user's optimizer
 
     def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:

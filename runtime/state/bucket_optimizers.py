@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.dealt_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
@@ -28,10 +29,16 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Laid:
-    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it."""
+    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it.
+
+    Attributes:
+        state, shown: as above.
+        gathered: what was gathered of it over all workers, see `FlatState.shown`.
+    """
 
     state: FlatState
     shown: Shown
+    gathered: Mapping[tuple[int, str], torch.Tensor] | None = None
 
 
 class BucketOptimizers:
@@ -73,6 +80,7 @@ class BucketOptimizers:
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
         self.is_fresh = False  # whether the next step makes state
+        self._gathered: Mapping[tuple[int, str], torch.Tensor] | None = None  # shown until the next step
 
     @property
     def leave_gradients(self) -> bool:
@@ -83,13 +91,24 @@ class BucketOptimizers:
         """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
         self._write_rates()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
+        if self._keeps_dealt_state(elementwise):
+            earlier, gathered = self._state, self._gathered
+            state = FlatState(elementwise, self._flat_optimizer, self._user_states, earlier)
+            return Laid(state, state.shown(gathered), gathered)
+        for optimizer in self.groups.optimizers:
+            refuse_dealt_state(optimizer, "memory for the optimizer's state is to be laid out anew, with other buckets")
         self._check_state(elementwise)
         state = FlatState(elementwise, self._flat_optimizer, self._user_states)
         return Laid(state, state.shown())
 
+    def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
+        """Whether buckets have the state that is dealt out to workers already, which the user has not replaced."""
+        are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
+        return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
+
     def adopt(self, laid: Laid) -> None:
         """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
-        self._state = laid.state
+        self._state, self._gathered = laid.state, laid.gathered
         self._note_whether_fresh()
         self._show(laid.shown)
 
@@ -199,13 +218,31 @@ class BucketOptimizers:
 
     def finish_step(self) -> None:
         """Shows the new state in the user's optimizer; may be repeated from any point."""
-        if self._entries != self._state.entries():  # an optimizer makes its state in its first step
+        has_new = self._entries != self._state.entries()  # an optimizer makes its state in its first step
+        if has_new or self._gathered is not None:
             self._state.hold_what_is_new()
+            self._gathered = None
             self._show(self._state.shown())
             return_freed_memory()  # the parts of the state have been copied together
         self._numbers.write()
         self._shown.count_versions()
         self.is_fresh = False
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the user's optimizers show state that is not whole, as parts of it lie with other workers."""
+        return any(map(has_dealt_state, self.groups.optimizers))
+
+    def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Shows the whole state in the user's optimizers, until the next step; all workers call it.
+
+        Args:
+            all_gather: gives the parts of all workers, one behind the other, 1-D.
+        """
+        gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
+        shown = self._state.shown(gathered)
+        self._gathered = gathered
+        self._show(shown)
 
     def _show(self, shown: Shown) -> None:
         self._numbers = shown.numbers
@@ -214,7 +251,11 @@ class BucketOptimizers:
             self._shown.forget()
             return
         whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+        whole += list((self._gathered or {}).values())
         trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
+        if any(flat.bucket.part is not None for flat in self._state.buckets):
+            for optimizer in self.groups.optimizers:
+                watch_dealt_state(optimizer)
         self._shown.put(
             list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
             (
@@ -229,7 +270,8 @@ class BucketOptimizers:
         """The memory that the update of an element-wise bucket of these parameters needs; it need not be laid out."""
         optimizer, index = self.groups[bucket.rule.group]
         first = parameters[0]
-        return update_memory(optimizer, index, bucket.dtype, first.device, optimizer.state.get(first, {}))
+        known = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
+        return update_memory(optimizer, index, bucket.dtype, first.device, known)
 
     def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
         """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step

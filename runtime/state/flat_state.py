@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.optimizers import SCALAR_STATE, flat_entries
+from mirrorc.runtime.state.dealt_state import DealtState
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownNumbers
@@ -38,6 +39,12 @@ class FlatState:
         buckets: the memory of the buckets that are updated element by element.
         make: makes a flat optimizer for a bucket's parameters on a replica, or a share of them.
         states_of: gives the states that the user's optimizer has for the parameters of a bucket, in order of its slots.
+        earlier: what there was for the same buckets, whose state is kept in place of that of the user's optimizer.
+
+    Attributes:
+        buckets: as given.
+        optimizers: by bucket and replica.
+        whole: the state entries of each bucket, as long as the bucket, or as the part of it that this worker updates.
     """
 
     def __init__(
@@ -45,16 +52,20 @@ class FlatState:
         buckets: Sequence[FlatBucket],
         make: Callable[[Bucket, torch.Tensor], FlatOptimizer],
         states_of: Callable[[Bucket], Sequence[UserState]],
+        earlier: FlatState | None = None,
     ) -> None:
         self.buckets = buckets
         self.optimizers: dict[tuple[int, int], FlatOptimizer] = {}
-        self.whole: dict[int, dict[str, torch.Tensor]] = {}  # a bucket's state entries, as long as the bucket
+        self.whole: dict[int, dict[str, torch.Tensor]] = {}
         for flat in buckets:
             for replica, parameters in enumerate(flat.parameters):
-                start, stop = flat.bucket.share(replica, len(flat.parameters))
+                start, stop = flat.bucket.updated(replica, len(flat.parameters))
                 if start < stop:
                     self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
-            self._take_over(flat, states_of(flat.bucket))
+            if earlier is None:
+                self._take_over(flat, states_of(flat.bucket))
+            else:
+                self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
         """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
@@ -73,19 +84,34 @@ class FlatState:
             if key in SCALAR_STATE:
                 value = torch.as_tensor(first).detach().reshape(())
                 value = value if value.is_floating_point() else value.to(torch.float32)  # as fused kernels want counts
-                for own in self._replicas(flat).values():
-                    is_fused = own.optimizer.param_groups[0].get("fused")
-                    own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
+                self._hold_number(flat, key, value)
                 continue
             whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=flat.parameters[0].device)
             for view, state in zip(slot_views(whole, bucket), states, strict=True):
                 view.copy_(state[key])
+            if bucket.part is not None:
+                whole = whole[bucket.part.start : bucket.part.stop].clone()
             self._hold(flat, key, whole)
 
+    def _go_on_from(self, flat: FlatBucket, earlier: FlatState) -> None:
+        """Gives the flat optimizers of a bucket the state that other ones had for the same bucket."""
+        for key, value in earlier._first(flat).state.items():
+            if key in SCALAR_STATE:
+                self._hold_number(flat, key, value)
+            elif value is not None:
+                self._hold(flat, key, earlier.whole[flat.bucket.index][key])
+
+    def _hold_number(self, flat: FlatBucket, key: str, value: torch.Tensor) -> None:
+        """Gives each flat optimizer of a bucket its own copy of a number."""
+        for own in self._replicas(flat).values():
+            is_fused = own.optimizer.param_groups[0].get("fused")
+            own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
+
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its part of a state tensor that is as long as the bucket: a share, or a copy."""
+        """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy."""
+        first = flat.bucket.part.start if flat.bucket.part is not None else 0
         for replica, own in self._replicas(flat).items():
-            start, stop = flat.bucket.share(replica, len(flat.parameters))
+            start, stop = (place - first for place in flat.bucket.updated(replica, len(flat.parameters)))
             is_view = flat.bucket.owner_of_parameters(replica) == 0
             own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
         self.whole.setdefault(flat.bucket.index, {})[key] = whole
@@ -121,8 +147,18 @@ class FlatState:
         """What changes when an optimizer makes its state, in its first step."""
         return [id(value) for flat in self.buckets for value in self._first(flat).state.values()]
 
-    def shown(self) -> Shown:
-        """Views of replica 0's state, for the user's optimizer."""
+    def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """The state that is dealt out to workers: bucket, entry and this worker's part, in an order that all workers have."""
+        for flat in self.buckets:
+            if flat.bucket.part is not None:
+                for key in sorted(self.whole.get(flat.bucket.index, {})):
+                    yield flat.bucket.index, key, self.whole[flat.bucket.index][key]
+
+    def shown(self, gathered: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Shown:
+        """Views of replica 0's state, for the user's optimizer.
+
+        ``gathered`` has the whole tensors of all `parts`, by bucket and entry; without it, of each there is a `DealtState`.
+        """
         numbers = {
             (flat.bucket.index, key): (value, len(flat.bucket.slots))
             for flat in self.buckets
@@ -139,6 +175,12 @@ class FlatState:
                     entries[key] = [None] * len(bucket.slots)
                 elif key in SCALAR_STATE:
                     entries[key] = shown[bucket.index, key].unbind()
+                elif bucket.part is not None:
+                    entries[key] = (
+                        slot_views(gathered[bucket.index, key], bucket)
+                        if gathered
+                        else [DealtState(value.dtype)] * len(bucket.slots)
+                    )
                 else:
                     entries[key] = slot_views(self.whole[bucket.index][key], bucket)
             for i, slot in enumerate(bucket.slots):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +15,13 @@ from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.shares import share_bounds
-from mirrorc.runtime.communication import Aborted, Communicator
+from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.state.gradient_shares import make_pieces
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
 from mirrorc.runtime.workers.factor_messages import FactorMessage, Gathering, NumRows, RowsOf
-from mirrorc.runtime.workers.lane import Done, LostConnectionError, in_words
+from mirrorc.runtime.workers.joint_launches import JointLaunches, Launch
+from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
 from mirrorc.runtime.workers.team import Team
-from mirrorc.torch_internals import GlooGroup
-
-Launch = Callable[[Callable[[GlooGroup], object], Done], None]
-_SLACK_SECONDS = 2.0  # what a lane waits for ends by itself; its text says more than ours
 
 
 class Exchanges(Communicator):
@@ -47,6 +42,7 @@ class Exchanges(Communicator):
         messages: those of buckets that are sent as factors, by index.
         rows_of: gives the numbers of rows in a step.
         rank: of this worker.
+        sharded: moves the buckets of which each worker updates a part.
     """
 
     link = "gloo"
@@ -60,19 +56,18 @@ class Exchanges(Communicator):
         messages: Mapping[int, FactorMessage],
         rows_of: RowsOf,
         rank: int,
+        sharded: ShardedBuckets,
     ) -> None:
         super().__init__(devices, timeout_seconds)
-        self._buckets, self._launch = tuple(buckets), launch
         self._messages, self._rows_of, self._rank = messages, rows_of, rank
-        self._launching = threading.Lock()
-        self.begin_afresh()
+        self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
+        self._sharded = sharded
+        self.release()
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
-        self._missing = dict.fromkeys(self._buckets, len(self.devices))  # the devices that have not launched yet
-        self._inboxes: dict[int, list[queue.SimpleQueue[Exception | None]]] = {
-            bucket: [queue.SimpleQueue() for _ in self.devices] for bucket in self._buckets
-        }
+        self._joint.begin_afresh()
+        self._sharded.begin_afresh()
         self.release()
 
     def release(self) -> None:
@@ -81,19 +76,20 @@ class Exchanges(Communicator):
             bucket: [None] * len(self.devices) for bucket in self._messages
         }
         self._gatherings: dict[int, Gathering] = {}
+        self._sharded.release()
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """See `Communicator`."""
-        with self._launching:
-            if self._is_last(bucket):
-                self._send(bucket, (lambda group: group.all_reduce(whole)) if whole.numel() else None)
+        with self._joint.lock:
+            if self._joint.is_last(bucket):
+                self._joint.send(bucket, (lambda group: group.all_reduce(whole)) if whole.numel() else None)
 
     def launch_gather(self, bucket: int, replica: int, own: FactoredBucket) -> None:
         """See `Communicator`."""
-        with self._launching:
+        with self._joint.lock:
             offered = self._offered[bucket]
             offered[replica] = own
-            if not self._is_last(bucket):
+            if not self._joint.is_last(bucket):
                 return
             factors = [[list(gradient) for gradient in one.factors] for one in offered if one is not None]
             gathering = Gathering(self._messages[bucket], self._rows_of(bucket), self._rank, factors)
@@ -103,28 +99,9 @@ class Exchanges(Communicator):
             self._offered[bucket] = [FactoredBucket(first.tensor, (), one.pieces) for one in offered if one is not None]
             self._gatherings[bucket] = gathering
             into = gathering.gathered
-            self._send(bucket, (lambda group: group.all_gather(gathering.own, into.unbind())) if into.numel() else None)
-
-    def _is_last(self, bucket: int) -> bool:
-        """Notes that a device has launched; returns whether all have."""
-        self._missing[bucket] -= 1
-        if self._missing[bucket]:
-            return False
-        self._missing[bucket] = len(self.devices)
-        return True
-
-    def _send(self, bucket: int, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, if there is anything to send, and tells all devices when it is done."""
-        inboxes = self._inboxes[bucket]
-
-        def done(error: Exception | None) -> None:
-            for inbox in inboxes:
-                inbox.put(error)
-
-        if collective is not None:
-            self._launch(collective, done)
-        else:
-            done(None)
+            self._joint.send(
+                bucket, (lambda group: group.all_gather(gathering.own, into.unbind())) if into.numel() else None
+            )
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """As in the base class; raises as `wait_exchange`."""
@@ -135,7 +112,7 @@ class Exchanges(Communicator):
         return self._make(bucket, replica, visit)
 
     def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
-        self._await(bucket, replica)
+        self._joint.wait(bucket, replica, bucket)
         own = self._offered[bucket][replica]
         assert own is not None, "it was launched"
         everyone = [FactoredBucket(own.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
@@ -144,6 +121,22 @@ class Exchanges(Communicator):
         start, stop = share_bounds(own.tensor.numel(), len(self.devices), replica)
         return own.tensor[start:stop]
 
+    def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+        """See `Communicator`."""
+        self._sharded.launch_sums(bucket, whole)
+
+    def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
+        """As in the base class; raises as `wait_exchange`."""
+        return self._sharded.wait_sums(bucket, replica, whole, *elements)
+
+    def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+        """See `Communicator`."""
+        self._sharded.launch_parameters(bucket, whole)
+
+    def wait_parameters(self, bucket: int, replica: int) -> None:
+        """As in the base class; raises as `wait_exchange`."""
+        self._sharded.wait_parameters(bucket, replica)
+
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         """As in the base class.
 
@@ -151,29 +144,13 @@ class Exchanges(Communicator):
             Aborted: another device, or another worker, has failed.
             LostConnectionError: the exchange has failed, or took too long.
         """
-        self._await(bucket, replica)
+        self._joint.wait(bucket, replica, bucket)
         return pending
-
-    def _await(self, bucket: int, replica: int) -> None:
-        """Waits until the other workers' part of a bucket is there."""
-        try:
-            error = self._inboxes[bucket][replica].get(timeout=self.timeout_seconds + _SLACK_SECONDS)
-        except queue.Empty:
-            raise LostConnectionError(
-                f"bucket {bucket} was not exchanged with the other workers within {self.timeout_seconds:g} s"
-            ) from None
-        if isinstance(error, Aborted):
-            raise error
-        if error is not None:
-            raise LostConnectionError(
-                f"bucket {bucket} could not be exchanged with the other workers: {in_words(error)}"
-            ) from error
 
     def abort(self) -> None:
         """Wakes every device that waits."""
-        for inboxes in self._inboxes.values():
-            for inbox in inboxes:
-                inbox.put(Aborted())
+        self._joint.abort()
+        self._sharded.abort()
 
 
 class ExchangesOfGpus(Exchanges):
@@ -204,7 +181,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         ExecutionError: the link has no such runtime, or does not leave sums where they can be sent from.
     """
     graph = next(iter(program.device_graphs.values())).graph
-    launches = list(calls_to(graph, *ops.EXCHANGES))
+    launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))
     if not launches or team is None:
         return {}
     links = {str(node.kwargs["link"]) for node in launches}
@@ -219,7 +196,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
                 f"link {node.kwargs['link']!r} does not add up a worker's buckets in one place, from which they can be sent to "
                 "the other workers: use link='shared-memory'"
             )
-    buckets = [bucket_of(node) for node in launches]
+    buckets = [bucket_of(node) for node in launches if node.target in (ops.exchange, ops.gather_factors)]
     gathered = [bucket_of(node) for node in launches if node.target is ops.gather_factors]
     messages = {index: FactorMessage(program.buckets[index].sent_factors) for index in gathered}
     sizes = [len(program.buckets[index].slots) for index in gathered]
@@ -230,7 +207,9 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         return [split_counts(counts, sizes, number)[place] for counts, number in said]
 
     launch, seconds, rank = team.launch_bucket, team.timeout_seconds, team.cluster.rank
-    exchanges = kind(program.devices, buckets, launch, seconds, messages, rows_of, rank)
+    dealt = [bucket_of(node) for node in launches if node.target is ops.scatter_sums]
+    sharded = ShardedBuckets(program.num_replicas, dealt, rank, team.cluster.num_workers, launch, seconds)
+    exchanges = kind(program.devices, buckets, launch, seconds, messages, rows_of, rank, sharded)
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.end_collectives
     return {kind.link: exchanges}

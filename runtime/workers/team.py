@@ -354,6 +354,12 @@ class Team:
             with _on_host(tensor) as own:
                 self._tell(lambda group: group.broadcast(own.view(-1).view(torch.uint8), root))
 
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The 1-D tensors of all workers, which are of one length and dtype, one behind the other in the order of ranks."""
+        whole = own.new_empty(own.numel() * self.cluster.num_workers)
+        self._tell(lambda group: group.all_gather_whole(own, whole))
+        return whole
+
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
         """A block that raises on all workers alike, or on none, so that nobody needs to be told."""

@@ -197,7 +197,7 @@ def links_join_their_devices(program: Program) -> Iterator[Violation]:
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
             try:
-                spans = Span.WORKERS if node.target in ops.EXCHANGES else Span.DEVICES
+                spans = Span.WORKERS if node.target in ops.BETWEEN_WORKERS else Span.DEVICES
                 check_link(None if link is None else str(link), program.devices, spans)
             except ValueError as error:
                 yield Violation(f"{say(node)} cannot go over {link}: {error}", node)

@@ -72,10 +72,11 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
     bucket = program.buckets[index]
     if node.target is ops.store:
         return given.holds(PARAMETERS, index, 0, bucket.num_elements)
-    share = bucket.share(
+    share = bucket.updated(
         replica_at(program, node), program.num_replicas
     )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
-    return any(given.holds(GRADIENTS, index, *e, program.reduced_replicas) for e in ((0, bucket.num_elements), share))
+    elements = [share] if bucket.part is not None else [(0, bucket.num_elements), share]
+    return any(given.holds(GRADIENTS, index, *one, program.reduced_replicas) for one in elements)
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:

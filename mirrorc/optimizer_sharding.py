@@ -1,0 +1,59 @@
+"""The option that deals the optimizer's state out to workers, and what cannot be asked for together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mirrorc.ir.workers import Workers
+
+_PASS = "shard-optimizer"
+
+
+def sharding(workers: Workers, asked: Mapping[str, Any]) -> Workers:
+    """The workers of a step, with whether each of them updates a part of each bucket alone.
+
+    Args:
+        workers: of the step.
+        asked: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        ValueError: an option cannot be kept together with it; says why, and the remedy.
+    """
+    if not asked["shard_optimizer"]:
+        return workers
+    if asked["passes"] is not None and not any(one.name == _PASS for one in asked["passes"]):
+        raise ValueError(
+            f"shard_optimizer=True asks for the pass {_PASS!r}, which the pipeline given with passes= has not: put "
+            "mirrorc.passes.ShardOptimizer() behind ReduceOverWorkers() there, or leave shard_optimizer out"
+        )
+    if _PASS in asked["disable_passes"]:
+        raise ValueError(
+            f"shard_optimizer=True asks for the pass {_PASS!r}, which disable_passes leaves out: leave out one of them"
+        )
+    if not workers.are_several:
+        return workers
+    own_parts = "each worker has the sums of its own part of the gradients alone"
+    scaler = asked["scaler"]
+    reasons = {
+        "exchange": (
+            asked["exchange"] == "factors",
+            "from factors, every worker makes whole gradients, and not its part",
+        ),
+        "clip_grad_norm": (
+            asked["clip_grad_norm"] is not None,
+            f"{own_parts}, and workers do not tell each other norms",
+        ),
+        "check_finite": (bool(asked["check_finite"]), f"{own_parts}, and does not know of others that are not finite"),
+        "scaler": (
+            scaler is not None and scaler.is_enabled(),
+            f"{own_parts}, and does not know of others that are not finite",
+        ),
+    }
+    for option, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise ValueError(
+                f"{option}= as it is given cannot be used with shard_optimizer=True yet: {why}; leave out one of them"
+            )
+    return replace(workers, shards_optimizer=True)

@@ -1,0 +1,172 @@
+"""Lets each worker update its part of every bucket alone, and gathers the new parameters over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from torch import fx
+
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket, Elements
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.shares import SHARE_ELEMENTS
+from mirrorc.ir.type_inference import set_type
+from mirrorc.ir.workers import Workers
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted, numbered
+
+
+@dataclass(frozen=True)
+class ShardOptimizer:
+    """Turns W equal updates of a bucket, one on each of W workers, into updates of W parts, whose parameters are gathered::
+
+        x_0     = exchange(wait_0, w_0, bucket=0, op=sum)            x_0     = scatter_sums(wait_0, w_0, bucket=0, op=sum)
+        total_0 = wait(x_0, bucket=0, replica=0)                     part_0  = wait(x_0, bucket=0, replica=0)
+        (the same for bucket 1)                                      (the same for bucket 1)
+        commit(replica=0)                                            commit(replica=0)
+        update(total_1, bucket=1, replica=0)                  ->     update(part_1, bucket=1, replica=0)
+        update(total_0, bucket=0, replica=0)                         g_1     = gather_parameters(bucket=1)
+                                                                     update(part_0, bucket=0, replica=0)
+                                                                     g_0     = gather_parameters(bucket=0)
+                                                                     new_1   = wait(g_1, bucket=1, replica=0)
+                                                                     new_0   = wait(g_0, bucket=0, replica=0)
+
+    Each worker gets the sum of its part alone and keeps the optimizer's state of that part alone; a worker's devices have shares
+    of its part. As much is sent as of whole sums: a part of every bucket before the update, and one after it. Buckets are updated
+    and gathered in the order in which the next forward needs them, the reverse of the plan: a bucket travels while the next one
+    is updated.
+
+    Updates come after the commit, so a worker that is lost while parameters are gathered leaves the others with parameters of two
+    steps, and the error says so.
+
+    Needs: exchanged sums, before anything is made of them; buckets that parts of equal length make up, as plan-buckets pads them.
+    Guarantees: each element is updated by one worker, and gathered by all, in one order.
+    Source: stage 1 of ZeRO (Rajbhandari et al., 2020).
+    """
+
+    name: str = field(default="shard-optimizer", init=False)
+    input_stage: Stage = field(default=Stage.UPDATED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    trains_only: ClassVar = True
+    establishes: ClassVar = (Property.SHARDED,)
+    precedes: ClassVar = (
+        Property.SHARDED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
+
+    def run(self, program: Program) -> Program:
+        if not program.workers.are_several:
+            alone = program.evolve(stage=Stage.SCHEDULED)
+            return alone.with_remarks("nothing to deal out: there is one worker, which updates all", is_kept=False)
+        if Property.EXCHANGED not in program.properties and not program.accumulates:
+            raise PassError(
+                "pass 'shard-optimizer' deals out the sums over all workers, which nobody has made: 'reduce-over-workers' must "
+                "come before it"
+            )
+        buckets = tuple(_dealt(program.workers, bucket) for bucket in program.buckets)
+        sharded = program.evolve(stage=Stage.SCHEDULED, buckets=buckets)
+        if program.accumulates:  # in the memory of the step that updates
+            return sharded
+        graph = copied(program.mirrored_graph)
+        sharded = sharded.evolve(graph=graph, properties=(*program.properties, Property.SHARDED))
+        launches = []
+        for bucket in reversed(buckets):
+            if bucket.part is not None:
+                _scatter(sharded, bucket)
+                launches.append(_update_and_gather(sharded, bucket))
+        end = graph.output_node()
+        for launch in launches:
+            for replica in range(program.num_replicas):
+                insert(sharded, end, ops.wait, (launch,), {"bucket": bucket_of(launch), "replica": replica})
+        return sharded.with_remarks(*_remarks(sharded))
+
+
+def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
+    """The bucket with this worker's part; as it is if its update needs it whole."""
+    if not bucket.rule.elementwise:
+        return bucket
+    if bucket.is_sent_as_factors:
+        raise PassError(
+            f"bucket {bucket.index} is sent as factors, from which every worker makes the whole sum, and so no parts of it: "
+            "compile with exchange='dense', or without shard_optimizer"
+        )
+    length, rest = divmod(bucket.num_elements, workers.num_workers)
+    if rest or length % SHARE_ELEMENTS:
+        raise PassError(
+            f"bucket {bucket.index} has {bucket.num_elements} elements, which are not {workers.num_workers} equal parts of whole "
+            f"cache lines: 'plan-buckets' pads it where the program's workers are said to shard the optimizer "
+            "(Workers.shards_optimizer), as mirrorc.compile(shard_optimizer=True) does"
+        )
+    return replace(bucket, part=Elements(workers.rank * length, (workers.rank + 1) * length))
+
+
+def _scatter(program: Program, bucket: Bucket) -> None:
+    """Lets each worker have the sum of its part alone."""
+    graph = program.mirrored_graph
+    (exchange,) = [node for node in calls_to(graph, ops.exchange) if bucket_of(node) == bucket.index]
+    words = {"bucket": bucket.index, "op": exchange.kwargs["op"]}
+    launch = insert(program, exchange.next, ops.scatter_sums, exchange.args, words)
+    for wait in sorted(exchange.users):
+        replica = replica_of(wait)
+        assert replica is not None, "waits belong to replicas"
+        wait.args = (launch,)
+        set_type(program, wait)
+        used_by = _users_of(wait)
+        is_empty = not bucket.is_updated_by(replica, program.num_replicas)
+        for node in reversed(used_by) if is_empty else ():
+            graph.erase_node(node)
+        for node in () if is_empty else used_by:
+            set_type(program, node)
+    graph.erase_node(exchange)
+
+
+def _users_of(wait: fx.Node) -> list[fx.Node]:
+    """What is computed of a value, and the updates that take it, in program order."""
+    found: dict[fx.Node, None] = {}
+    waiting = [wait]
+    while waiting:
+        users = waiting.pop().users
+        found.update(dict.fromkeys(users))
+        waiting.extend(users)
+    return sorted(found)
+
+
+def _update_and_gather(program: Program, bucket: Bucket) -> fx.Node:
+    """Moves a bucket's updates to the end of the graph, and gathers its parameters behind them."""
+    graph = program.mirrored_graph
+    end = graph.output_node()
+    for update in list(calls_to(graph, ops.update)):
+        if bucket_of(update) == bucket.index:
+            end.prepend(update)
+    return insert(program, end, ops.gather_parameters, (), {"bucket": bucket.index})
+
+
+def _remarks(program: Program) -> Sequence[str]:
+    """Says what is dealt out, what it saves and what is sent, and what each worker updates whole."""
+    dealt = [bucket for bucket in program.buckets if bucket.part is not None]
+    whole = [bucket for bucket in program.buckets if bucket.part is None]
+    workers = program.workers
+    num_bytes = sum(bucket.num_bytes for bucket in dealt)
+    sent = round(num_bytes * (workers.num_workers - 1) / workers.num_workers)
+    remarks = []
+    if dealt:
+        remarks.append(
+            f"each of {workers.num_workers} workers updates its part of {counted(len(dealt), 'bucket')}, with the optimizer's "
+            f"state of that part alone, and sends {size_text(sent)} of sums and {size_text(sent)} of new parameters in a step, "
+            "however many devices it has; these are gathered in the order in which forward uses them, the reverse of the plan"
+        )
+    if whole:
+        kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
+        remarks.append(
+            f"{numbered('bucket', [bucket.index for bucket in whole])}: updated whole by every worker, because {kinds} does not "
+            "work element by element"
+        )
+    return remarks

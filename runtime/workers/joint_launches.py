@@ -1,0 +1,90 @@
+"""Collectives between workers that the devices of this one launch together, and wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable
+
+from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.workers.lane import Done, LostConnectionError, in_words
+from mirrorc.torch_internals import GlooGroup
+
+Launch = Callable[[Callable[[GlooGroup], object], Done], None]
+"""Launches a collective between the workers, as `mirrorc.runtime.workers.lane.Lane.launch` does."""
+
+_SLACK_SECONDS = 2.0  # what a lane waits for ends by itself; its text says more than ours
+
+
+class JointLaunches:
+    """Tells which device launches last, and that device launches for all; then each waits until the collective is done.
+
+    Args:
+        num_devices: of this worker.
+        tags: what the collectives are told by; each is launched once in a step.
+        launch: launches them.
+        timeout_seconds: the longest time of every wait.
+
+    Attributes:
+        lock: is held from the question who launches last until that is launched.
+    """
+
+    def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
+        self.lock = threading.Lock()
+        self._num_devices, self._tags, self._launch = num_devices, tuple(tags), launch
+        self._timeout_seconds = timeout_seconds
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        """Forgets what was launched, after a step that has failed."""
+        self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
+        self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {
+            tag: [queue.SimpleQueue() for _ in range(self._num_devices)] for tag in self._tags
+        }
+
+    def is_last(self, tag: Hashable) -> bool:
+        """Notes that a device has launched; returns whether all have."""
+        self._missing[tag] -= 1
+        if self._missing[tag]:
+            return False
+        self._missing[tag] = self._num_devices
+        return True
+
+    def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
+        """Launches a collective, if there is anything to send, and tells all devices when it is done."""
+        inboxes = self._inboxes[tag]
+
+        def done(error: Exception | None) -> None:
+            for inbox in inboxes:
+                inbox.put(error)
+
+        if collective is not None:
+            self._launch(collective, done)
+        else:
+            done(None)
+
+    def wait(self, tag: Hashable, replica: int, bucket: int) -> None:
+        """Waits on a device until the other workers' part of a bucket is there.
+
+        Raises:
+            Aborted: another device, or another worker, has failed.
+            LostConnectionError: the collective has failed, or took too long.
+        """
+        try:
+            error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
+        except queue.Empty:
+            raise LostConnectionError(
+                f"bucket {bucket} was not exchanged with the other workers within {self._timeout_seconds:g} s"
+            ) from None
+        if isinstance(error, Aborted):
+            raise error
+        if error is not None:
+            raise LostConnectionError(
+                f"bucket {bucket} could not be exchanged with the other workers: {in_words(error)}"
+            ) from error
+
+    def abort(self) -> None:
+        """Wakes every device that waits."""
+        for inboxes in self._inboxes.values():
+            for inbox in inboxes:
+                inbox.put(Aborted())
