@@ -1,4 +1,7 @@
-"""Training calls that several workers make together: what this one tells the others, and takes from them."""
+"""Training calls that several workers make together: what this one tells the others, and takes from them.
+
+It is long, as all that workers tell each other in a call is here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import nn
 from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
-from mirrorc.errors import CommunicationError, ExecutionError
+from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
@@ -169,50 +172,28 @@ class JointCalls:
             if is_dealt:
                 self._state.optimizers.gather(self.team.gather)
 
-    def gather_state(self) -> None:
-        """Makes the optimizer's state whole on all workers, all of which call it.
+    def meet_besides(self, what: str, *, has_changed: bool) -> Agreement:
+        """Begins a call together with the others that is no training call, and for which all of them make the same one.
 
-        Raises:
-            ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
-            CommunicationError: another worker makes another call, or has loaded state where others have not.
+        Args:
+            what: the call.
+            has_changed: what all workers must have alike of it, or the agreement is to take over values.
         """
-        if self.is_joining:
-            raise ExecutionError(
-                "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of "
-                "its own: call it on all workers after the block"
-            )
-        with self.call():
-            is_whole = not self._state.optimizers.is_dealt
-            hyperparameters = digest(repr(self._hyperparameters()))
-            call = {"the call": "step.gather_optimizer_state()"}
-            own = Header(
-                call=self.team.num_calls,
-                is_fresh=False,
-                has_written=is_whole,
-                schedule=digest(repr(call)),
-                variables=self._variables.digest,
-                hyperparameters=hyperparameters,
-                modes=digest(self._model.modes()),
-                num_examples=1,  # a call without any would be refused
-                num_present=0,
-                seed=0,
-            )
-            details = {
-                "schedule": lambda: call,
-                "variables": lambda: self._variables.said,
-                "hyperparameters": self._hyperparameters,
-            }
-            agreed = self.team.meet(own, details)
-            if agreed.takes_over:
-                with self.team.raising_alike():
-                    raise CommunicationError(
-                        "some workers have loaded or cleared the optimizer's state since the last step, and others have parts of "
-                        "the former one: load it on all workers, or make a step, in which all take over one worker's, and call "
-                        "step.gather_optimizer_state() then. Nothing was changed"
-                    )
-            if not is_whole:
-                self._state.optimizers.gather(self.team.gather)
-            self.team.finish()
+        said = {"the call": what}
+        own = Header(
+            self.team.num_calls,
+            is_fresh=False,
+            has_written=has_changed,
+            schedule=digest(repr(said)),
+            variables=self._variables.digest,
+            hyperparameters=digest(repr(self._hyperparameters())),
+            modes=digest(self._model.modes()),
+            num_examples=1,  # a call without any would be refused
+            num_present=0,
+            seed=0,
+        )
+        details = {"schedule": lambda: said, "variables": lambda: self._variables.said}
+        return self.team.meet(own, {**details, "hyperparameters": self._hyperparameters})
 
     def take_part(self, executor: Executor, last: Executor) -> None:
         """Called when a worker that has left has found the program that it runs on no examples, in place of its last one.

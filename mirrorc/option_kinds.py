@@ -81,7 +81,7 @@ _TAKES = {
         get_args(Exchange),
     ),
     "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),
-    "shard_optimizer": _Takes((bool,), "say True, to keep a part of the optimizer's state on each worker, or False"),
+    "shard_optimizer": _Takes((bool,), "say True, to deal the optimizer's state out to the workers, or False"),
     "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }
 """By option. What is looked up or inspected is refused there: model, optimizer, devices, names of backends, links, front ends."""

@@ -22,6 +22,7 @@ from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.signature import Signature
 from mirrorc.errors import ExecutionError
 from mirrorc.exclusive_calls import ExclusiveCalls
+from mirrorc.gathered_state import gather_state
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
@@ -158,7 +159,7 @@ class Step(StepReports):
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._joint is not None and self._options.program_workers.shards_optimizer:
-            self._exclusively(self._joint.gather_state)
+            self._exclusively(functools.partial(gather_state, self._joint, self._state))
 
     def zero_grad(self) -> None:
         """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""

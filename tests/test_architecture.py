@@ -21,6 +21,7 @@ ORDER = (
     "mirrorc/api",
     "mirrorc/step",
     "mirrorc/joined_calls",
+    "mirrorc/gathered_state",  # of several workers
     "mirrorc/joint_calls",  # of several workers
     "mirrorc/kept_gradients",
     "mirrorc/exclusive_calls",
@@ -38,6 +39,7 @@ ORDER = (
     "mirrorc/clipping",
     "mirrorc/microbatches",
     "mirrorc/worlds",
+    "mirrorc/optimizer_sharding",  # over workers
     "mirrorc/batch_parts",  # of workers
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",

@@ -1,4 +1,7 @@
-"""Finds which elements of a bucket a value outside of regions holds, and from which replicas they come."""
+"""Finds which elements of a bucket a value outside of regions holds, and from which replicas they come.
+
+It is long, as it says of every operation what it makes of parts of buckets.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def _line(program: Program, node: fx.Node) -> str:
     value = node.meta.get("val")
     dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
     sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
+    op = f" {node.kwargs['op']}" if "op" in node.kwargs else ""
     return (
-        f"{name_of(node)} {node.kwargs.get('op')} bucket {bucket.index} {dtype} {bucket.num_elements} over "
+        f"{name_of(node)}{op} bucket {bucket.index} {dtype} {bucket.num_elements} over "
         f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"
     )

@@ -8,6 +8,8 @@ An operation is declared once, by decorating a function. Only the function's sig
 
 The decorator returns a symbol, the target of ``call_function`` nodes. mirrorc's own operations are in `mirrorc.ir.ops`. Each part
 of mirrorc, such as the runtime, registers in a table of `Handlers` how it treats an operation.
+
+It is long, as a record and the tables and selections that are derived from it are one matter.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Effect(enum.Enum):
     SUMS = "adds up the replicas' values"
     SCATTERS = "gives each replica its share alone"
     EXCHANGES = "adds up the workers' sums"
-    SPREADS = "gives all workers what each of them has updated"
+    SPREADS = "gives all workers what each has updated"
     SENDS = "gives a value to another replica"
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"

@@ -450,7 +450,9 @@ LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
 UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
 """Operations that write the parameters of buckets."""
 
-WRITERS = Selection(lambda found: bool(found.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES}))
+WRITERS = Selection(
+    lambda found: bool(found.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
+)
 """Operations that write what stays from call to call: parameters, other variables, accumulated gradients."""
 
 GIVEN_MEMORY = Selection(lambda found: found.symbol in (slot, reserved))

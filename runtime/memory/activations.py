@@ -220,10 +220,8 @@ class _Walk:
     def _scatter_sums(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """What all workers send to this one, until it is added up. It is taken to be there from the first device's launch on."""
         self._offer(node)
-        if self.replica:
-            return (), 0
-        num_bytes = self.program.buckets[bucket_of(node)].num_bytes
-        return (Block(num_bytes, self.names.name(node), "sums of all workers"),), 0
+        received = Block(self.program.buckets[bucket_of(node)].num_bytes, self.names.name(node), "sums of all workers")
+        return (() if self.replica else (received,)), 0
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,7 @@ from mirrorc.optimizers import check_state, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.dealt_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
-from mirrorc.runtime.state.flat_state import FlatState, Shown, UserState
+from mirrorc.runtime.state.flat_state import FlatState, Laid, Shown, UserState
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownNumbers, ShownState, are_the_same
 from mirrorc.runtime.state.user_steps import OwnSteps, UserSteps
@@ -25,20 +24,6 @@ from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import storage_key
 
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Laid:
-    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it.
-
-    Attributes:
-        state, shown: as above.
-        gathered: what was gathered of it over all workers, see `FlatState.shown`.
-    """
-
-    state: FlatState
-    shown: Shown
-    gathered: Mapping[tuple[int, str], torch.Tensor] | None = None
 
 
 class BucketOptimizers:
@@ -92,9 +77,8 @@ class BucketOptimizers:
         self._write_rates()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
         if self._keeps_dealt_state(elementwise):
-            earlier, gathered = self._state, self._gathered
-            state = FlatState(elementwise, self._flat_optimizer, self._user_states, earlier)
-            return Laid(state, state.shown(gathered), gathered)
+            state = FlatState(elementwise, self._flat_optimizer, self._user_states, self._state)
+            return Laid(state, state.shown(self._gathered), self._gathered)
         for optimizer in self.groups.optimizers:
             refuse_dealt_state(optimizer, "memory for the optimizer's state is to be laid out anew, with other buckets")
         self._check_state(elementwise)

@@ -187,3 +187,17 @@ class FlatState:
                 state = {key: values[i] for key, values in entries.items()}
                 found.states[slot.variable] = state if own else None
         return found
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it.
+
+    Attributes:
+        state, shown: as above.
+        gathered: what was gathered of it over all workers, see `FlatState.shown`.
+    """
+
+    state: FlatState
+    shown: Shown
+    gathered: Mapping[tuple[int, str], torch.Tensor] | None = None

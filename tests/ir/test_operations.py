@@ -62,6 +62,8 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
     found += every_stage(of_workers, over_workers=True).values()
+    dealt = HANDMADE["buffer"]().evolve(workers=replace(World(2, 2).worker(1), shards_optimizer=True))
+    found += every_stage(dealt, over_workers=True, shard_optimizer=True).values()
     sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))
     found += every_stage(captured_model(Table()).evolve(workers=sent), over_workers=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
@@ -125,8 +127,9 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 
 def test_selections_are_made_of_effects() -> None:
     assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter]
-    assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors]
-    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.EXCHANGES, ops.broadcast]
+    assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors, ops.scatter_sums]
+    assert list(ops.BETWEEN_WORKERS) == [*ops.EXCHANGES, ops.gather_parameters]
+    assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.BETWEEN_WORKERS, ops.broadcast]
     assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
     assert list(ops.FACTORED) == [ops.product, ops.index_add] and len(ops.FACTORED) == 2
     assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store]

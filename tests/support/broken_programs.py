@@ -29,7 +29,7 @@ from torch import fx, nn
 from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
@@ -152,6 +152,42 @@ def over_workers(
         return change(program) or program
 
     return "lower-devices", mutate
+
+
+def dealt_out(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+    """As `over_workers`, of a program whose workers each update a part of every bucket."""
+
+    def mutate(_: Program) -> Program:
+        workers = dataclasses.replace(World(3, (1, 2, 1)).worker(1), shards_optimizer=True)
+        captured = handmade(2, WEIGHTS).evolve(workers=workers)
+        program = every_stage(captured, over_workers=True, shard_optimizer=True, **CAPS)[pass_name]
+        verify(program)
+        return change(program) or program
+
+    return "lower-devices", mutate
+
+
+def update_the_part_of_another_worker(program: Program) -> Program:
+    length = program.buckets[0].num_elements // 3
+    first = dataclasses.replace(program.buckets[0], part=Elements(0, length))
+    return program.evolve(buckets=(first, *program.buckets[1:]))
+
+
+def leave_parameters_behind(graph: fx.Graph) -> None:
+    launch = first(graph, ops.gather_parameters)
+    erase(graph, *launch.users, launch)
+
+
+def gather_in_another_order(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.gather_parameters)
+    other.append(one)
+
+
+def gather_before_the_update(graph: fx.Graph) -> None:
+    (launch,) = [node for node in targets(graph, ops.gather_parameters) if bucket_of(node) == 0]
+    update = next((node for node in targets(graph, ops.update) if bucket_of(node) == 0), None)
+    if update is not None:  # a device may have no share of a small part
+        launch.append(update)
 
 
 def sending(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
@@ -1250,6 +1286,23 @@ BAD: dict[str, list[Mutation]] = {
         ),
         over_workers(on_all_devices(use_what_is_exchanged), "reduce-over-workers"),
         over_workers(on_all_devices(use_what_is_exchanged)),
+    ],
+    "workers_update_equal_parts_in_their_order": [
+        dealt_out(update_the_part_of_another_worker),
+        dealt_out(update_the_part_of_another_worker, "shard-optimizer"),
+        dealt_out(lambda program: program.evolve(workers=dataclasses.replace(program.workers, shards_optimizer=False))),
+        over_workers(
+            lambda program: program.evolve(workers=dataclasses.replace(program.workers, shards_optimizer=True))
+        ),
+    ],
+    "sums_go_to_whom_updates_them": [
+        over_workers(on_all_devices(lambda graph: setattr(first(graph, ops.exchange), "target", ops.scatter_sums))),
+    ],
+    "new_parameters_are_gathered_once": [
+        dealt_out(on_all_devices(leave_parameters_behind)),
+        dealt_out(on_all_devices(leave_parameters_behind), "shard-optimizer"),
+        dealt_out(on_all_devices(gather_in_another_order)),
+        dealt_out(on_all_devices(gather_before_the_update)),
     ],
     "workers_send_their_own_factors": [
         sending(on_all_devices(send_a_whole_gradient)),

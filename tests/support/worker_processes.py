@@ -72,10 +72,11 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
-    With ``train`` or ``join``, it trains, see `worker_training.train` and `worker_training.train_until_all_have_left`; with
-    ``lose``, see `lost_buckets`.
+    With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left` and
+    `sharded_training.train`; with ``lose``, see `lost_buckets`.
     """
     import lost_buckets
+    import sharded_training
     import torch
     import worker_training
 
@@ -94,6 +95,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
             return worker_training.train(int(given["variables"]["RANK"]), given["train"])
         if "lose" in given:
             return lost_buckets.train_through_a_lost_bucket(int(given["variables"]["RANK"]), given["lose"])
+        if "shard" in given:
+            return sharded_training.train(int(given["variables"]["RANK"]), given["shard"])
         if "join" in given:
             return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
@@ -131,6 +134,8 @@ def _run_all(folder: Path, number: int, num_processes: int, num_ended: int) -> N
 def _main() -> None:
     """Forks the processes, so that what takes long, the import of torch, is done once."""
     import lost_buckets  # noqa: F401
+    import sharded_training  # noqa: F401
+    import worker_training  # noqa: F401
 
     folder, num_processes, num_ended = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     children = []

@@ -89,8 +89,8 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
     """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
-    operators on variables), and before everything that writes a variable. Only waits for sums over workers may follow an early
-    commit; all replicas commit early, or none does, and only where workers exchange sums."""
+    operators on variables), and before everything that writes a variable, which gathered parameters do, too. Only waits for sums
+    over workers may follow an early commit; all replicas commit early, or none does, and only where workers exchange sums."""
     variables = ViewedVariables(program)
     yield from _early_alike(program)
     is_awaited = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
@@ -106,7 +106,9 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
             replica = owners.get(node)
             if node.target is ops.commit:
                 committed.add(replica)
-            elif replica not in committed and writes_variables(node):
+            elif writes_variables(node) and not committed.issuperset(
+                replicas if node.target in ops.COLLECTIVES else [replica]
+            ):
                 yield Violation(f"{node.name} on {where(replica)} writes variables before the commit", node)
             elif committed and _can_fail(variables, node) and not (is_awaited and _is_sum_over_workers(node)):
                 is_of_all = node.target in ops.REDUCTIONS or node.target in ops.EXCHANGES
@@ -153,9 +155,10 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable only after its own uses of the variable and of views of it, and its loss is none of these."""
+    """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it;
+    its loss is none of these."""
     variables = ViewedVariables(program)
-    for where, graph, _ in scopes(program):
+    for where, graph, replicas in scopes(program):
         written_by: dict[int | None, set[str]] = {}
         owners = owners_of(graph)
         for node in owners:
@@ -171,9 +174,13 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
             if node.target is ops.write:
                 written_by.setdefault(replica, set()).add(str(node.kwargs["variable"]))
-            for index in written_buckets(node):
-                names = (slot.variable for slot in program.buckets[index].slots)
-                written_by.setdefault(replica, set()).update(names)
+            of_all = (
+                [bucket_of(node)] if node.target is ops.gather_parameters else []
+            )  # what other workers have updated
+            for index in written_buckets(node) or of_all:
+                names = {slot.variable for slot in program.buckets[index].slots}
+                for one in replicas if of_all else [replica]:
+                    written_by.setdefault(one, set()).update(names)
         for loss in losses_of(graph):
             for name in sorted(written_by.get(owners[loss], set()) & variables.of(loss))[:1]:
                 yield Violation(

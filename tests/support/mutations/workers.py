@@ -10,8 +10,8 @@ from itertools import pairwise
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import SentFactors
-from mirrorc.ir.nodes import calls_to, is_early, replica_of
+from mirrorc.ir.buckets import Elements, SentFactors
+from mirrorc.ir.nodes import bucket_of, calls_to, is_early, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
 from mutations.places import placed_nodes
@@ -172,3 +172,61 @@ def forget_the_other_workers(program: Program) -> Iterator[Edit]:
     """The program is said to be that of a process on its own, though it exchanges."""
     if program.workers.are_several and _exchanges(program.graphs()[0]):
         yield partial(program.evolve, workers=Workers())
+
+
+@breaks
+def update_the_part_of_another_worker(program: Program) -> Iterator[Edit]:
+    """This worker updates elements that another one updates, too, and its own stay as they were."""
+    for bucket in program.buckets:
+        if bucket.part is not None:
+            length = bucket.part.stop - bucket.part.start
+            for start in range(0, bucket.num_elements, length):
+                other = replace(bucket, part=Elements(start, start + length))
+                if other != bucket:
+                    buckets = tuple(other if one is bucket else one for one in program.buckets)
+                    yield partial(program.evolve, buckets=buckets)
+
+
+@breaks
+def leave_parameters_behind(program: Program) -> Iterator[Edit]:
+    """A bucket keeps the parameters that this worker had, where others have updated them, on all devices."""
+
+    def edit(launch: fx.Node) -> None:
+        for wait in list(launch.users):
+            launch.graph.erase_node(wait)
+        launch.graph.erase_node(launch)
+
+    yield from _on_all_gathers(program, edit)
+
+
+@breaks
+def gather_old_parameters(program: Program) -> Iterator[Edit]:
+    """Parameters are gathered before a device has updated them."""
+    for launch in placed_nodes(program, ops.gather_parameters):
+        for update in calls_to(launch.graph, ops.update):
+            if bucket_of(update) == bucket_of(launch):
+                yield partial(launch.append, update)
+
+
+@breaks
+def gather_parameters_in_another_order(program: Program) -> Iterator[Edit]:
+    """All devices of a worker gather two buckets in another order than other workers."""
+
+    def edit(place: int) -> None:
+        for graph in program.graphs():
+            one, other = list(calls_to(graph, ops.gather_parameters))[place : place + 2]
+            other.append(one)
+
+    for place in range(max(0, len(list(calls_to(program.graphs()[0], ops.gather_parameters))) - 1)):
+        yield partial(edit, place)
+
+
+def _on_all_gathers(program: Program, edit: Callable[[fx.Node], None]) -> Iterator[Edit]:
+    """An edit of each gathering of parameters, on all devices alike."""
+
+    def edit_all(place: int) -> None:
+        for graph in program.graphs():
+            edit(list(calls_to(graph, ops.gather_parameters))[place])
+
+    for place in range(len(list(calls_to(program.graphs()[0], ops.gather_parameters)))):
+        yield partial(edit_all, place)

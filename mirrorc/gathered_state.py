@@ -1,0 +1,37 @@
+"""The optimizer's state of all workers, made whole on each of them, of which each has a part."""
+
+from __future__ import annotations
+
+from mirrorc.errors import CommunicationError, ExecutionError
+from mirrorc.joint_calls import JointCalls
+from mirrorc.runtime.state.step_state import StepState
+
+
+def gather_state(joint: JointCalls, state: StepState) -> None:
+    """Makes the optimizer's state whole on all workers, all of which call it.
+
+    Args:
+        joint: the calls of the step.
+        state: of the step.
+
+    Raises:
+        ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
+        CommunicationError: another worker makes another call, or has loaded state where others have not.
+    """
+    if joint.is_joining:
+        raise ExecutionError(
+            "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of its "
+            "own: call it on all workers after the block"
+        )
+    with joint.call():
+        is_whole = not state.optimizers.is_dealt
+        if joint.meet_besides("step.gather_optimizer_state()", has_changed=is_whole).takes_over:
+            with joint.team.raising_alike():
+                raise CommunicationError(
+                    "some workers have loaded or cleared the optimizer's state since the last step, and others have parts of the "
+                    "former one: load it on all workers, or make a step, in which all take over one worker's, and call "
+                    "step.gather_optimizer_state() then. Nothing was changed"
+                )
+        if not is_whole:
+            state.optimizers.gather(joint.team.gather)
+        joint.team.finish()

@@ -1,0 +1,181 @@
+import dataclasses
+
+import pytest
+import torch
+from fuzzing import fuzzed
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, targets
+
+from mirrorc import World
+from mirrorc.analysis.worker_schedule import schedule_hash, worker_schedule
+from mirrorc.errors import PassError, VerifyError
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Elements
+from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.program import Accumulation, Program
+from mirrorc.passes import ReduceOverWorkers, ShardOptimizer, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.verifier import Verify, verify
+
+LARGE = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
+
+
+def captured(world: World, rank: int, weights: list[Weight] = LARGE, *, is_sharded: bool = True) -> Program:
+    workers = dataclasses.replace(world.worker(rank), shards_optimizer=is_sharded)
+    return handmade(workers.devices_per_worker[rank], weights).evolve(workers=workers)
+
+
+def run_until(program: Program, last: str, **options: float) -> Program:
+    pipeline = default_pipeline(over_workers=True, shard_optimizer=True, **{**SMALL_BUCKETS, **options})  # type: ignore[arg-type]
+    names = [one.name for one in pipeline]
+    return run_passes(program, pipeline[: names.index(last) + 1], [Verify()])
+
+
+def order_of(graph: torch.fx.Graph) -> list[tuple[str, int]]:
+    nodes = targets(graph, ops.scatter_sums, ops.commit, ops.update, ops.gather_parameters)
+    return [(node.target.__name__, int(node.kwargs.get("bucket", -1))) for node in nodes]  # type: ignore[union-attr, arg-type]
+
+
+def test_each_worker_updates_its_part_and_all_gather_it_in_the_order_of_the_next_forward() -> None:
+    program = run_until(captured(World(2), 1), "shard-optimizer")
+    graph = program.mirrored_graph
+    assert order_of(graph) == [
+        *(("scatter_sums", bucket) for bucket in (0, 1, 2)),
+        ("commit", -1),
+        *((name, bucket) for bucket in (2, 1, 0) for name in ("update", "gather_parameters")),
+    ]
+    assert not targets(graph, ops.exchange)
+    for bucket in program.buckets:
+        half = bucket.num_elements // 2
+        assert bucket.num_elements % 128 == 0
+        assert bucket.part == Elements(half, 2 * half)
+    for update in targets(graph, ops.update):
+        (part,) = update.all_input_nodes
+        assert part.args[0].target is ops.scatter_sums  # type: ignore[union-attr]
+        assert part.meta["val"].shape == (program.buckets[bucket_of(update)].num_elements // 2,)
+    waits = [node for node in targets(graph, ops.wait) if node.args[0].target is ops.gather_parameters]  # type: ignore[union-attr]
+    assert [bucket_of(node) for node in waits] == [2, 1, 0]
+    assert min(waits) > max(targets(graph, ops.gather_parameters))
+
+
+def test_a_workers_devices_share_its_part() -> None:
+    """The second worker's first device has no element of the small buckets' parts, and waits for them all the same."""
+    program = run_until(captured(World(3, (1, 2, 1)), 1), "shard-optimizer")
+    for bucket in program.buckets:
+        assert bucket.part is not None
+        shares = [bucket.updated(replica, 2) for replica in (0, 1)]
+        assert (shares[0][0], shares[0][1], shares[1][1]) == (bucket.part.start, shares[1][0], bucket.part.stop)
+    for launch in targets(program.mirrored_graph, ops.scatter_sums):
+        assert [replica_of(node) for node in launch.users] == [0, 1]
+    updating = [
+        [replica_of(n) for n in targets(program.mirrored_graph, ops.update) if bucket_of(n) == b] for b in range(3)
+    ]
+    assert updating == [[1], [0, 1], [0, 1]]
+
+
+def test_it_says_what_is_sent() -> None:
+    program = run_until(captured(World(2), 0), "shard-optimizer")
+    assert program.remarks[-1].text == (
+        "each of 2 workers updates its part of 3 buckets, with the optimizer's state of that part alone, and sends 1.8 KiB of "
+        "sums and 1.8 KiB of new parameters in a step, however many devices it has; these are gathered in the order in which "
+        "forward uses them, the reverse of the plan"
+    )
+
+
+def test_a_process_on_its_own_has_nothing_to_deal_out() -> None:
+    program = run_passes(handmade(2, LARGE), default_pipeline(shard_optimizer=True, **SMALL_BUCKETS), [Verify()])  # type: ignore[arg-type]
+    assert all(bucket.part is None for bucket in program.buckets)
+    assert not targets(next(iter(program.device_graphs.values())).graph, ops.scatter_sums, ops.gather_parameters)
+
+
+def test_what_accumulates_lies_as_in_the_step_that_updates() -> None:
+    for kind in (Accumulation.NONE, Accumulation.ADDS, Accumulation.ENDS):
+        program = captured(World(2, 2), 0).evolve(accumulation=kind)
+        pipeline = default_pipeline(over_workers=True, shard_optimizer=True, **SMALL_BUCKETS)  # type: ignore[arg-type]
+        left = [one for one in pipeline if not (program.accumulates and getattr(one, "updates_only", False))]
+        lowered = run_passes(program, left, [Verify()])
+        assert all(bucket.part is not None for bucket in lowered.buckets)
+
+
+def test_an_update_that_is_not_element_wise_stays_whole() -> None:
+    program = ReduceOverWorkers().run(run_until(captured(World(2), 0), "share-parameters"))
+    first, *others = program.buckets
+    kept = ShardOptimizer().run(program.evolve(buckets=(dataclasses.replace(first, rule=MUON), *others)))
+    assert [bucket.part is None for bucket in kept.buckets] == [True, False, False]
+    assert [bucket_of(node) for node in targets(kept.mirrored_graph, ops.exchange)] == [0]
+    assert kept.remarks[-1].text == (
+        "bucket 0: updated whole by every worker, because Muon group 0 does not work element by element"
+    )
+
+
+def test_buckets_that_are_not_padded_are_refused() -> None:
+    program = run_until(captured(World(3), 0, is_sharded=False), "reduce-over-workers")
+    with pytest.raises(
+        PassError, match=r"has \d+ elements, which are not 3 equal parts of whole cache lines: 'plan-buckets' pads"
+    ):
+        ShardOptimizer().run(program)
+
+
+def test_it_needs_sums_over_all_workers() -> None:
+    with pytest.raises(PassError, match="'reduce-over-workers' must come before it"):
+        ShardOptimizer().run(run_until(captured(World(2), 0), "share-parameters"))
+
+
+def test_a_program_that_is_to_be_sharded_needs_the_pass() -> None:
+    pipeline = default_pipeline(over_workers=True, **SMALL_BUCKETS)  # type: ignore[arg-type]
+    with pytest.raises(VerifyError, match="has no part of this worker; run 'shard-optimizer'"):
+        run_passes(captured(World(2), 0), pipeline, [Verify()])
+
+
+def test_a_norm_of_parts_is_no_norm_of_the_gradient() -> None:
+    """`mirrorc.compile` refuses the option; a pipeline of one's own is refused by the verifier."""
+    pipeline = default_pipeline(over_workers=True, shard_optimizer=True, max_grad_norm=1.0, **SMALL_BUCKETS)  # type: ignore[arg-type]
+    with pytest.raises(VerifyError, match="norms_count_every_element_once"):
+        run_passes(captured(World(2), 0), pipeline, [Verify()])
+
+
+def test_what_is_computed_of_a_sum_is_computed_of_the_part() -> None:
+    program = ReduceOverWorkers().run(run_until(captured(World(2, 2), 0), "share-parameters"))
+    for launch in targets(program.mirrored_graph, ops.exchange):
+        for wait in list(launch.users):
+            neg = program.mirrored_graph.create_node("call_function", torch.ops.aten.neg.default, (wait,))
+            wait.append(neg)
+            neg.meta["val"] = wait.meta["val"]
+            for user in [user for user in wait.users if user is not neg]:
+                user.replace_input_with(wait, neg)
+    sharded = ShardOptimizer().run(program)
+    verify(sharded)
+    for update in targets(sharded.mirrored_graph, ops.update):
+        start, stop = sharded.buckets[bucket_of(update)].updated(replica_of(update) or 0, 2)
+        assert update.all_input_nodes[0].meta["val"].shape == (stop - start,)
+
+
+@fuzzed(15)
+@given(
+    per_worker=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=6),
+    halves=st.sets(st.integers(0, 5)),
+    cap=st.integers(1, 4000),
+)
+def test_every_element_has_one_worker_and_all_have_one_schedule(
+    per_worker: list[int], sizes: list[int], halves: set[int], cap: int
+) -> None:
+    dtypes = [torch.float16 if place in halves else torch.float32 for place in range(len(sizes))]
+    weights = [Weight(f"w{i}", (n,), dtype) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))]
+    world = World(len(per_worker), per_worker)
+    schedules = set()
+    parts: list[list[tuple[int, int]]] = []
+    for rank in range(len(per_worker)):
+        options = {"bucket_cap_mb": cap / 2**20, "first_bucket_mb": cap / 2**20}
+        program = run_until(captured(world, rank, weights), "lower-devices", **options)
+        schedules.add((worker_schedule(program), schedule_hash(program)))
+        assert len(worker_schedule(program)) == 1 + 2 * len(program.buckets)
+        for bucket in program.buckets:
+            parts += [[]] if not rank else []
+            own = [bucket.updated(replica, per_worker[rank]) for replica in range(per_worker[rank])]
+            parts[bucket.index] += [elements for elements in own if elements[0] < elements[1]]
+    assert len(schedules) == 1
+    for bucket, found in zip(program.buckets, parts, strict=True):
+        assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+        assert found[-1][1] == bucket.num_elements

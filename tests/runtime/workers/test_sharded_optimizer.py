@@ -1,0 +1,199 @@
+"""Steps whose optimizer is dealt out to workers are those of one process; what the optimizer shows is whole or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sharded_training import state_of
+from torch import nn
+from worker_processes import free_port, outcomes, told
+from worker_training import in_one_process, made, values_of, whole
+
+SMALL = {"options": {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}}
+TWO: dict[str, Any] = {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2], [0, 3]], **SMALL}
+USES = ("state", "own step", "copy", "pickle", "read", "gather", "state")
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {**TWO, "events": [[3, None, use] for use in USES]},
+    "2 x 1 again": {**TWO},
+    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD", **SMALL},
+    "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [1, 1, 4]], **SMALL},
+    "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
+    "parts": {**TWO, "options": {"microbatches": 2, "clip_grad_value": 0.01}},
+    "moved": {**TWO, "events": [[2, None, "move"]]},
+    "chief shifts": {**TWO, "events": [[2, 0, "shift"]]},
+    "loaded": {**TWO, "events": [[2, None, "keep"], [4, None, "load"]], "steps": 6},
+    "frozen": {**TWO, "events": [[2, None, "gather"], [2, None, "freeze"]]},
+    "frozen, dealt": {**TWO, "events": [[2, None, "freeze"], [3, None, "free"]]},
+    "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
+    "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "steps": 3},
+    "joins": {**TWO, "events": [[4, None, "join and gather"]], "ends": True},
+    "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
+}
+PARITY = ("2 x 1", "2 x 1 again", "2 x 2", "3 x (1, 2, 1)", "table", "parts", "moved", "chief shifts", "frozen")
+
+
+def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
+    """How each of the processes runs a case."""
+    size = len(given["devices"])
+    own = [{"variables": told(rank, size, port), "shard": given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(given, free_port()) for name, given in CASES.items()}
+    return outcomes(tmp_path_factory.mktemp("sharded"), cases, limit_seconds=250)
+
+
+def reference(given: dict[str, Any], steps: Any) -> tuple[list[float], dict[str, list[float]], Any]:
+    """Losses, values and the optimizer's state of plain PyTorch, in one process, on the batches of all workers."""
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
+    bound, losses = given.get("options", {}).get("clip_grad_value"), []
+    for number in steps:
+        for at, _, what in given.get("events", ()):
+            if at == number and what == "shift":
+                model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            if at == number and what == "freeze":
+                for parameter in next(iter(model.children())).parameters():
+                    parameter.requires_grad_(False)
+        x, y = whole(number, given["sizes"][number % len(given["sizes"])])
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        if bound is not None:
+            nn.utils.clip_grad_value_(model.parameters(), bound)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, values_of(model), state_of(optimizer)
+
+
+def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        assert own[name] == pytest.approx(values, rel=1e-10, abs=1e-12), name
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_steps_and_state_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
+    given = CASES[case]
+    losses, values, state = reference(given, range(5))
+    for own in found[case][: len(given["devices"])]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-10)
+        assert_equal(own["values"], values)
+        assert own["states"][-1].keys() == state.keys()
+        for number, entries in state.items():
+            assert_equal(own["states"][-1][number], entries)
+        assert "= gather_parameters(" in own["program"] and "= exchange(" not in own["program"]
+    assert len({own["schedule"] for own in found[case][: len(given["devices"])]}) == 1
+
+
+def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any]) -> None:
+    losses, values = in_one_process({**CASES["random"], "steps": 5})
+    for own in found["random"][:2]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+
+
+def test_two_runs_have_the_same_bits(found: dict[str, Any]) -> None:
+    for one, other in zip(found["2 x 1"][:2], found["2 x 1 again"][:2], strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["values"] == other["values"]
+        assert one["states"][-1] == other["states"][-1]
+    for case in ("2 x 1", "2 x 2", "3 x (1, 2, 1)"):
+        values = [own["values"] for own in found[case][: len(CASES[case]["devices"])]]
+        assert all(own == values[0] for own in values)
+
+
+@pytest.mark.parametrize(("case", "num_entries"), [("2 x 1", 2), ("2 x 2", 1), ("3 x (1, 2, 1)", 2)])
+def test_a_worker_has_its_part_of_the_state_alone(found: dict[str, Any], case: str, num_entries: int) -> None:
+    """Parts have gaps between parameters, and the padding that makes them equal; numbers are for each bucket and parameter."""
+    num_workers = len(CASES[case]["devices"])
+    num_bytes = 8 * num_entries * sum(map(len, found[case][0]["values"].values()))
+    for own in found[case][:num_workers]:
+        assert own["actual"] <= num_bytes / num_workers + 8 * 2 * 6 * 64
+        assert 0 <= own["held"] - own["actual"] < 150
+
+
+def test_state_is_whole_or_refused(found: dict[str, Any]) -> None:
+    remedy = "but with shard_optimizer=True each worker has a part of it: call step.gather_optimizer_state() on all"
+    for own in found["2 x 1"][:2]:
+        assert [text.partition(f", {remedy}")[0] for text in own["said"]] == [
+            "ExecutionError: AdamW.state_dict() was called",
+            "ExecutionError: AdamW.step() was called",
+            "ExecutionError: the optimizer is copied or saved",
+            "ExecutionError: the optimizer is copied or saved",
+            "ExecutionError: the optimizer's state is used (norm)",
+        ]
+        assert all(remedy in text for text in own["said"])
+        _, _, state = reference(CASES["2 x 1"], range(3))
+        for number, entries in state.items():
+            assert_equal(own["states"][0][number], entries)
+
+
+def test_each_worker_takes_its_part_of_what_is_loaded(found: dict[str, Any]) -> None:
+    losses, values, state = reference(CASES["loaded"], [0, 1, 4, 5])
+    for own in found["loaded"][:2]:
+        assert own["losses"][:2] + own["losses"][4:] == pytest.approx(losses, rel=1e-10)
+        assert_equal(own["values"], values)
+        for number, entries in state.items():
+            assert_equal(own["states"][-1][number], entries)
+
+
+def test_other_buckets_need_the_whole_state(found: dict[str, Any]) -> None:
+    """Before anything has changed, and steps over the former buckets go on."""
+    losses, values, _ = reference(CASES["frozen, dealt"] | {"events": []}, [0, 1, 3, 4])
+    for own in found["frozen, dealt"][:2]:
+        error = own["losses"].pop(2)
+        assert (
+            "memory for the optimizer's state is to be laid out anew, with other buckets, but with shard_optimizer"
+            in error
+        )
+        assert own["losses"] == pytest.approx(losses, rel=1e-10)
+        assert_equal(own["values"], values)
+
+
+def test_workers_that_differ_are_told(found: dict[str, Any]) -> None:
+    for own in found["chief clears"][:2]:
+        assert own["said"][0].startswith(
+            "CommunicationError: some workers have loaded or cleared the optimizer's state since the last step"
+        )
+        assert all(isinstance(loss, float) for loss in own["losses"])
+    assert found["chief clears"][0]["values"] == found["chief clears"][1]["values"]
+    chief, other = found["chief gathers"][:2]
+    for error in (chief["said"][0], other["losses"][2]):
+        assert error.startswith("CommunicationError: workers differ in what their programs exchange")
+        assert "step.gather_optimizer_state()" in error
+    for own in found["joins"][:2]:
+        assert "step.gather_optimizer_state() was called inside of step.join()" in own["said"][0]
+
+
+def test_a_worker_that_is_lost_behind_the_commit_leaves_parameters_between_steps(tmp_path: Any) -> None:
+    given = {**TWO, "events": [[2, 1, "die"]], "ends": True}
+    (one,) = outcomes(tmp_path, {"it": run(given, free_port(), 2)}, num_ended=1)["it"]
+    assert "training call 3 has failed: worker 1 (" in one["losses"][2]
+    assert "It had committed: parameters may have been updated in part, so load a checkpoint." in one["losses"][2]
+
+
+def test_workers_that_have_left_update_their_part(tmp_path: Any) -> None:
+    given = {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[3, 5, 2], [3, 0, 2], [0, 0, 4]],
+        "decay": 0.7,
+        "options": {"shard_optimizer": True},
+    }
+    port = free_port()
+    cases = {"it": [{"variables": told(rank, 3, port), "join": given} for rank in range(3)]}
+    model, optimizer = made("mlp", "AdamW", seed=0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    for number in range(3):
+        x, y = whole(number, given["sizes"][number])  # type: ignore[index]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    for own in outcomes(tmp_path, cases)["it"]:
+        assert_equal(own["values"], values_of(model))

@@ -1,0 +1,123 @@
+"""What `mirrorc.compile(shard_optimizer=True)` makes for a world of workers that is not there, and what it refuses."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_programs import assert_same, reload
+from torch import nn
+
+import mirrorc
+from mirrorc import World
+from mirrorc.comparison.diff import diff_programs
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.printing.reader import read_program_text
+
+UNEVEN = World(3, (1, 2, 1))
+
+
+def step_of(world: World | None = UNEVEN, rank: int = 1, **options: Any) -> mirrorc.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 200), nn.Tanh(), nn.Linear(200, 4))
+    given = {"bucket_cap_mb": 0.0004, "first_bucket_mb": 0.0004, "shard_optimizer": True, "backend": "eager", **options}
+    placed = {"world": world, "rank": rank} if world is not None else {"devices": 2}
+    return mirrorc.compile(
+        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **placed, **given
+    )
+
+
+def prepared(**options: Any) -> tuple[mirrorc.Step, Program]:
+    step = step_of(**options)
+    return step, step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+
+
+def test_all_workers_exchange_and_gather_the_same_whatever_their_devices() -> None:
+    hashes = set()
+    for rank in range(3):
+        step, program = prepared(rank=rank)
+        hashes.add(step.schedule_hash)
+        for graph in (module.graph for module in program.device_graphs.values()):
+            called = [node.target.__name__ for node in graph.nodes if node.op == "call_function"]  # type: ignore[union-attr]
+            assert called.count("scatter_sums") == called.count("gather_parameters") == len(program.buckets) > 1
+    assert len(hashes) == 1
+    whole, _ = prepared(shard_optimizer=False)
+    assert whole.schedule_hash not in hashes
+
+
+def test_memory_has_the_state_of_one_part() -> None:
+    held = {}
+    for is_sharded in (True, False):
+        step, program = prepared(shard_optimizer=is_sharded, rank=0)
+        (device,) = step.memory().devices
+        held[is_sharded] = device.own.optimizer_state or 0
+        numbers = 4 * (len(program.buckets) + 4)  # the count of steps, of each bucket, and shown for each parameter
+        parts = 3 if is_sharded else 1
+        assert held[is_sharded] == 2 * sum(b.num_bytes for b in program.buckets) // parts + numbers
+    assert held[True] < 0.6 * held[False], "buckets are padded to parts of whole cache lines"
+
+
+def test_the_printed_program_says_whose_part_it_is_and_is_read_back(tmp_path: Path) -> None:
+    _, program = prepared()
+    text = program.to_text(fold=False)
+    assert re.search(r"#   shares, of this worker's elements 384 … 767 of 1152: cpu:0 384 … 575, cpu:1 576 … 767", text)
+    assert re.search(
+        r"b2_part: share of f32\[1152\] += wait\(bucket=2, b2_scatter\) +# elements 384 … 575 of 1152", text
+    )
+    assert re.search(
+        r"update\(bucket=2, b2_part\) +# AdamW group 0, worker 1's part of 3, this device's share of 2", text
+    )
+    assert re.search(r"gather_parameters\(bucket=2, link=gloo\) +# each of 3 workers has updated its part", text)
+    assert "is waited for first" not in text
+    read_program_text(program.to_text(slots=True, sources=False))
+    assert_same(program, reload(program, tmp_path))
+    _, whole = prepared(shard_optimizer=False)
+    assert "scatter_sums" in diff_programs(whole, program)
+
+
+def test_a_process_on_its_own_deals_nothing_out() -> None:
+    with step_of(world=None) as step:
+        optimizer = step._options.optimizers.optimizers[0]
+        for _ in range(2):
+            step(torch.randn(6, 5), target=torch.zeros(6, dtype=torch.int64))
+        assert "exp_avg" in optimizer.state_dict()["state"][0]
+        step.gather_optimizer_state()
+        assert all(bucket.part is None for bucket in step.program.buckets)
+
+
+def test_gradients_are_sent_whole() -> None:
+    _, program = prepared(world=World(2), rank=0, exchange="auto")
+    assert not any(bucket.is_sent_as_factors for bucket in program.buckets)
+    assert not program.workers.sent_as_factors
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"exchange": "factors"}, "from factors, every worker makes whole gradients, and not its part"),
+        ({"clip_grad_norm": 1.0}, "each worker has the sums of its own part .* workers do not tell each other norms"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "does not know of others that are not finite"),
+    ],
+)
+def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}= .*cannot be used with shard_optimizer=True yet: .*{why}"):
+        step_of(world=World(2), rank=0, **options)
+
+
+def test_a_pipeline_without_the_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="asks for the pass 'shard-optimizer', which disable_passes leaves out"):
+        step_of(disable_passes=("shard-optimizer",))
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    given = {"optimizer": torch.optim.AdamW(model.parameters()), "loss_fn": nn.CrossEntropyLoss(), "world": UNEVEN}
+    with pytest.raises(
+        ValueError, match=r"the pipeline given with passes= has not: put mirrorc.passes.ShardOptimizer\(\)"
+    ):
+        mirrorc.compile(model, passes=default_pipeline(over_workers=True), shard_optimizer=True, **given)
+    passes = default_pipeline(over_workers=True, shard_optimizer=True)
+    step = mirrorc.compile(model, passes=passes, shard_optimizer=True, backend="eager", **given)
+    program = step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+    assert all(bucket.part is not None for bucket in program.buckets)
