@@ -106,7 +106,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         rank: of this worker.
-        given: as for `worker_training.train`, with ``events``: a step, the rank or None for all, and what happens there.
+        given: as for `worker_training.train`, with ``events``: a step, the rank or None for all, and what happens there;
+            ``ends`` if the first error ends it.
     """
     training = _Training(rank, given)
     losses: list[Any] = []
@@ -120,6 +121,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                         EVENTS[what](training)
                     except mirrorc.MirrorcError as error:
                         said.append(f"{type(error).__name__}: {error}")
+                        if given.get("ends"):
+                            return {"losses": losses, "said": said}
             sizes = given["sizes"][number % len(given["sizes"])]
             x, y = batch(number, rank, sizes[rank])
             try:

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen": {**TWO, "events": [[2, None, "gather"], [2, None, "freeze"]]},
     "frozen, dealt": {**TWO, "events": [[2, None, "freeze"], [3, None, "free"]]},
     "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
-    "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "steps": 3},
+    "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "ends": True},
     "joins": {**TWO, "events": [[4, None, "join and gather"]], "ends": True},
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
 }
