@@ -46,6 +46,11 @@ def sharding(workers: Workers, asked: Mapping[str, Any]) -> Workers:
             f"{own_parts}, and workers do not tell each other norms",
         ),
         "check_finite": (bool(asked["check_finite"]), f"{own_parts}, and does not know of others that are not finite"),
+        "early_update": (
+            not asked["early_update"],
+            "workers gather new parameters when they have committed, so a connection that is lost then leaves parameters between "
+            "two steps, which early_update=False promises not to do",
+        ),
         "scaler": (
             scaler is not None and scaler.is_enabled(),
             f"{own_parts}, and does not know of others that are not finite",

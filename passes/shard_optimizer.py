@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from torch import fx
-
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_early, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.type_inference import set_type
@@ -26,23 +24,24 @@ class ShardOptimizer:
     """Turns W equal updates of a bucket, one on each of W workers, into updates of W parts, whose parameters are gathered::
 
         x_0     = exchange(wait_0, w_0, bucket=0, op=sum)            x_0     = scatter_sums(wait_0, w_0, bucket=0, op=sum)
-        total_0 = wait(x_0, bucket=0, replica=0)                     part_0  = wait(x_0, bucket=0, replica=0)
         (the same for bucket 1)                                      (the same for bucket 1)
-        commit(replica=0)                                            commit(replica=0)
-        update(total_1, bucket=1, replica=0)                  ->     update(part_1, bucket=1, replica=0)
-        update(total_0, bucket=0, replica=0)                         g_1     = gather_parameters(bucket=1)
-                                                                     update(part_0, bucket=0, replica=0)
+        commit(early=True, replica=0)                                commit(early=True, replica=0)
+        total_0 = wait(x_0, bucket=0, replica=0)                     part_0  = wait(x_0, bucket=0, replica=0)
+        update(total_0, bucket=0, replica=0)                  ->     update(part_0, bucket=0, replica=0)
+        total_1 = wait(x_1, bucket=1, replica=0)                     part_1  = wait(x_1, bucket=1, replica=0)
+        update(total_1, bucket=1, replica=0)                         update(part_1, bucket=1, replica=0)
+                                                                     g_1     = gather_parameters(bucket=1)
                                                                      g_0     = gather_parameters(bucket=0)
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
     Each worker gets the sum of its part alone and keeps the optimizer's state of that part alone; a worker's devices have shares
-    of its part. As much is sent as of whole sums: a part of every bucket before the update, and one after it. Buckets are updated
-    and gathered in the order in which the next forward needs them, the reverse of the plan: a bucket travels while the next one
-    is updated.
+    of its part. As much is sent as of whole sums: a part of every bucket before the update, and one after it. Buckets are
+    gathered in the order in which the next forward needs them, the reverse of the plan. Where no commit is early, all sums are
+    there before any update, and buckets are updated in that order, too, so that one travels while the next is updated.
 
-    Updates come after the commit, so a worker that is lost while parameters are gathered leaves the others with parameters of two
-    steps, and the error says so.
+    Updates come after the commit, so a worker that is lost before all parameters are gathered leaves the others with parameters
+    between two steps.
 
     Needs: exchanged sums, before anything is made of them; buckets that parts of equal length make up, as plan-buckets pads them.
     Guarantees: each element is updated by one worker, and gathered by all, in one order.
@@ -77,12 +76,16 @@ class ShardOptimizer:
             return sharded
         graph = copied(program.mirrored_graph)
         sharded = sharded.evolve(graph=graph, properties=(*program.properties, Property.SHARDED))
+        commits_early = any(map(is_early, calls_to(graph, ops.commit)))
+        end = min(calls_to(graph, ops.write), default=graph.output_node())  # a step that fails leaves buffers alone
         launches = []
         for bucket in reversed(buckets):
             if bucket.part is not None:
                 _scatter(sharded, bucket)
-                launches.append(_update_and_gather(sharded, bucket))
-        end = graph.output_node()
+                for update in [node for node in calls_to(graph, ops.update) if bucket_of(node) == bucket.index]:
+                    if not commits_early:
+                        end.prepend(update)
+                launches.append(insert(sharded, end, ops.gather_parameters, (), {"bucket": bucket.index}))
         for launch in launches:
             for replica in range(program.num_replicas):
                 insert(sharded, end, ops.wait, (launch,), {"bucket": bucket_of(launch), "replica": replica})
@@ -119,34 +122,13 @@ def _scatter(program: Program, bucket: Bucket) -> None:
         assert replica is not None, "waits belong to replicas"
         wait.args = (launch,)
         set_type(program, wait)
-        used_by = _users_of(wait)
+        used_by = users_of_sum(wait)
         is_empty = not bucket.is_updated_by(replica, program.num_replicas)
         for node in reversed(used_by) if is_empty else ():
             graph.erase_node(node)
         for node in () if is_empty else used_by:
             set_type(program, node)
     graph.erase_node(exchange)
-
-
-def _users_of(wait: fx.Node) -> list[fx.Node]:
-    """What is computed of a value, and the updates that take it, in program order."""
-    found: dict[fx.Node, None] = {}
-    waiting = [wait]
-    while waiting:
-        users = waiting.pop().users
-        found.update(dict.fromkeys(users))
-        waiting.extend(users)
-    return sorted(found)
-
-
-def _update_and_gather(program: Program, bucket: Bucket) -> fx.Node:
-    """Moves a bucket's updates to the end of the graph, and gathers its parameters behind them."""
-    graph = program.mirrored_graph
-    end = graph.output_node()
-    for update in list(calls_to(graph, ops.update)):
-        if bucket_of(update) == bucket.index:
-            end.prepend(update)
-    return insert(program, end, ops.gather_parameters, (), {"bucket": bucket.index})
 
 
 def _remarks(program: Program) -> Sequence[str]:

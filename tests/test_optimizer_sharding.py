@@ -98,6 +98,7 @@ def test_gradients_are_sent_whole() -> None:
     [
         ({"exchange": "factors"}, "from factors, every worker makes whole gradients, and not its part"),
         ({"clip_grad_norm": 1.0}, "each worker has the sums of its own part .* workers do not tell each other norms"),
+        ({"early_update": False}, "which early_update=False promises not to do"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "does not know of others that are not finite"),
     ],
 )

@@ -28,7 +28,7 @@ from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
 from mirrorc.runtime.execution.outputs import StepOutputs
-from mirrorc.runtime.execution.update_progress import UpdateProgress
+from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
@@ -89,7 +89,7 @@ class Binder:
         if node.target is operator.getitem or is_compute(node):
             return node.target
         bound = binds.of(node.target)(self, replica, node)
-        if self._progress is not None and node.target in ops.UPDATES:
+        if self._progress is not None and is_noted(node):
             return self._progress.noting(node, bound)
         return bound
 

@@ -15,7 +15,7 @@ from mirrorc.printing.wording import numbered
 
 
 class UpdateProgress:
-    """Notes the updates of the step that runs; devices do so from their own threads.
+    """Notes the updates of the step that runs, and the ends of what other workers have updated; devices do so from their threads.
 
     Args:
         program: a LOWERED program that commits early.
@@ -67,11 +67,18 @@ def progress_of(program: Program) -> UpdateProgress | None:
     return UpdateProgress(program) if any(map(is_early, commits)) else None
 
 
+def is_noted(node: fx.Node) -> bool:
+    """Whether a node writes parameters: an update, or the wait for what other workers have updated."""
+    return node.target in ops.UPDATES or (
+        node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
+    )
+
+
 def _updates(graph: fx.Graph) -> list[fx.Node]:
-    return list(calls_to(graph, *ops.UPDATES))
+    return [node for node in calls_to(graph, *ops.UPDATES, ops.wait) if is_noted(node)]
 
 
 def _buckets_of(node: fx.Node) -> tuple[int, ...]:
-    """The buckets that an update writes."""
+    """The buckets whose parameters a node writes."""
     several: Any = node.kwargs.get("buckets")
     return tuple(several) if several is not None else (bucket_of(node),)

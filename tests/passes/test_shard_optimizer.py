@@ -37,13 +37,16 @@ def order_of(graph: torch.fx.Graph) -> list[tuple[str, int]]:
     return [(node.target.__name__, int(node.kwargs.get("bucket", -1))) for node in nodes]  # type: ignore[union-attr, arg-type]
 
 
-def test_each_worker_updates_its_part_and_all_gather_it_in_the_order_of_the_next_forward() -> None:
-    program = run_until(captured(World(2), 1), "shard-optimizer")
+@pytest.mark.parametrize("is_early", [True, False])
+def test_each_worker_updates_its_part_and_all_gather_it_in_the_order_of_the_next_forward(is_early: bool) -> None:
+    program = run_until(captured(World(2), 1), "shard-optimizer", early_update=is_early)
     graph = program.mirrored_graph
+    late = [(name, bucket) for bucket in (2, 1, 0) for name in ("update", "gather_parameters")]
+    early = [(name, bucket) for name in ("update", "gather_parameters") for bucket in (0, 1, 2)]
     assert order_of(graph) == [
         *(("scatter_sums", bucket) for bucket in (0, 1, 2)),
         ("commit", -1),
-        *((name, bucket) for bucket in (2, 1, 0) for name in ("update", "gather_parameters")),
+        *([*early[:3], *early[:2:-1]] if is_early else late),
     ]
     assert not targets(graph, ops.exchange)
     for bucket in program.buckets:
