@@ -24,13 +24,14 @@ def gather_state(joint: JointCalls, state: StepState) -> None:
             "own: call it on all workers after the block"
         )
     with joint.call():
+        state.refuse_if_torn()
         is_whole = not state.optimizers.is_dealt
         if joint.meet_besides("step.gather_optimizer_state()", has_changed=is_whole).takes_over:
             with joint.team.raising_alike():
                 raise CommunicationError(
-                    "some workers have loaded or cleared the optimizer's state since the last step, and others have parts of the "
-                    "former one: load it on all workers, or make a step, in which all take over one worker's, and call "
-                    "step.gather_optimizer_state() then. Nothing was changed"
+                    "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the last "
+                    "step, and others have not, or that step has failed while it updated. Nothing was changed. Load it on all workers, "
+                    "make a step, and call step.gather_optimizer_state() then"
                 )
         if not is_whole:
             state.optimizers.gather(joint.team.gather)

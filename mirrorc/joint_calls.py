@@ -18,7 +18,7 @@ from torch import nn
 from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
-from mirrorc.errors import ExecutionError
+from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
@@ -165,12 +165,26 @@ class JointCalls:
         return False
 
     def _make_state_whole_for(self, source: int) -> None:
-        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone."""
-        if self._options.program_workers.shards_optimizer:
-            is_dealt = torch.tensor(self._state.optimizers.is_dealt)
-            self.team.copy(is_dealt, source)
-            if is_dealt:
-                self._state.optimizers.gather(self.team.gather)
+        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone.
+
+        Raises:
+            CommunicationError: the workers' parts may be of two steps; all raise it.
+        """
+        if not self._options.program_workers.shards_optimizer:
+            return
+        is_dealt = torch.tensor(self._state.optimizers.is_dealt)
+        self.team.copy(is_dealt, source)
+        num_parted = torch.tensor(float(self.team.have_parted))
+        self.team.sum(num_parted)
+        if is_dealt and num_parted:
+            with self.team.raising_alike():
+                raise CommunicationError(
+                    f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
+                    "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
+                    "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
+                )
+        if is_dealt:
+            self._state.optimizers.gather(self.team.gather)
 
     def meet_besides(self, what: str, *, has_changed: bool) -> Agreement:
         """Begins a call together with the others that is no training call, and for which all of them make the same one.
@@ -182,7 +196,7 @@ class JointCalls:
         said = {"the call": what}
         own = Header(
             self.team.num_calls,
-            is_fresh=False,
+            is_fresh=self.team.have_parted,
             has_written=has_changed,
             schedule=digest(repr(said)),
             variables=self._variables.digest,

@@ -53,10 +53,8 @@ class BucketOptimizers:
         self.user_steps = UserSteps(groups.optimizers, own_steps)
         self.owner = next(_numbers)
         self.is_whole = True
-        self._own_steps = own_steps
-        self._store = store
+        self._own_steps, self._store, self._shown = own_steps, store, ShownState()
         self._state = FlatState((), self._flat_optimizer, self._user_states)
-        self._shown = ShownState()
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
@@ -213,6 +211,11 @@ class BucketOptimizers:
         self.is_fresh = False
 
     @property
+    def are_sharded(self) -> bool:
+        """Whether each of several workers updates a part of the buckets alone."""
+        return any(flat.bucket.part is not None for flat in self._state.buckets)
+
+    @property
     def is_dealt(self) -> bool:
         """Whether the user's optimizers show state that is not whole, as parts of it lie with other workers."""
         return any(map(has_dealt_state, self.groups.optimizers))
@@ -223,10 +226,8 @@ class BucketOptimizers:
         Args:
             all_gather: gives the parts of all workers, one behind the other, 1-D.
         """
-        gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
-        shown = self._state.shown(gathered)
-        self._gathered = gathered
-        self._show(shown)
+        self._gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
+        self._show(self._state.shown(self._gathered))
 
     def _show(self, shown: Shown) -> None:
         self._numbers = shown.numbers
@@ -237,7 +238,7 @@ class BucketOptimizers:
         whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
         whole += list((self._gathered or {}).values())
         trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
-        if any(flat.bucket.part is not None for flat in self._state.buckets):
+        if self.are_sharded:
             for optimizer in self.groups.optimizers:
                 watch_dealt_state(optimizer)
         self._shown.put(
@@ -254,8 +255,8 @@ class BucketOptimizers:
         """The memory that the update of an element-wise bucket of these parameters needs; it need not be laid out."""
         optimizer, index = self.groups[bucket.rule.group]
         first = parameters[0]
-        known = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
-        return update_memory(optimizer, index, bucket.dtype, first.device, known)
+        state = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
+        return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
         """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step

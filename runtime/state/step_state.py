@@ -218,8 +218,9 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Called before a step. One in which the optimizer makes its state, which may fail for lack of memory, can be undone."""
-        if self.optimizers.is_fresh:
+        """Called before a step. One in which the optimizer makes its state, which may fail for lack of memory, can be undone,
+        unless parameters of other workers may still come in when it has failed."""
+        if self.optimizers.is_fresh and not self.optimizers.are_sharded:
             self._kept = [(own, own.to("cpu", copy=True)) for own in (*self.store.written(), *self.optimizers.held())]
 
     def finish(self) -> None:
