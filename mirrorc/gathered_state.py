@@ -30,8 +30,8 @@ def gather_state(joint: JointCalls, state: StepState) -> None:
             with joint.team.raising_alike():
                 raise CommunicationError(
                     "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the last "
-                    "step, and others have not, or that step has failed while it updated. Nothing was changed. Load it on all workers, "
-                    "make a step, and call step.gather_optimizer_state() then"
+                    "step, and others have not, or that step has failed while it updated. Nothing was changed. Load it on all "
+                    "workers, make a step, and call step.gather_optimizer_state() then"
                 )
         if not is_whole:
             state.optimizers.gather(joint.team.gather)
