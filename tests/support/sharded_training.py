@@ -134,6 +134,13 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         memory = step.memory()
         held = sum(one.optimizer_state or 0 for one in (*memory.shared, *(own.own for own in memory.devices)))
         actual = sum(part.nbytes for part in step._state.optimizers.held())
+        explained = str(step.explain())
         training.gather()
-        told = {"schedule": step.schedule_hash, "held": held, "actual": actual, "program": str(step.program)}
+        told = {
+            "explained": explained,
+            "schedule": step.schedule_hash,
+            "held": held,
+            "actual": actual,
+            "program": str(step.program),
+        }
     return {**told, "losses": losses, "said": said, "states": training.states, "values": values_of(training.model)}

@@ -87,6 +87,7 @@ def test_steps_and_state_are_those_of_one_process(found: dict[str, Any], case: s
         assert own["states"][-1].keys() == state.keys()
         for number, entries in state.items():
             assert_equal(own["states"][-1][number], entries)
+        assert all(f"{name} over gloo" in own["explained"] for name in ("scatter_sums", "gather_parameters"))
         assert "= gather_parameters(" in own["program"] and "= exchange(" not in own["program"]
     assert len({own["schedule"] for own in found[case][: len(given["devices"])]}) == 1
 
