@@ -186,7 +186,7 @@ def compile(
     if cluster is not None:
         program_workers = joined_workers(cluster, parsed, longest_wait)
     check_world(program_workers, parsed, asked)
-    program_workers = sharding(program_workers, asked)
+    program_workers = sharding(program_workers, parsed, asked)
     check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)

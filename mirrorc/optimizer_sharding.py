@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
+from mirrorc.ir.links import carries_between_workers
 from mirrorc.ir.workers import Workers
 
 _PASS = "shard-optimizer"
 
 
-def sharding(workers: Workers, asked: Mapping[str, Any]) -> Workers:
+def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> Workers:
     """The workers of a step, with whether each of them updates a part of each bucket alone.
 
     Args:
         workers: of the step.
+        devices: of this worker.
         asked: the arguments of `mirrorc.compile`, by name.
 
     Raises:
@@ -34,6 +38,11 @@ def sharding(workers: Workers, asked: Mapping[str, Any]) -> Workers:
         )
     if not workers.are_several:
         return workers
+    if not carries_between_workers(devices, ops.scatter_sums):
+        raise ValueError(
+            f"shard_optimizer=True cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what joins "
+            "workers there carries no parts of sums; leave it out"
+        )
     own_parts = "each worker has the sums of its own part of the gradients alone"
     scaler = asked["scaler"]
     reasons = {

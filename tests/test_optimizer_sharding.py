@@ -12,7 +12,9 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
+from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
+from mirrorc.optimizer_sharding import sharding
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 
@@ -106,6 +108,15 @@ def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> 
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}= .*cannot be used with shard_optimizer=True yet: .*{why}"):
         step_of(world=World(2), rank=0, **options)
+
+
+def test_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="shard_optimizer=True cannot be used on devices of the type 'cuda' yet"):
+        sharding(
+            World(2).worker(0),
+            [Device("cuda:0", torch.device("cuda:0"))],
+            {"shard_optimizer": True, "passes": None, "disable_passes": ()},
+        )
 
 
 def test_a_pipeline_without_the_pass_is_refused() -> None:
