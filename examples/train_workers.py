@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from tqdm import tqdm
 from train_digits import DigitNet, accuracy, load_data
@@ -19,15 +24,78 @@ from train_digits import DigitNet, accuracy, load_data
 import mirrorc
 
 
-def save(path: Path, state: dict[str, object]) -> None:
-    """Writes a checkpoint that is there whole or not at all, whenever the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+class Checkpoints:
+    """A folder with a directory for each saved step, and a file that names the last one that is whole.
+
+    A process may end at any moment: what that file names was written before, every byte of it, and is not written again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pointer = folder, folder / "last"
+
+    @property
+    def last(self) -> Path | None:
+        """The last checkpoint; None if there is none."""
+        return self._folder / self._pointer.read_text() if self._pointer.exists() else None
+
+    def save(self, number: int, state: dict[str, Any]) -> None:
+        """Saves the state after so many steps; one process alone does."""
+        before, unfinished, whole = self.last, self._folder / "unfinished", self._folder / f"step-{number}"
+        for left in {unfinished, whole} - {before}:  # by a start that ended while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True), no_dist=True)
+        _sync(unfinished)
+        os.rename(unfinished, whole)
+        named = self._folder / "last.unfinished"
+        named.write_text(whole.name)
+        for written in (named, self._folder):
+            _sync(written)
+        os.replace(named, self._pointer)
+        _sync(self._folder)
+        for old in set(self._folder.glob("step-*")) - {before, whole}:
+            shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a directory, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+class Training:
+    """All that a checkpoint has: it is the same on all workers, so one of them saves it, and all load it."""
+
+    def __init__(self, options: argparse.Namespace, num_steps: int) -> None:
+        self.model = DigitNet().to(getattr(torch, options.dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, num_steps)
+        self.num_steps = 0  # that are made; it says, too, where in the data the next one begins
+        self.step = mirrorc.compile(
+            self.model,
+            options.devices,
+            optimizer=self.optimizer,
+            loss_fn=F.cross_entropy,
+            backend=options.backend,
+            timeout_seconds=options.timeout,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        of_others = {"scheduler": self.scheduler.state_dict(), "step": self.step.state_dict()}
+        numbers = {"num_steps": self.num_steps, "random": torch.get_rng_state()}
+        return {"model": model, "optimizer": optimizer, **of_others, **numbers}
+
+    def load(self, checkpoint: Path) -> None:
+        """Goes back to a checkpoint."""
+        state = self.state_dict()
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        own, moments = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=own, optim_state_dict=moments)
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step.load_state_dict(state["step"])
+        self.num_steps = state["num_steps"]
+        torch.set_rng_state(state["random"])
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
@@ -37,36 +105,38 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=64, help="of all workers together")
     parser.add_argument("--checkpoints", type=Path, help="a folder that all workers see")
+    parser.add_argument("--save-every", type=int, default=20, help="steps")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a worker waits for others at most")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     options = parser.parse_args(arguments)
-    cluster = mirrorc.cluster.join()
-    torch.manual_seed(0)  # the same on all workers: they shuffle alike
+    warnings.filterwarnings(
+        "ignore", "torch.distributed is disabled"
+    )  # it saves and loads in one process, as it is told
+    torch.manual_seed(0)
     images, labels, held_out_images, held_out_labels = load_data(0)
-    model = DigitNet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    path = options.checkpoints / "last.pt" if options.checkpoints else None
-    first = 0
-    if path is not None and path.exists():
-        state = torch.load(path, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        first = state["epoch"]
-        torch.set_rng_state(state["random"])
-    with mirrorc.compile(
-        model, options.devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend=options.backend
-    ) as step:
-        for epoch in tqdm(range(first, options.epochs), unit="epoch", disable=not step.is_chief, dynamic_ncols=True):
-            for chosen in torch.randperm(len(labels)).split(options.batch):
+    dtype, per_epoch = getattr(torch, options.dtype), -(-len(labels) // options.batch)
+    num_steps = options.epochs * per_epoch
+    training = Training(options, num_steps)
+    checkpoints = Checkpoints(options.checkpoints) if options.checkpoints else None
+    with training.step as step:
+        if checkpoints is not None and checkpoints.last is not None:
+            training.load(checkpoints.last)
+        progress = tqdm(total=num_steps, initial=training.num_steps, disable=not step.is_chief, dynamic_ncols=True)
+        while training.num_steps < num_steps:
+            epoch, begin = divmod(training.num_steps, per_epoch)
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
+            for chosen in order.split(options.batch)[begin:]:
                 own = step.shard_batch(chosen)
-                step(images[own], target=labels[own])
-            scheduler.step()
-            if path is not None and cluster.should_checkpoint:
-                state = {name: part.state_dict() for name, part in parts.items()}
-                save(path, {**state, "epoch": epoch + 1, "random": torch.get_rng_state()})
-    found = accuracy(model, held_out_images, held_out_labels)
-    if cluster.is_chief:
+                step(images[own].to(dtype), target=labels[own])
+                training.scheduler.step()
+                training.num_steps += 1
+                progress.update()
+                is_due = training.num_steps % options.save_every == 0 or training.num_steps == num_steps
+                if is_due and checkpoints is not None and step.is_chief:  # the others wait for it in the next step
+                    checkpoints.save(training.num_steps, training.state_dict())
+    found = accuracy(training.model, held_out_images.to(dtype), held_out_labels)
+    if step.is_chief:
         print(f"held out: accuracy {found:.1%}")
     return found
 

@@ -50,12 +50,14 @@ class Figures:
         machine: what the bits of a product depend on, by name.
         seconds_per_byte: of the link, as it has measured it; 0 if nobody has.
         seconds_per_multiplication: of the worker's processor; 0 if nobody has measured it.
+        loaded: what it has chosen in an earlier run, as `ExchangeChoice.load` was given it; that of worker 0 counts.
     """
 
     rows: Mapping[str, int]
     machine: Mapping[str, str]
     seconds_per_byte: float = 0.0
     seconds_per_multiplication: float = 0.0
+    loaded: Sequence[str] | None = None
 
 
 class ExchangeChoice:
@@ -81,6 +83,22 @@ class ExchangeChoice:
         self._remark = ""
         self._is_held = False
         self._told: Figures | None = None
+        self._loaded: tuple[str, ...] | None = None
+
+    @property
+    def kept(self) -> tuple[str, ...] | None:
+        """The variables whose gradients are sent as factors, as chosen or loaded; None if neither has happened yet."""
+        return self._names if self._is_held else self._loaded
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the workers are yet to choose."""
+        return not self._is_held and self._told is None
+
+    def load(self, names: tuple[str, ...]) -> None:
+        """Takes what was chosen in an earlier run in place of what would be measured now; before the workers choose."""
+        assert self.is_open, "what all have chosen stays"
+        self._loaded = names
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -150,10 +168,10 @@ class ExchangeChoice:
         self._is_held = self.team is None or is_asked
 
     def _figures(self, found: Sequence[Candidate]) -> Figures:
-        rows = {one.variable: one.num_rows for one in found}
+        rows, machine = {one.variable: one.num_rows for one in found}, product_facts(self._num_threads)
         if self.team is None or not found:
-            return Figures(rows, product_facts(self._num_threads))
-        return Figures(rows, product_facts(self._num_threads), self.team.seconds_per_byte, seconds_per_multiplication())
+            return Figures(rows, machine, loaded=self._loaded)
+        return Figures(rows, machine, self.team.seconds_per_byte, seconds_per_multiplication(), self._loaded)
 
     def _candidates(self, program: Program) -> Iterator[Candidate]:
         """The gradients of a captured program whose factors can be sent, in the order of the program's output."""
@@ -207,7 +225,13 @@ def chosen(
             (),
             f"workers send all gradients whole, none as factors: {why_not}, and bits of a product may depend on it",
         )
-    as_factors = [one for one in found if exchange == "factors" or is_cheaper(one, everyone)]
+    loaded = everyone[0].loaded
+    if exchange == "factors":
+        as_factors = found
+    elif loaded is not None:
+        as_factors = [one for one in found if one.variable in loaded]
+    else:
+        as_factors = [one for one in found if is_cheaper(one, everyone)]
     return tuple(one.variable for one in as_factors), _remark(found, as_factors, everyone, exchange)
 
 
@@ -253,6 +277,8 @@ def _remark(
     per_byte = max(figures.seconds_per_byte for figures in everyone)
     link = f"a link of {1 / per_byte / 1e6:.0f} MB/s" if per_byte else "bytes alone"
     why = "asked for" if exchange == "factors" else f"chosen by {link}"
+    if exchange != "factors" and everyone[0].loaded is not None:
+        why = "as in the state that was loaded"
     sums = [sent_bytes(one, [figures.rows[one.variable] for figures in everyone]) for one in found]
     told = [
         f"{one.variable} {'as factors' if one in as_factors else 'whole'} ({_size(factors)} against {_size(dense)})"

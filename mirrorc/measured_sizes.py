@@ -24,6 +24,18 @@ class MeasuredSizes:
     def __init__(self, options: StepOptions, num_threads: int) -> None:
         self._options, self._num_threads = options, num_threads
         self._chosen: ChosenSizes | None = None
+        self.is_open = True  # until a program has them
+
+    @property
+    def kept(self) -> BucketSizes | None:
+        """What was measured, or loaded; None if nothing was, or nothing is to be measured."""
+        return None if self._chosen is None else self._chosen.sizes
+
+    def load(self, sizes: BucketSizes) -> None:
+        """Takes what was measured in an earlier run, if anything is to be measured; before a program has any sizes."""
+        assert self.is_open, "programs of one step have one plan"
+        if self._options.to_measure is not None:
+            self._chosen = ChosenSizes(sizes, f"bucket sizes as in the state that was loaded: {sizes}")
 
     def put_into(self, program: Program) -> tuple[Program, Sequence[Pass]]:
         """Replaces "auto" in the pipeline by measured numbers, so that it can be replayed, and adds a remark to the program."""
@@ -44,7 +56,7 @@ class MeasuredSizes:
                 timeout_seconds=options.timeout_seconds,
             )
             self._chosen = choose_bucket_sizes(setting, BucketSizes(plan.bucket_cap_mb, plan.first_bucket_mb))
-        chosen = self._chosen
+        chosen, self.is_open = self._chosen, False
         sized = dataclasses.replace(plan, **dataclasses.asdict(chosen.sizes))
         pipeline = [sized if p is plan else p for p in options.pipeline]
         return program.with_remarks(chosen.remark), pipeline

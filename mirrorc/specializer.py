@@ -29,6 +29,7 @@ from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Synchronization
+from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
@@ -64,6 +65,7 @@ class Specializer:
     Attributes:
         team: the workers that train together; None for a process on its own.
         exchange: how they send gradients.
+        choices: what is chosen by measurement.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Specializer:
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = MeasuredSizes(options, num_threads)
         self.exchange = ExchangeChoice(options, num_threads)
+        devices = options.program_workers.devices_per_worker or (len(options.devices),)
+        self.choices = MeasuredChoices(self.exchange, self._sizes, devices)
         self.team: Team | None = None
 
     def specialization_for(

@@ -165,6 +165,29 @@ class Step(StepReports):
         """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
         self._exclusively(self._state.accumulated.clear)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this step has chosen by measurement: how workers send gradients, and the sizes of buckets with "auto".
+
+        These choices decide bits, and another start may measure something else. Save them beside the states of model and
+        optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers, and
+        names of variables, in a dict of one level with always the same keys. All workers have the same.
+        """
+        return self._specializer.choices.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the choices of an earlier run, in place of what the first call would measure.
+
+        Those of worker 0 count; load them on all the same. Choices of other numbers of workers or devices are left aside.
+
+        Args:
+            state: as `state_dict` gave it.
+
+        Raises:
+            TypeError, ValueError: it is no such state.
+            ExecutionError: the step has made other choices already, in its first call.
+        """
+        self._exclusively(lambda: self._specializer.choices.load_state_dict(state))
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
 

@@ -1,6 +1,7 @@
 """How workers send each gradient is chosen from figures that all of them have."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ NARROW = replace(WIDE, variable="narrow", num_bytes=2048 * 4)
 MACHINE = {"processor": "one"}
 
 
-def figures(rows: int, **times: float) -> Figures:
-    return Figures({"wide": rows, "narrow": rows}, MACHINE, **times)
+def figures(rows: int, **more: Any) -> Figures:
+    return Figures({"wide": rows, "narrow": rows}, MACHINE, **more)
 
 
 def names(*everyone: Figures, exchange: mirrorc.option_kinds.Exchange = "auto") -> tuple[str, ...]:
@@ -40,6 +41,13 @@ def test_a_fast_link_sends_more_to_multiply_less() -> None:
     assert names(figures(64, **slow), figures(64, **slow)) == ("wide",)
     assert names(figures(64, **fast), figures(64, **fast)) == ()
     assert names(figures(64, **fast), figures(64, **slow)) == ("wide",)  # the slowest link counts
+
+
+def test_what_the_chief_has_loaded_counts() -> None:
+    assert names(figures(64, loaded=["narrow"]), figures(64)) == ("narrow",)
+    assert names(figures(64), figures(64, loaded=["narrow"])) == ("wide",)
+    assert names(figures(64, loaded=[]), figures(64)) == ()
+    assert names(figures(64, loaded=[]), figures(64), exchange="factors") == ("wide", "narrow")
 
 
 def test_machines_that_differ_send_whole_gradients() -> None:

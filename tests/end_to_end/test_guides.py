@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import average_digits
 import finetune_classifier
@@ -15,6 +17,7 @@ import pytest
 import resume_digits
 import torch
 import train_workers
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from worker_processes import ENVIRONMENT, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -52,36 +55,69 @@ def test_resuming_bit_for_bit(tmp_path: Path) -> None:
 
 KILLED_ONCE = """
 import os, signal, train_workers
-save = train_workers.save
-def save_and_end(path, state):
-    save(path, state)
-    if state["epoch"] == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+from torch.distributed import checkpoint
+save = checkpoint.save
+def save_in_part(state, **given):
+    save(state, **given)
+    if state["num_steps"] == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-train_workers.save = save_and_end
+train_workers.dcp.save = save_in_part
 train_workers.main()
 """
 
 
+def trained_by_workers(folder: Path, *more: str, script: Path | None = None, workers: int = 2) -> dict[str, Any]:
+    """What the last checkpoint has, flat, when workers that torchrun starts have trained; or a process on its own."""
+    options = [f"--nproc-per-node={workers}", "--max-restarts=1", "--master-addr=127.0.0.1"]
+    launcher = ["-m", "torch.distributed.run", *options, f"--master-port={free_port()}"] if workers > 1 else []
+    script = script or ROOT / "examples" / "train_workers.py"
+    given = [
+        *EAGER,
+        "--epochs",
+        "2",
+        "--batch",
+        "200",
+        "--save-every",
+        "3",
+        "--dtype",
+        "float64",
+        "--checkpoints",
+        str(folder),
+        *more,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    environment["PYTHONPATH"] = str(ROOT / "examples")
+    command = [sys.executable, *launcher, str(script), *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "held out: accuracy" in done.stdout, done.stdout + done.stderr
+    checkpoint = folder / (folder / "last").read_text()
+    dcp_to_torch_save(checkpoint, folder / "whole.pt")
+    whole = torch.load(folder / "whole.pt", weights_only=True)
+    return {f"{part}.{name}": value for part, own in whole.items() for name, value in flat(own)}
+
+
+def flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from flat(value, f"{name}.{key}")
+    else:
+        yield name, state
+
+
 @pytest.mark.slow
-def test_workers_go_on_when_one_was_killed(tmp_path: Path) -> None:
+def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
+    """When one was killed while it saved, bit for bit; and in one process with as many replicas."""
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
-
-    def run(script: Path, folder: str) -> dict[str, torch.Tensor]:
-        options = ["--nproc-per-node=2", "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-        given = [*EAGER, "--batch", "200", "--epochs", "3", "--checkpoints", str(tmp_path / folder)]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), *given]
-        environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        environment["PYTHONPATH"] = str(ROOT / "examples")
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0 and "held out: accuracy" in done.stdout, done.stdout + done.stderr
-        return torch.load(tmp_path / folder / "last.pt", weights_only=True)["model"]
-
-    undisturbed, killed = run(ROOT / "examples" / "train_workers.py", "one"), run(tmp_path / "killed.py", "two")
+    undisturbed = trained_by_workers(tmp_path / "one")
+    killed = trained_by_workers(tmp_path / "two", script=tmp_path / "killed.py")
+    assert undisturbed.keys() == killed.keys() and undisturbed["num_steps."] == 14
     for name, value in undisturbed.items():
-        if "running" in name:  # replicas' statistics go on from the mean of all
-            torch.testing.assert_close(killed[name], value)
-        else:
-            assert torch.equal(killed[name], value), name
+        assert torch.equal(killed[name], value) if isinstance(value, torch.Tensor) else killed[name] == value, name
+    (tmp_path / "one" / "last").write_text("step-12")
+    other = trained_by_workers(tmp_path / "one", "--devices", "2", workers=1)
+    for name, value in undisturbed.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides.md"])
