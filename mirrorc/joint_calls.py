@@ -77,7 +77,8 @@ class JointCalls:
             options.cluster.check_same(
                 "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
             )
-        except BaseException:
+        except BaseException as error:
+            self.team.note_why(error)
             self.team.close()
             raise
 

@@ -169,8 +169,8 @@ class Step(StepReports):
         """What this step has chosen by measurement: how workers send gradients, and the sizes of buckets with "auto".
 
         These choices decide bits, and another start may measure something else. Save them beside the states of model and
-        optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers, and
-        names of variables, in a dict of one level with always the same keys. All workers have the same.
+        optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
+        and names of variables, in a dict of one level with always the same keys. All workers have the same.
         """
         return self._specializer.choices.state_dict()
 
@@ -399,4 +399,6 @@ class Step(StepReports):
         if kind is None:
             self.close()
         else:
+            if self._joint is not None and error is not None:
+                self._joint.team.note_why(error)
             self._close()

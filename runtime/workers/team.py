@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
 _LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others
+_LONGEST_CONNECTING_SECONDS = 5.0  # to the store
 _LONGEST_TEXT = 600  # of an error that is told to the others
 _BEFORE, _VOTING, _UPDATING, _COMMITTED, _DONE = "before", "voting", "updating", "committed", "done"
 _IN_WORDS = {
@@ -91,8 +93,9 @@ class Team:
         self._why_over = ""  # why no further step can be made
         self._are_all_raising = False
         self._last_call = [0]
+        self._last_words: list[str] = []  # why it leaves the team, if that is known
         self._finalizer = weakref.finalize(
-            self, _leave, os.getpid(), self._watcher, cluster.rank, self._lanes, self._last_call
+            self, _leave, os.getpid(), self._watcher, cluster.rank, self._lanes, self._last_call, self._last_words
         )
 
     # A call, from its beginning to its end
@@ -144,7 +147,7 @@ class Team:
         if self._has_failure():
             raise LostConnectionError("another worker has failed")
         if not self._lanes:
-            store = distributed.PrefixStore(f"call {self.num_calls}", self._store.clone())
+            store = self._part_of_store(f"call {self.num_calls}")
             await_all(store, self._watcher, self.cluster, self.timeout_seconds, self._has_failure)
             seconds, number, device = self.timeout_seconds, self.cluster.num_workers, self._device
             for name, place in (("words", _HOST), ("buckets", device)):
@@ -153,8 +156,25 @@ class Team:
                 cut_when_broken(self._lanes[1], told=self._lanes[0])
             self.seconds_per_byte = seconds_per_byte(self._lanes[1], number, seconds, device)
 
+    def _part_of_store(self, name: str) -> Any:
+        """A part of the store, over a connection of its own.
+
+        Raises:
+            LostConnectionError: a connection broke, or the store does not answer.
+        """
+        if self._is_over():
+            raise LostConnectionError("a connection between the workers broke")
+        try:
+            return distributed.PrefixStore(name, in_bounded_time(self._store.clone, _LONGEST_CONNECTING_SECONDS))
+        except (RuntimeError, TimeoutError) as error:
+            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
     def _has_failure(self) -> bool:
         return self._failure is not None
+
+    def _is_over(self) -> bool:
+        """Whether another worker has failed, or is gone; asked where a worker waits for others in the store."""
+        return self._has_failure() or any(lane.is_broken for lane in list(self._lanes))
 
     @property
     def _failure(self) -> Failure | None:
@@ -180,8 +200,7 @@ class Team:
             return error  # all raise the like; or the step is made, here as on the others
         was_known = self._has_failure()
         if is_own:
-            said = " ".join(f"{error}"[:_LONGEST_TEXT].split()).rstrip(".")
-            text = f"it raised {type(error).__name__}{': ' if said else ''}{said}"
+            text = f"it raised {_in_short(error)}"
             known = Failure(self.cluster.rank, self.num_calls, text, False, self._stage != _BEFORE, self._is_before_end)
             if self._stage not in (_BEFORE, _UPDATING):
                 self._why_over = "this worker's step has failed when it had told the others that it takes place"
@@ -305,7 +324,7 @@ class Team:
 
     def _refuse_difference(self, what: str, facts: Mapping[str, object]) -> None:
         """Raises the same error in all workers, with the first thing in which they differ. All call it."""
-        store = distributed.PrefixStore(f"facts {self.num_calls}", self._store.clone())
+        store = self._part_of_store(f"facts {self.num_calls}")
         workers, rank, deadline = self.cluster.workers, self.cluster.rank, time.monotonic() + self.timeout_seconds
         try:
             in_bounded_time(
@@ -375,8 +394,8 @@ class Team:
         Raises:
             LostConnectionError: a worker has failed, or tells nothing in time.
         """
-        store = distributed.PrefixStore("told", self._store.clone())
-        return all_texts(store, self.cluster, text, self.timeout_seconds, self._has_failure)
+        store = self._part_of_store("told")
+        return all_texts(store, self.cluster, text, self.timeout_seconds, self._is_over)
 
     def _tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         lanes = list(self._lanes)
@@ -401,6 +420,10 @@ class Team:
         for lane in self._lanes[1:]:
             lane.cut()
 
+    def note_why(self, error: BaseException) -> None:
+        """Notes an error because of which this worker is about to leave, so that the others are told."""
+        self._last_words.append(_in_short(error))
+
     def close(self) -> None:
         """Leaves the team: closes the connections, and tells the others. May be repeated."""
         self._finalizer()
@@ -419,11 +442,22 @@ def _nothing() -> None:
     pass
 
 
-def _leave(pid: int, watcher: Watcher, rank: int, lanes: list[Lane], last_call: list[int]) -> None:
+def _in_short(error: BaseException) -> str:
+    """An error as it is told to others: its name and its text, on one line."""
+    said = " ".join(f"{error}"[:_LONGEST_TEXT].split()).rstrip(".")
+    return f"{type(error).__name__}{': ' if said else ''}{said}"
+
+
+def _leave(
+    pid: int, watcher: Watcher, rank: int, lanes: list[Lane], last_call: list[int], last_words: list[str]
+) -> None:
     """Ends a worker's part in a team; also when the interpreter ends, but not in a child that was forked."""
     if os.getpid() != pid:
         return
-    watcher.leave(Failure(rank, last_call[0] + 1, "it has closed its step, or its process has ended", is_final=True))
+    raised = getattr(sys, "last_value", None)  # what has ended the script, if nobody has closed the step
+    words = last_words or ([_in_short(raised)] if isinstance(raised, BaseException) else [])
+    text = f"it has closed its step, or its process has ended{f', after {words[0]}' if words else ''}"
+    watcher.leave(Failure(rank, last_call[0] + 1, text, is_final=True))
     for lane in lanes:
         lane.close()
     lanes.clear()
