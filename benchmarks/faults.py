@@ -45,17 +45,20 @@ class Strike:
     Attributes:
         kind: one of `KINDS`.
         rank: of the worker.
-        moment: seconds after its first call began.
+        call: of its step, that it has begun before, from 1.
+        moment: seconds after that.
         place: where it raises.
     """
 
     kind: str
     rank: int
+    call: int
     moment: float
     place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}{f' ({self.place})' if self.place else ''} worker {self.rank} after {self.moment:.2f} s"
+        what = f"{self.kind} ({self.place})" if self.place else self.kind
+        return f"{what}: worker {self.rank}, {self.moment:.2f} s after call {self.call} has begun"
 
 
 @dataclass
@@ -162,7 +165,8 @@ class Trials:
         everyone = range(self._num_workers)
         survivors = [rank for rank in everyone if rank != strike.rank]
         struck.start()
-        struck.wait(lambda: "b" in struck.calls(strike.rank) or bool(struck.codes), _MOST_SECONDS)
+        has_come = lambda: struck.calls(strike.rank).count("b") >= strike.call  # noqa: E731
+        struck.wait(lambda: has_come() or bool(struck.codes), _MOST_SECONDS)
         struck.wait(lambda: bool(struck.codes), strike.moment)
         have_met = all("e" in struck.calls(rank) for rank in everyone)
         at = time.monotonic()
@@ -171,7 +175,8 @@ class Trials:
         hangs = strike.kind == "stop" or not have_met
         bound = (self._timeout if hangs else 0.0) + CLOSED_SECONDS
         struck.wait(lambda: struck.have_ended(survivors), bound + self._room + 20.0)
-        seconds = max(struck.ended_at.get(rank, time.monotonic()) for rank in survivors) - at
+        failed = [rank for rank in survivors if struck.codes.get(rank) != 0]  # others had made all steps
+        seconds = max([struck.ended_at.get(rank, time.monotonic()) - at for rank in failed], default=0.0)
         problems = list(self._problems(struck, strike, survivors))
         if seconds > bound + self._room:
             problems.append(f"the last survivor ended after {seconds:.1f} s, and not within {bound:.1f} s")
@@ -247,9 +252,10 @@ def _is_same(one: Any, other: Any) -> bool:
 def drawn(kind: str, number: int, seed: int, num_workers: int, window: float) -> Strike:
     """A strike, by its number."""
     draws = random.Random(f"{seed} {kind} {number}")
-    rank, moment = draws.randrange(num_workers), draws.uniform(0, window)
+    rank, call = draws.randrange(num_workers), draws.randint(1, NUM_STEPS)
+    moment = draws.uniform(0, window / NUM_STEPS)  # as long as a step takes, with all that is beside it
     places = [place for place in PLACES if place != "save" or rank == 0]
-    return Strike(kind, rank, moment, draws.choice(places) if kind == "raise" else "")
+    return Strike(kind, rank, call, moment, draws.choice(places) if kind == "raise" else "")
 
 
 def main() -> int:

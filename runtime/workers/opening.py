@@ -76,8 +76,11 @@ def all_texts(
     try:
         store.set(keys[cluster.rank], text)
         until = time.monotonic() + timeout_seconds
-        while not all(store.check([key]) for key in keys):
-            if is_over() or time.monotonic() > until:
+        while True:
+            is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
+            if all(store.check([key]) for key in keys):
+                break
+            if is_last_look:
                 raise LostConnectionError("not all workers told what they have")
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return [store.get(key).decode() for key in keys]

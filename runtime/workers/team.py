@@ -29,6 +29,7 @@ from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreem
 from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
 from mirrorc.runtime.workers.opening import all_texts, await_all, open_lane, seconds_per_byte
+from mirrorc.runtime.workers.progress import least_far
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
@@ -114,6 +115,7 @@ class Team:
         self.num_calls += 1
         self._last_call[0] = self.num_calls
         self._stage, self._is_early, self._are_all_raising = _BEFORE, False, False
+        self._watcher.own = self._watcher.own.begun(self.num_calls)
         if self._why_over:
             raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
         try:
@@ -126,6 +128,7 @@ class Team:
             raise raised from error
         finally:
             self.stop = _nothing
+            self._watcher.own = self._watcher.own.ended()
 
     def abandon(self, error: BaseException) -> None:
         """Ends the next call of the others, who may wait for it: this worker does not come, because of an error in its own code.
@@ -160,12 +163,17 @@ class Team:
         """A part of the store, over a connection of its own.
 
         Raises:
-            LostConnectionError: a connection broke, or the store does not answer.
+            LostConnectionError: the store does not answer.
         """
-        if self._is_over():
-            raise LostConnectionError("a connection between the workers broke")
+
+        def connected() -> Any:
+            self._store.add(
+                "asked", 0
+            )  # tells a lost store at once, which a new connection would try to reach again and again
+            return self._store.clone()
+
         try:
-            return distributed.PrefixStore(name, in_bounded_time(self._store.clone, _LONGEST_CONNECTING_SECONDS))
+            return distributed.PrefixStore(name, in_bounded_time(connected, _LONGEST_CONNECTING_SECONDS))
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
@@ -275,10 +283,14 @@ class Team:
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
             )
             return Failure(0, self.num_calls, text, is_final=True)
+        told = self._watcher.progress()
         rank, text = -1, f"the connection between the workers broke, though all of them live ({seen})"
         if silent:
             others = f", nor {numbered('worker', silent[1:])}" if silent[1:] else ""
-            rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs ({seen})"
+            last = f"; it was last seen {told[silent[0]]}" if silent[0] in told else ""
+            rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs{last} ({seen})"
+        elif (behind := least_far(told)) is not None and behind != self.cluster.rank:
+            rank, text = behind, f"it lives, but is behind the others: it is {told[behind]} ({seen})"
         found = Failure(rank, self.num_calls, text, bool(silent), self._stage != _BEFORE, self._is_before_end)
         self._watcher.publish(found, num_silent=len(silent))
         return found
@@ -311,6 +323,7 @@ class Team:
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
         if found is not None:
+            self._watcher.own = self._watcher.own.met()
             self.row_counts = self._known_counts.of_all(headers, counts, self._tell)
             return found
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
@@ -349,6 +362,7 @@ class Team:
         """
         votes = torch.tensor([float(takes_place)])
         self._stage, self._is_early = _VOTING, is_early
+        self._watcher.own = self._watcher.own.summed()
         self._tell(lambda group: group.all_reduce(votes))
         if votes.item() not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
@@ -411,6 +425,7 @@ class Team:
         """Launches a collective on a bucket; see `Lane.launch`."""
         lanes = list(self._lanes)
         if len(lanes) == 2:
+            self._watcher.own = self._watcher.own.sent()
             lanes[1].launch(collective, done)
         else:
             done(LostConnectionError("the connection to the other workers is closed"))

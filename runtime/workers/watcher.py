@@ -17,12 +17,15 @@ from typing import Any
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.roll_call import Worker
 from mirrorc.cluster.stores import first_line
+from mirrorc.runtime.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_SECONDS_BETWEEN_LOOKS = 0.2
 _MOST_LOOKS_PER_SECOND = 500.0  # of all workers together, at one store
 _SILENT_SECONDS = 3.0  # when a connection broke, who tells nothing for so long has ended, or hangs
+_SECONDS_BETWEEN_SAMPLES = 1.0  # of what the others tell
+_FRESH_SECONDS = 2.0  # an older sample says nothing: this worker itself may have been stopped
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
 _SLACK_SECONDS = 1.0
 _LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
@@ -65,13 +68,19 @@ class Watcher:
         rank: of this worker.
         on_failure: a method, called in the thread with each failure that another worker has published, in their order, as long
             as its object is there. It may be a failure of this worker, on which the others have given up.
+
+    Attributes:
+        own: how far this worker is, which is told with each beat.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
+        self.own = Progress()
         self._store, self._workers, self._rank = store.clone(), workers, rank
         self._on_failure = weakref.WeakMethod(on_failure)
         self._interval = max(_FEWEST_SECONDS_BETWEEN_LOOKS, len(workers) / _MOST_LOOKS_PER_SECOND)
         self._num_seen = 0
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of each other worker, and when it was heard first
+        self._heard_at = float("-inf")
         self._own: set[str] = set()  # the keys of what this worker has published
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
@@ -82,8 +91,10 @@ class Watcher:
         while num_errors < _MOST_ERRORS and not self._ending.wait(self._interval * (1 + num_errors)):
             number += 1
             try:
-                self._store.set(_beat(self._rank), str(number))
+                self._store.set(_beat(self._rank), f"{number} {self.own.to_text()}")
                 self.look()
+                if time.monotonic() - self._heard_at > _SECONDS_BETWEEN_SAMPLES:
+                    self._listen(self._fresh())
                 num_errors = 0
             except RuntimeError as error:  # perhaps the host of the store has ended, because all is done
                 num_errors += 1
@@ -139,15 +150,39 @@ class Watcher:
         keys = {rank: _beat(rank) for rank in range(len(self._workers)) if rank != self._rank}
         return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
 
+    def progress(self) -> dict[int, Progress]:
+        """How far each worker was when it told so last, by rank; without those that have told nothing. Takes a bounded time."""
+        try:
+            beats = in_bounded_time(self.beats, _LONGEST_ANSWER_SECONDS)
+        except (RuntimeError, TimeoutError):
+            beats = {}
+        told = {rank: Progress.from_text(beat.decode().partition(" ")[2]) for rank, beat in beats.items() if beat}
+        return {**told, self._rank: self.own}
+
+    def _listen(self, before: dict[int, tuple[bytes, float]]) -> list[int]:
+        """Hears what the others tell now; gives the ranks of those that have told nothing new since ``before``."""
+        beats, now = self.beats(), time.monotonic()
+        same = [rank for rank, beat in beats.items() if rank in before and before[rank][0] == beat]
+        self._heard = {rank: before[rank] if rank in same else (beat, now) for rank, beat in beats.items()}
+        self._heard_at = now
+        return same
+
+    def _fresh(self) -> dict[int, tuple[bytes, float]]:
+        """What was heard, unless that is long ago."""
+        return self._heard if time.monotonic() - self._heard_at < _FRESH_SECONDS else {}
+
     def _find_silent(self, is_known: Callable[[], bool]) -> list[int]:
-        first, until = self.beats(), time.monotonic() + _SILENT_SECONDS
+        before = self._fresh()
+        if not before:
+            self._listen(before)
+            before = self._heard
         while True:
-            now = self.beats()
-            silent = [rank for rank, beat in now.items() if beat == first[rank]]
+            silent, now = self._listen(before), time.monotonic()
             if is_known():
                 return []
-            if not silent or time.monotonic() > until:
+            if all(now - before[rank][1] > _SILENT_SECONDS for rank in silent):
                 return silent
+            before = {rank: before[rank] for rank in silent}
             time.sleep(self._interval / 2)
 
     def close(self) -> None:

@@ -85,6 +85,17 @@ class Twins(nn.Sequential):
         super().__init__(nn.Linear(5, 5), nn.Linear(5, 5))
 
 
+class Swapped(nn.Module):
+    """Two layers, of which each worker's forward calls another one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.is_swapped = nn.Linear(5, 5), nn.Linear(5, 5), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(torch.tanh(self.two(x))) if self.is_swapped else self.two(torch.tanh(self.one(x)))
+
+
 def _fill() -> None:
     global _is_full
     _is_full = True
@@ -95,7 +106,7 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
-MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins}
+MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins, "swapped": Swapped}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -147,7 +158,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
-            batches of all, and takes its part.
+            batches of all, and takes its part; the seconds of a ``pause``.
     """
     global _is_full, _ends_there
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -158,6 +169,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     if given["model"] == "twins":
         groups = [{"params": list(layer.parameters())} for layer in model]
         optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
+    if given["model"] == "swapped":
+        model.is_swapped = rank == 1
     num_threads = torch.get_num_threads()
     if "threads" in given:
         torch.set_num_threads(given["threads"][rank])
@@ -183,6 +196,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if "end" in faults:
                 break
+            if "leave" in faults:
+                raise ValueError("the data is gone")
+            if "pause" in faults:
+                time.sleep(given["pause"])
             if "evaluates" in faults:  # in training mode, which writes statistics
                 step.evaluate(x, target=y)
             if "loads" in faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -75,6 +76,14 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "groups": {"model": "twins", "devices": [1, 1], "sizes": [[4, 4]]},
     "modes": {"model": "random", "devices": [1, 1], "sizes": [[4, 4]], "steps": 3, "faults": [[1, 1, "mode"]]},
+    "order": {
+        "model": "swapped",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "steps": 1,
+        "options": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+    },
+    "leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]], "steps": 2, "faults": [[1, 1, "leave"]]},
     "nothing": {"model": "mlp", "devices": [1, 1], "sizes": [[0, 0], [4, 0]], "steps": 2},
     "other model": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]]},
 }
@@ -213,6 +222,25 @@ def test_other_groups_are_refused_by_all(found: dict[str, Any]) -> None:
     assert errors[0] == errors[1] and "group 0: SGD of 0.weight, 0.bias" in errors[0] and "SGD of 1.weight" in errors[0]
 
 
+def test_buckets_in_another_order_are_refused_by_all(found: dict[str, Any]) -> None:
+    errors = [own["losses"][0] for own in found["order"][:2]]
+    assert errors[0] == errors[1] and "CommunicationError: workers differ in what their programs exchange" in errors[0]
+    assert re.search(r"worker 0 \(.*\) has line \d+: .*two\..*, worker 1 \(.*\) has line \d+: .*one\.", errors[0]), (
+        errors[0]
+    )
+    assert errors[0].endswith("No parameter was changed.")
+
+
+def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: dict[str, Any]) -> None:
+    first, second = found["leaves"][:2]
+    assert second["error"] == "ValueError: the data is gone"
+    assert re.search(
+        r"training call 2 has failed: worker 1 \(.*\): it has closed its step, or its process has ended, after ValueError: the "
+        r"data is gone\. No parameter was changed\. End all workers",
+        first["losses"][1],
+    ), first["losses"]
+
+
 def test_another_mode_is_refused_by_all(found: dict[str, Any]) -> None:
     for own in found["modes"][:2]:
         assert "workers differ in which of their modules are in training mode: worker 1" in own["losses"][1]
@@ -244,6 +272,26 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
         assert (
             survivor["seconds"] < 30
         )  # on a busy machine; a worker that is gone is not waited for until the time is over
+
+
+@pytest.mark.slow
+def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
+    given = {
+        "model": "mlp",
+        "devices": [1, 1, 1],
+        "sizes": [[4, 4, 4]],
+        "faults": [[2, 1, "pause"]],
+        "pause": 20.0,
+        "ends": True,
+        "options": {"timeout_seconds": 8.0},
+    }
+    own = outcomes(tmp_path, {"it": run(given, free_port())})["it"]
+    for rank in (0, 2):
+        *made, error = own[rank]["losses"]
+        assert len(made) == 2 and "training call 3 has failed: worker 1 (" in error
+        assert "it lives, but is behind the others: it is between training calls 2 and 3 (" in error
+        assert "The step may be called again, on all workers." in error
+    assert "training call 3 has failed: the other workers have given up on this one, worker 1 (" in own[1]["losses"][-1]
 
 
 @pytest.mark.exhaustive
