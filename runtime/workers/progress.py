@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_BEGUN, _MET, _SUMMED, _ENDED = 0, 1, 2, 3
+_BEGUN, _MET, _READY, _ENDED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, order=True)
@@ -34,9 +34,9 @@ class Progress:
         """When one more bucket is sent."""
         return Progress(self.call, self.stage, self.num_buckets + 1)
 
-    def summed(self) -> Progress:
-        """When it has all sums, and tells the others so."""
-        return Progress(self.call, _SUMMED, self.num_buckets)
+    def ready(self) -> Progress:
+        """When it is ready to commit, and tells the others so."""
+        return Progress(self.call, _READY, self.num_buckets)
 
     def ended(self) -> Progress:
         """When the call has ended."""
@@ -61,8 +61,8 @@ class Progress:
                 else "before its first training call"
             )
         buckets = f"{self.num_buckets} bucket{'s' * (self.num_buckets != 1)}"
-        sums = ", and all sums" if self.stage == _SUMMED else ""
-        return f"in training call {self.call}, with {buckets} sent{sums}"
+        ready = ", ready to commit" if self.stage == _READY else ""
+        return f"in training call {self.call}, with {buckets} sent{ready}"
 
 
 def least_far(everyone: Mapping[int, Progress]) -> int | None:

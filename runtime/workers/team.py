@@ -169,7 +169,7 @@ class Team:
         def connected() -> Any:
             self._store.add(
                 "asked", 0
-            )  # tells a lost store at once, which a new connection would try to reach again and again
+            )  # if the store is lost, this fails at once; a new connection would be tried for long
             return self._store.clone()
 
         try:
@@ -362,7 +362,7 @@ class Team:
         """
         votes = torch.tensor([float(takes_place)])
         self._stage, self._is_early = _VOTING, is_early
-        self._watcher.own = self._watcher.own.summed()
+        self._watcher.own = self._watcher.own.ready()
         self._tell(lambda group: group.all_reduce(votes))
         if votes.item() not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")

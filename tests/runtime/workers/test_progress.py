@@ -11,7 +11,7 @@ CALL = Progress().begun(3)
 
 def test_each_stage_is_further_than_the_one_before_and_is_told_in_words() -> None:
     stages = [Progress(), CALL, CALL.met(), CALL.met().sent(), CALL.met().sent().sent()]
-    stages += [stages[-1].summed(), stages[-1].ended(), CALL.begun(4)]
+    stages += [stages[-1].ready(), stages[-1].ended(), CALL.begun(4)]
     assert stages == sorted(stages) and len(set(stages)) == len(stages)
     assert [str(stage) for stage in stages] == [
         "before its first training call",
@@ -19,7 +19,7 @@ def test_each_stage_is_further_than_the_one_before_and_is_told_in_words() -> Non
         "in training call 3, with 0 buckets sent",
         "in training call 3, with 1 bucket sent",
         "in training call 3, with 2 buckets sent",
-        "in training call 3, with 2 buckets sent, and all sums",
+        "in training call 3, with 2 buckets sent, ready to commit",
         "between training calls 3 and 4",
         "at the beginning of training call 4",
     ]
