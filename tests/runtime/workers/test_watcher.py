@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from torch import distributed
 
 from mirrorc.cluster import Worker
+from mirrorc.runtime.workers import watcher
+from mirrorc.runtime.workers.progress import Progress
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 
@@ -43,6 +46,37 @@ def test_who_tells_nothing_is_silent() -> None:
     assert both[0].watcher.find_silent(lambda: True) == []
     for told in both:
         told.watcher.close()
+
+
+def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_not_listened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = [Told(distributed.HashStore(), rank, num_workers=2) for rank in range(2)]  # each is alone in its store
+    for told in both:
+        told.watcher.close()
+        told.watcher._thread.join()
+        long_ago = time.monotonic() - 100
+        told.watcher._heard = {1 - told.watcher._rank: (b"", long_ago)}
+        told.watcher._heard_at = time.monotonic()
+    monkeypatch.setattr(watcher, "_SILENT_SECONDS", 50.0)
+    assert both[0].watcher.find_silent(lambda: False) == [1]
+    both[1].watcher._heard_at = long_ago
+    monkeypatch.setattr(watcher, "_SILENT_SECONDS", 0.3)
+    began = time.monotonic()
+    assert both[1].watcher.find_silent(lambda: False) == [0] and time.monotonic() - began > 0.3
+
+
+def test_how_far_others_are_is_told_with_their_signs_of_life() -> None:
+    store = distributed.HashStore()
+    one, other = Told(store, 0, 2), Told(store, 1, 2)
+    other.watcher.own = Progress().begun(3).met().sent()
+    told = {}
+    until = time.monotonic() + 30
+    while told.get(1) != other.watcher.own and time.monotonic() < until:
+        told = one.watcher.progress()
+    assert told == {0: Progress(), 1: Progress(3, 1, 1)}
+    one.watcher.close()
+    other.watcher.close()
 
 
 @pytest.mark.parametrize(
