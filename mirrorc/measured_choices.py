@@ -8,6 +8,7 @@ from typing import Any
 from mirrorc.errors import ExecutionError
 from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.measured_sizes import MeasuredSizes
+from mirrorc.options import StepOptions
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes
 
 _FACTORS, _DEVICES, _CAP, _FIRST = "sent_as_factors", "devices_per_worker", "bucket_cap_mb", "first_bucket_mb"
@@ -19,11 +20,12 @@ class MeasuredChoices:
 
     Args:
         exchange, sizes: what chooses.
-        devices_per_worker: of the workers that train together; of a process on its own, its number of devices.
+        options: of the step.
     """
 
-    def __init__(self, exchange: ExchangeChoice, sizes: MeasuredSizes, devices_per_worker: tuple[int, ...]) -> None:
-        self._exchange, self._sizes, self._devices = exchange, sizes, list(devices_per_worker)
+    def __init__(self, exchange: ExchangeChoice, sizes: MeasuredSizes, options: StepOptions) -> None:
+        self._exchange, self._sizes = exchange, sizes
+        self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, under the same keys whatever was chosen; None where nothing was measured."""

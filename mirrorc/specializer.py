@@ -29,7 +29,6 @@ from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Synchronization
-from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
@@ -64,8 +63,7 @@ class Specializer:
 
     Attributes:
         team: the workers that train together; None for a process on its own.
-        exchange: how they send gradients.
-        choices: what is chosen by measurement.
+        exchange, sizes: choose how they send gradients, and how large buckets are.
     """
 
     def __init__(
@@ -85,10 +83,8 @@ class Specializer:
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
-        self._sizes = MeasuredSizes(options, num_threads)
+        self.sizes = MeasuredSizes(options, num_threads)
         self.exchange = ExchangeChoice(options, num_threads)
-        devices = options.program_workers.devices_per_worker or (len(options.devices),)
-        self.choices = MeasuredChoices(self.exchange, self._sizes, devices)
         self.team: Team | None = None
 
     def specialization_for(
@@ -252,7 +248,7 @@ class Specializer:
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         program = self.exchange.put_into(program.with_remarks(*options.remarks))
         progress.enter("bucket sizes")
-        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
+        program, pipeline = self.sizes.put_into(program) if purpose.trains else (program, options.pipeline)
         pipeline = purpose.passes_of(pipeline)
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)

@@ -29,6 +29,7 @@ from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.joined_calls import until_all_have_left, without_examples
 from mirrorc.joint_calls import JointCalls
 from mirrorc.kept_gradients import KeptGradients
+from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
@@ -71,6 +72,7 @@ class Step(StepReports):
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
+        self._choices = MeasuredChoices(self._specializer.exchange, self._specializer.sizes, options)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
@@ -172,7 +174,7 @@ class Step(StepReports):
         optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
         and names of variables, in a dict of one level with always the same keys. All workers have the same.
         """
-        return self._specializer.choices.state_dict()
+        return self._choices.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the choices of an earlier run, in place of what the first call would measure.
@@ -186,7 +188,7 @@ class Step(StepReports):
             TypeError, ValueError: it is no such state.
             ExecutionError: the step has made other choices already, in its first call.
         """
-        self._exclusively(lambda: self._specializer.choices.load_state_dict(state))
+        self._exclusively(lambda: self._choices.load_state_dict(state))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.

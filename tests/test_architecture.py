@@ -30,6 +30,7 @@ ORDER = (
     "mirrorc/specializations",
     "mirrorc/capture_warnings",
     "mirrorc/purposes",
+    "mirrorc/measured_choices",
     "mirrorc/measured_sizes",
     "mirrorc/exchange_choice",  # of workers
     "mirrorc/instruments",

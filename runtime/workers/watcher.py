@@ -81,6 +81,7 @@ class Watcher:
         self._num_seen = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of each other worker, and when it was heard first
         self._heard_at = float("-inf")
+        self._is_lost = False  # the store: it has not answered when that was asked last
         self._own: set[str] = set()  # the keys of what this worker has published
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
@@ -143,6 +144,7 @@ class Watcher:
         try:
             return in_bounded_time(lambda: self._find_silent(is_known), _SILENT_SECONDS + _SLACK_SECONDS)
         except (RuntimeError, TimeoutError):
+            self._is_lost = True
             return None
 
     def beats(self) -> dict[int, bytes]:
@@ -172,10 +174,8 @@ class Watcher:
         return self._heard if time.monotonic() - self._heard_at < _FRESH_SECONDS else {}
 
     def _find_silent(self, is_known: Callable[[], bool]) -> list[int]:
-        before = self._fresh()
-        if not before:
-            self._listen(before)
-            before = self._heard
+        self._listen(self._fresh())  # what has changed since an earlier look may have come before the worker ended
+        before = self._heard
         while True:
             silent, now = self._listen(before), time.monotonic()
             if is_known():
@@ -192,6 +192,8 @@ class Watcher:
     def leave(self, failure: Failure) -> None:
         """Ends the thread, and tells the others what they find when they wait for this worker. Raises nothing."""
         self.close()
+        if self._is_lost:
+            return
         try:
             in_bounded_time(lambda: self._publish(failure, 0), _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError) as error:
