@@ -160,7 +160,7 @@ class ExchangeChoice:
         is_asked = self.team is not None and self._is_in_call
         if self.team is not None and is_asked:
             self._told = own
-            everyone = [Figures(**json.loads(text)) for text in self.team.all_tell(json.dumps(asdict(own)))]
+            everyone = [Figures(**json.loads(text)) for text in self.team.all_tell("factors", json.dumps(asdict(own)))]
         with self.team.raising_alike() if self.team is not None else nullcontext():
             self._names, self._remark = chosen(found, everyone, workers.devices_per_worker, self._options.exchange)
         if self._remark and not is_asked:
@@ -169,9 +169,10 @@ class ExchangeChoice:
 
     def _figures(self, found: Sequence[Candidate]) -> Figures:
         rows, machine = {one.variable: one.num_rows for one in found}, product_facts(self._num_threads)
-        if self.team is None or not found:
+        link = self.team.link if self.team is not None else None
+        if link is None or not found:
             return Figures(rows, machine, loaded=self._loaded)
-        return Figures(rows, machine, self.team.seconds_per_byte, seconds_per_multiplication(), self._loaded)
+        return Figures(rows, machine, link.seconds_per_byte, seconds_per_multiplication(), self._loaded)
 
     def _candidates(self, program: Program) -> Iterator[Candidate]:
         """The gradients of a captured program whose factors can be sent, in the order of the program's output."""

@@ -9,6 +9,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
+from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes
 
 _FACTORS, _DEVICES, _CAP, _FIRST = "sent_as_factors", "devices_per_worker", "bucket_cap_mb", "first_bucket_mb"
@@ -16,14 +17,14 @@ _KEYS = (_DEVICES, _FACTORS, _CAP, _FIRST)
 
 
 class MeasuredChoices:
-    """The choices of one step: how its workers send gradients, and the sizes of buckets that ``bucket_cap_mb="auto"`` measures.
+    """The choices of one step: how its workers send gradients, and the sizes of buckets with ``bucket_cap_mb="auto"``.
 
     Args:
         exchange, sizes: what chooses.
         options: of the step.
     """
 
-    def __init__(self, exchange: ExchangeChoice, sizes: MeasuredSizes, options: StepOptions) -> None:
+    def __init__(self, exchange: ExchangeChoice, sizes: MeasuredSizes | PlannedSizes, options: StepOptions) -> None:
         self._exchange, self._sizes = exchange, sizes
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 

@@ -1,4 +1,7 @@
-"""Compiles a step for each kind and purpose of call (capture, passes, regions), and caches the compiled programs."""
+"""Compiles a step for each kind and purpose of call (capture, passes, regions), and caches the compiled programs.
+
+It is long, as it has the whole way from a call to what runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -32,6 +36,7 @@ from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
 from mirrorc.purposes import Purpose, states_of
@@ -83,9 +88,25 @@ class Specializer:
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._warnings = CaptureWarnings(len(options.devices))
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
-        self.sizes = MeasuredSizes(options, num_threads)
+        self._planned = PlannedSizes(options, num_threads)
+        are_several = options.program_workers.are_several
+        self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
         self.exchange = ExchangeChoice(options, num_threads)
         self.team: Team | None = None
+
+    def work_together(self, team: Team) -> None:
+        """Compiles for workers that train together from now on."""
+        self.team = self.exchange.team = self._planned.team = team
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A block in which all workers are in a training call, so that what is chosen together can be chosen."""
+        with self.exchange.asked(), self._planned.asked():
+            yield
+
+    def keeps(self, executor: Executor) -> bool:
+        """Whether a program is what all workers choose; it may have been compiled without asking them."""
+        return self.exchange.keeps(executor.program) and self._planned.keeps(executor)
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
@@ -119,7 +140,7 @@ class Specializer:
             self._interrupts.let_go()
         program = found.executor.program if found is not None else None
         is_usable = program and not self._states[purpose].needs_other_buckets(program, is_stale=is_stale)
-        if found is not None and is_usable and self.exchange.keeps(found.executor.program):
+        if found is not None and is_usable and self.keeps(found.executor):
             return found, shards
         is_watched = found is None and self._options.front_end.guards_plain_values
         key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
@@ -280,6 +301,7 @@ class Specializer:
             step_graph,
             self.team if purpose.updates else None,
         )
+        self._planned.note(executor)
         graph_of = captured.program.shard_of_replica
         return Specialization(
             executor, captured.guards, training_call, call.plain, captured.outputs, graph_of, captured.loss_dtype

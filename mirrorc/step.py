@@ -33,8 +33,10 @@ from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
+from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.open_states import held_state
 from mirrorc.runtime.state.replica_check import make_state
@@ -76,7 +78,8 @@ class Step(StepReports):
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
-        self._specializer.team = self._specializer.exchange.team = self._joint.team if self._joint is not None else None
+        if self._joint is not None:
+            self._specializer.work_together(self._joint.team)
         self._signature = Signature(
             options.model,
             options.loss_fn,
@@ -251,13 +254,17 @@ class Step(StepReports):
     def _exclusively(self, function: Callable[[], _T]) -> _T:
         return self._calls.run(function, self._end_threads)
 
+    def _foundations(self) -> Foundations | None:
+        link = self._joint.team.link if self._joint is not None else None
+        return Foundations(link, measured_machine()) if link is not None else None
+
     def _purpose_of_step(self) -> Purpose:
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if self._joint is None:
             return self._train(args, kwargs, purpose)
-        with self._joint.call(), self._specializer.exchange.asked():
+        with self._joint.call(), self._specializer.asked():
             return self._train(args, kwargs, purpose)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
@@ -295,7 +302,7 @@ class Step(StepReports):
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
         joint, last, call = self._joint, self._last_trained, self._shadow_call
         assert joint is not None, "there are other workers"
-        with joint.call(), self._specializer.exchange.asked():
+        with joint.call(), self._specializer.asked():
             if last is None or call is None:
                 raise ExecutionError(
                     "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
@@ -303,7 +310,7 @@ class Step(StepReports):
                 )
             self._state.begin_use()
             shards = split_call(call, len(self._options.devices), may_be_empty=True)
-            if not self._specializer.exchange.keeps(last.program):  # it was prepared before the others could be asked
+            if not self._specializer.keeps(last):  # it was prepared before the others could be asked
                 is_stale = self._state.optimizers.is_stale()
                 last = self._specializer.specialization_for(call, shards, is_stale=is_stale)[0].executor
             while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):

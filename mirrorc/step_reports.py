@@ -23,6 +23,7 @@ from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
 from mirrorc.runtime.profiling.explain_steps import explain_steps
 from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.mirrored_variable import MirroredVariable, mirrored_variables
@@ -43,6 +44,10 @@ class StepReports(ABC):
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
         """Calls a function while no other call of the step runs."""
+
+    @abstractmethod
+    def _foundations(self) -> Foundations | None:
+        """What predictions of steps over several workers stand on; None for a process on its own."""
 
     @property
     def program(self) -> Program:
@@ -156,7 +161,8 @@ class StepReports(ABC):
             ExecutionError: no step was recorded; says why.
         """
         program, steps = self._recorded()
-        return explain_steps(program, steps, self._last_trained is not None and self._last_trained.is_interleaved)
+        is_interleaved = self._last_trained is not None and self._last_trained.is_interleaved
+        return explain_steps(program, steps, is_interleaved, self._foundations())
 
     def memory(self) -> MemoryReport:
         """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.

@@ -94,16 +94,31 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
         "check_finite": (asked["check_finite"], "a worker looks at its own losses, of which the others are not told"),
         "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),
         "check_replicas_every": (asked["check_replicas_every"], "workers do not compare their replicas with others'"),
-        "bucket_cap_mb": (asked["bucket_cap_mb"] == "auto", "each worker would measure, and they need one plan"),
     }
     for option, (is_asked, why) in reasons.items():
         if is_asked:
             raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
+    _check_chosen_sizes(asked)
     if asked["clip_grad_norm"] is not None and not workers.are_alike:
         raise ValueError(
             "clip_grad_norm= cannot be used over workers that have different numbers of devices: they would add up a "
             "norm in different ways, and their parameters would part; give all workers the same number, or leave it out"
         )
+
+
+def _check_chosen_sizes(asked: Mapping[str, Any]) -> None:
+    """Refuses to choose bucket sizes where no steps can be measured.
+
+    Raises:
+        ValueError: says why, and the remedy.
+    """
+    if asked["bucket_cap_mb"] != "auto":
+        return
+    chosen = "bucket_cap_mb='auto' over several workers chooses sizes by the times of their first steps"
+    if asked["world"] is not None:
+        raise ValueError(f"{chosen}, and a world that is not there makes none: give numbers")
+    if not asked["record"]:
+        raise ValueError(f"{chosen}, and record=False keeps none: leave record=False out, or give numbers")
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:

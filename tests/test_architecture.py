@@ -33,6 +33,8 @@ ORDER = (
     "mirrorc/measured_choices",
     "mirrorc/measured_sizes",
     "mirrorc/exchange_choice",  # of workers
+    "mirrorc/planned_sizes",  # of workers
+    "mirrorc/size_predictions",
     "mirrorc/instruments",
     "mirrorc/progress",
     "mirrorc/options",

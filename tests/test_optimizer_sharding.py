@@ -110,6 +110,13 @@ def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> 
         step_of(world=World(2), rank=0, **options)
 
 
+def test_bucket_sizes_that_are_chosen_later_are_refused() -> None:
+    asked = {"shard_optimizer": True, "passes": None, "disable_passes": (), "exchange": "auto", "clip_grad_norm": None}
+    asked |= {"check_finite": False, "early_update": True, "scaler": None, "bucket_cap_mb": "auto"}
+    with pytest.raises(ValueError, match="bucket_cap_mb= .*yet: other bucket sizes, which workers would choose after"):
+        sharding(World(2).worker(0), [Device("cpu:0", torch.device("cpu"))], asked)
+
+
 def test_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match="shard_optimizer=True cannot be used on devices of the type 'cuda' yet"):
         sharding(

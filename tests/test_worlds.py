@@ -17,11 +17,11 @@ import mirrorc
 from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import ExecutionError, PassError
-from mirrorc.ir.devices import Device
+from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
-from mirrorc.worlds import joined_workers
+from mirrorc.worlds import check_world, joined_workers
 
 UNEVEN = World(3, (1, 2, 1))
 
@@ -179,7 +179,7 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
         ({"check_replicas_every": 2}, "check_replicas_every=2 cannot be used over several workers yet"),
         (
             {"bucket_cap_mb": "auto"},
-            "bucket_cap_mb='auto' cannot be used over several workers yet: each worker would measure",
+            "chooses sizes by the times of their first steps, and a world that is not there makes none: give numbers",
         ),
         ({"clip_grad_norm": 1.0}, "clip_grad_norm= cannot be used over workers that have different numbers"),
     ],
@@ -187,6 +187,14 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
 def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compiled(**options)
+
+
+def test_sizes_are_not_chosen_where_nothing_is_recorded() -> None:
+    asked = {"bucket_cap_mb": "auto", "record": False, "world": None, "check_finite": False, "cuda_graphs": False}
+    with pytest.raises(ValueError, match="record=False keeps none: leave record=False out, or give numbers"):
+        check_world(
+            World(2).worker(0), parse_devices(1), {**asked, "check_replicas_every": None, "clip_grad_norm": None}
+        )
 
 
 def test_an_optimizer_that_runs_by_itself_is_refused_when_it_is_compiled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import torch
 
+from mirrorc.analysis.work import Machine
+
 _CPUINFO = Path("/proc/cpuinfo")
 _SETTINGS = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_")  # of libraries that multiply, in the environment
 _MEASURED_SIZE = 512  # of the matrices whose product is timed
+_MOVED_BYTES = 2**25  # that are copied and timed, more than caches hold
 _FIELDS = ("model name", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
 
 
@@ -65,3 +69,22 @@ def seconds_per_multiplication() -> float:
             torch.mm(one, one)
             times.append(time.perf_counter() - began)
     return min(times) / _MEASURED_SIZE**3
+
+
+def seconds_per_moved_byte() -> float:
+    """How long this processor takes for each byte that an operator reads or writes in memory, with all its threads."""
+    with torch.no_grad():
+        source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
+        into = torch.empty_like(source)
+        times = []
+        for _ in range(4):  # the first is slow
+            began = time.perf_counter()
+            into.copy_(source)
+            times.append(time.perf_counter() - began)
+    return min(times) / (2 * _MOVED_BYTES)
+
+
+@functools.cache
+def measured_machine() -> Machine:
+    """What operators take on this processor, measured once in this process, with all threads."""
+    return Machine(seconds_per_multiplication(), seconds_per_moved_byte())

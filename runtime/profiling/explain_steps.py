@@ -19,6 +19,7 @@ from mirrorc.runtime.profiling.advice import advise
 from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, skew_ns, sources_of
 from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes
+from mirrorc.runtime.profiling.prediction import Foundations, predicted_of_steps
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 _UPDATES = Selection(lambda found: found.kind in (Kind.UPDATE, Kind.WRITE))
@@ -31,13 +32,19 @@ _INTERLEAVED = (
 )
 
 
-def explain_steps(program: Program, steps: Sequence[RecordedStep], is_interleaved: bool = False) -> Explanation:
+def explain_steps(
+    program: Program,
+    steps: Sequence[RecordedStep],
+    is_interleaved: bool = False,
+    foundations: Foundations | None = None,
+) -> Explanation:
     """Explains recorded steps of a lowered program, at least one.
 
     Args:
         program: the program.
         steps: its steps.
         is_interleaved: whether the devices were interleaved in one thread.
+        foundations: what a prediction stands on, of a step over several workers; None for none.
     """
     looked_at = [step for step in steps if not step.warms_up] or steps
     steps = typical(looked_at)
@@ -55,6 +62,7 @@ def explain_steps(program: Program, steps: Sequence[RecordedStep], is_interleave
         buckets=tuple(buckets),
         devices=devices,
         advice=_INTERLEAVED if is_interleaved else advise(program, steps, step_ms, buckets, devices),
+        prediction=predicted_of_steps(program, looked_at, foundations) if foundations is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
+from mirrorc.runtime.profiling.prediction import Prediction
 
 _PARTS = "; c and r are the chunk of the bucket that is sent, and the round in which it is sent"
 _WIDTH = 110  # of texts; rows of tables may be longer
@@ -41,6 +42,7 @@ class Explanation:
         buckets: the collectives, in the order in which they were launched.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
+        prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
     """
 
     num_steps: int
@@ -50,6 +52,7 @@ class Explanation:
     buckets: tuple[BucketTimes, ...]
     devices: tuple[DeviceTimes, ...]
     advice: str
+    prediction: Prediction | None = None
 
     @property
     def compute_ms(self) -> float:
@@ -77,7 +80,8 @@ class Explanation:
 
 def _text(found: Explanation) -> str:
     """The summary, a row for each bucket, a row for each device, the definitions of all columns, and the advice."""
-    parts = [_summary(found), _bucket_rows(found), _device_rows(found), _definitions(found)]
+    parts = [_summary(found), _bucket_rows(found), _device_rows(found), _prediction_rows(found), _definitions(found)]
+    parts = [lines for lines in parts if lines]
     parts.append(textwrap.wrap(f"advice: {found.advice}", _WIDTH, subsequent_indent="  "))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -159,6 +163,24 @@ def _device_rows(found: Explanation) -> list[str]:
     for device in found.devices:
         lines.append(f"{device.device:<10}{_row(_adding_up(found, device.parts_ms.values(), found.step_ms))}")
     return lines
+
+
+def _prediction_rows(found: Explanation) -> list[str]:
+    """What was predicted beside what was measured, and what the prediction stands on; nothing where there is none."""
+    predicted = found.prediction
+    if predicted is None:
+        return []
+    exposed = {(bucket.index, bucket.kind): bucket.exposed_ms for bucket in found.buckets}
+    rows = [
+        ("step", predicted.step_ms, found.step_ms),
+        ("regions", predicted.compute_ms, found.compute_ms),
+        ("update", predicted.update_ms, found.update_ms),
+        *((f"b{own.index} exposed", own.exposed_ms, exposed[own.index, own.kind]) for own in predicted.buckets),
+    ]
+    width = max([16, *(len(name) for name, _, _ in rows)])
+    lines = [f"{'simulation, ms':<{width}}{'predicted':>10}{'measured':>10}"]
+    lines += [f"{name:<{width}}{_ms(found, told):>10}{_ms(found, was):>10}" for name, told, was in rows]
+    return lines + textwrap.wrap(f"the prediction stands on {predicted.stands_on}", _WIDTH, subsequent_indent="  ")
 
 
 def _definitions(found: Explanation) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mirrorc.analysis.link_speed import LinkSpeed, fitted_speed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.runtime.workers.lane import Lane, LostConnectionError, in_words
@@ -17,7 +18,8 @@ from mirrorc.runtime.workers.watcher import Watcher
 
 _LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
 _SECONDS_BETWEEN_LOOKS = 0.02
-_MEASURED_BYTES = 2**20
+_MEASURED_BYTES = (2**6, 2**20, 2**22)  # of sums, by which the speed of a link is told
+_NUM_MEASUREMENTS = 4
 _SILENT_SECONDS = 30.0  # a worker that tells nothing for so long is not waited for
 
 
@@ -90,18 +92,22 @@ def all_texts(
         raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
 
-def seconds_per_byte(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> float:
-    """How long a lane takes for each byte that a worker sends from a device; all workers measure it together.
+def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
+    """How fast a lane is, by sums over workers of several sizes, on a device; all workers measure it together.
 
     Raises:
         LostConnectionError: the connection broke.
     """
-    measured, times = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device), []
-    for _ in range(2):  # the first opens connections
-        began = time.perf_counter()
-        lane.call(lambda group: group.all_reduce(measured), timeout_seconds)
-        times.append(time.perf_counter() - began)
-    return min(times) / (2 * (num_workers - 1) / num_workers * _MEASURED_BYTES)
+    seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
+    measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
+    for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
+        for num_bytes, own in seconds.items():
+            part, began = measured[:num_bytes], time.perf_counter()
+            lane.call(lambda group: group.all_reduce(part), timeout_seconds)  # noqa: B023 - it is called at once
+            own.append(time.perf_counter() - began)
+    empty, small, large = _MEASURED_BYTES
+    least = {num_bytes: min(own) for num_bytes, own in seconds.items()}
+    return fitted_speed((small, least[small]), (large, least[large]), least[empty], num_workers)
 
 
 def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> Lane:

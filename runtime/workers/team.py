@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.sameness import check_same_facts
@@ -28,7 +29,7 @@ from mirrorc.runtime.workers.broken_connections import cut_when_broken
 from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
-from mirrorc.runtime.workers.opening import all_texts, await_all, open_lane, seconds_per_byte
+from mirrorc.runtime.workers.opening import all_texts, await_all, measured_speed, open_lane
 from mirrorc.runtime.workers.progress import least_far
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
@@ -69,7 +70,7 @@ class Team:
     Attributes:
         stop: stops the step that runs, unless it is committed; called in another thread.
         num_calls: how many training calls have begun.
-        seconds_per_byte: how long the link takes for a byte that each worker sends, as measured when it was opened.
+        link: how fast the link between the workers is, as measured when it was opened; None before.
         timeout_seconds: as given.
         have_parted: whether a step has failed when some workers may have updated, and others not, or in part: before the next,
             all take over the values of one worker.
@@ -81,7 +82,7 @@ class Team:
         self.cluster, self.timeout_seconds, self._device = cluster, timeout_seconds, device
         self.stop: Callable[[], object] = _nothing
         self.num_calls = 0
-        self.seconds_per_byte = 0.0
+        self.link: LinkSpeed | None = None
         self.row_counts: Sequence[tuple[int, ...]] = ()
         self._known_counts = KnownCounts()
         self._store: Any = distributed.PrefixStore(name, cluster.store)
@@ -157,7 +158,7 @@ class Team:
                 self._lanes.append(open_lane(name, store, self.cluster, seconds, place))
             if self._lanes[1].is_deaf:
                 cut_when_broken(self._lanes[1], told=self._lanes[0])
-            self.seconds_per_byte = seconds_per_byte(self._lanes[1], number, seconds, device)
+            self.link = measured_speed(self._lanes[1], number, seconds, device)
 
     def _part_of_store(self, name: str) -> Any:
         """A part of the store, over a connection of its own.
@@ -402,13 +403,13 @@ class Team:
             self._are_all_raising = True
             raise
 
-    def all_tell(self, text: str) -> list[str]:
-        """What each worker tells, by rank: the same texts on all of them, as none tells another one later.
+    def all_tell(self, about: str, text: str) -> list[str]:
+        """What each worker tells about something, by rank: the same texts on all of them, as none tells another one later.
 
         Raises:
             LostConnectionError: a worker has failed, or tells nothing in time.
         """
-        store = self._part_of_store("told")
+        store = self._part_of_store(f"told of {about}")
         return all_texts(store, self.cluster, text, self.timeout_seconds, self._is_over)
 
     def _tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:

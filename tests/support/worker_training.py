@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from stand_in_nccl import nccl_over_gloo
 from torch import nn
 
 import mirrorc
+from mirrorc import planned_sizes
 
 _is_full = False  # the disk, for `writes`
 _ends_there = False  # whether the process ends in `writes`
@@ -78,6 +80,21 @@ class Random(nn.Sequential):
         super().__init__(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 4))
 
 
+class Wide(nn.Sequential):
+    """Two layers of 0.7 MiB, so that plans of buckets differ."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(5, 300),
+            nn.Tanh(),
+            nn.Linear(300, 300),
+            nn.Tanh(),
+            nn.Linear(300, 300),
+            nn.Tanh(),
+            nn.Linear(300, 4),
+        )
+
+
 class Twins(nn.Sequential):
     """Two layers of one shape, which each worker has in groups of another order."""
 
@@ -106,7 +123,7 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
-MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins, "swapped": Swapped}
+MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins, "swapped": Swapped, "wide": Wide}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -139,6 +156,18 @@ def values_of(model: nn.Module) -> dict[str, list[float]]:
     return {name: value.detach().double().flatten().tolist() for name, value in own}
 
 
+def predicted_to_favour(sizes: Sequence[float]) -> Callable[..., dict[Any, float]]:
+    """Predicts that steps are shortest with these sizes of buckets, whatever they take."""
+
+    def predicted(*given: Any) -> dict[Any, float]:
+        return {one: 1.0 if [*asdict(one).values()] == list(sizes) else 2.0 for one in _predicted(*given)}
+
+    return predicted
+
+
+_predicted = planned_sizes.predicted_milliseconds
+
+
 def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Adds ``over_nccl`` to what is given: then workers train over the link between GPUs, for which gloo works."""
 
@@ -158,9 +187,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
-            batches of all, and takes its part; the seconds of a ``pause``.
+            batches of all, and takes its part; the seconds of a ``pause``; ``favoured``, the sizes of buckets that are predicted to be best.
     """
     global _is_full, _ends_there
+    planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     if rank == given.get("stepped"):  # its state is another one than the chief's
         model(torch.randn(3, 5, dtype=torch.float64)).sum().backward()
@@ -239,6 +269,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             "gathered": str(step.program).count("= gather_factors(") if is_trained else 0,
             "explained": str(step.explain()) if is_trained else "",
             "program": str(step.program) if is_trained else "",
+            "buckets": len(step.program.buckets) if is_trained else 0,
+            "remarks": [str(remark) for remark in step.program.remarks] if is_trained else [],
         }
         if given.get("evaluates"):
             told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))

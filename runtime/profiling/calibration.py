@@ -1,0 +1,90 @@
+"""Learns from recorded steps what the calls of a step take."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.step_costs import (
+    Line,
+    Pace,
+    StepCosts,
+    calls_by_phase,
+    kind_of_call,
+    num_bytes_of_call,
+    works_of_regions,
+)
+from mirrorc.analysis.work import Machine
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_region_call, region_of
+from mirrorc.ir.program import Program
+from mirrorc.runtime.profiling.accounting import typical
+from mirrorc.runtime.profiling.collectives import collectives_of, skew_ns
+from mirrorc.runtime.profiling.recorder import RecordedStep
+
+
+def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Machine, link: LinkSpeed) -> StepCosts:
+    """What the calls of a lowered program took, as means over the typical ones of some recorded steps, at least one.
+
+    Waits between workers tell nothing of what calls take. A commit takes what it takes the device that comes last.
+
+    Args:
+        program: of the steps.
+        steps: what was recorded.
+        machine, link: as measured.
+    """
+    steps = typical([step for step in steps if not step.warms_up] or steps)
+    replicas = range(program.num_replicas)
+    works = works_of_regions(program, machine)
+    graphs = [module.graph for module in program.device_graphs.values()]
+    seconds = [_seconds_of_calls(steps, replica) for replica in replicas]
+    paces: list[Mapping[str, Pace]] = [
+        {
+            phase: Pace.of([works[region_of(node)] for node in nodes], [seconds[replica][node] for node in nodes])
+            for phase, nodes in calls_by_phase(program, graph).items()
+        }
+        for replica, graph in enumerate(graphs)
+    ]
+    begins = [
+        statistics.fmean((step.started_ns[replica] - step.begun_ns) / 1e9 for step in steps) for replica in replicas
+    ]
+    return StepCosts(tuple(begins), tuple(paces), _lines(program, seconds), machine, link)
+
+
+def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.Node, float]:
+    """What a device's calls took, without the time in which they waited for other devices or workers."""
+    found: defaultdict[fx.Node, list[float]] = defaultdict(list)
+    for step in steps:
+        skews = {
+            launch.wait: skew_ns(step, launch)
+            for collective in collectives_of(step)
+            for launch in collective.launches
+            if launch.wait is not None and launch.replica == replica
+        }
+        last_ns = max(
+            (call.start_ns for own in step.calls for call in own if call.node.target is ops.commit), default=0
+        )
+        for call in step.calls[replica]:
+            waited = skews.get(call.node, 0)
+            if call.node.target is ops.commit:
+                waited = max(0, last_ns - call.start_ns)
+            found[call.node].append(max(0, call.duration_ns - waited) / 1e9)
+    return {node: statistics.fmean(own) for node, own in found.items()}
+
+
+def _lines(program: Program, seconds: Sequence[Mapping[fx.Node, float]]) -> dict[str, Line]:
+    points: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for replica, own in enumerate(seconds):
+        for node, took in own.items():
+            if is_region_call(node) or _is_wait_between_workers(node):
+                continue
+            points[kind_of_call(program, node)].append((num_bytes_of_call(program, replica, node), took))
+    return {kind: Line.through(own) for kind, own in points.items()}
+
+
+def _is_wait_between_workers(node: fx.Node) -> bool:
+    return node.target is ops.wait and node.all_input_nodes[0].target in ops.EXCHANGES

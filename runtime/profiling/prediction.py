@@ -1,0 +1,104 @@
+"""Predicts what a step takes, and how long devices wait for each bucket, to be seen beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.simulation import Simulation, simulate
+from mirrorc.analysis.step_costs import StepCosts, UnknownCostError
+from mirrorc.analysis.work import Machine
+from mirrorc.ir.nodes import is_region_call
+from mirrorc.ir.operation import Kind, operation_of
+from mirrorc.ir.program import Program
+from mirrorc.runtime.profiling.calibration import costs_of_steps
+from mirrorc.runtime.profiling.recorder import RecordedStep
+
+
+@dataclass(frozen=True)
+class PredictedBucket:
+    """The predicted time in waits for a bucket from other workers, as a mean over devices, in ms.
+
+    Attributes:
+        index: the bucket's number.
+        kind: what launches it, `exchange` or `gather_factors`.
+        exposed_ms: the time.
+    """
+
+    index: int
+    kind: str
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulation of a step over several workers gives. Times are means over devices.
+
+    Attributes:
+        step_ms: the time from when the caller begins to start the devices until the last device is done.
+        compute_ms: the time in regions.
+        update_ms: the time in the optimizer and in writing variables.
+        buckets: the buckets that workers send each other, in the order of their launches.
+        stands_on: what it was computed from, in words.
+    """
+
+    step_ms: float
+    compute_ms: float
+    update_ms: float
+    buckets: tuple[PredictedBucket, ...]
+    stands_on: str
+
+    @property
+    def exposed_ms(self) -> float:
+        """The time in waits for other workers."""
+        return sum(bucket.exposed_ms for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Foundations:
+    """What predictions stand on besides recorded steps: what was measured when workers connected, and on this machine."""
+
+    link: LinkSpeed
+    machine: Machine
+
+
+def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Prediction:
+    """Predicts the step of a lowered program over several workers.
+
+    Raises:
+        UnknownCostError: it is not known what one of its operations takes.
+    """
+    found = simulate(program, costs.durations(program))
+    sent = dict.fromkeys((flight.bucket, flight.kind) for flight in found.flights)
+    return Prediction(
+        step_ms=1e3 * found.seconds,
+        compute_ms=_mean_ms(found, (Kind.REGION,)),
+        update_ms=_mean_ms(found, (Kind.UPDATE, Kind.WRITE)),
+        buckets=tuple(PredictedBucket(*key, 1e3 * found.exposed_seconds(*key)) for key in sent),
+        stands_on=stands_on,
+    )
+
+
+def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
+    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations takes."""
+    costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
+    stands_on = (
+        "times of regions, packs, launches, updates and the commit in these very steps; a link of "
+        f"{foundations.link}, as measured when the workers connected; other workers as fast as this one"
+    )
+    try:
+        return predict(program, costs, stands_on)
+    except UnknownCostError:
+        return None
+
+
+def _mean_ms(found: Simulation, kinds: Sequence[Kind]) -> float:
+    """The time in calls of some kinds, as a mean over devices."""
+    seconds = 0.0
+    for own in found.calls:
+        for call in own:
+            operation = operation_of(call.node.target)
+            kind = Kind.REGION if is_region_call(call.node) else operation.kind if operation is not None else None
+            seconds += (call.end - call.start) if kind in kinds else 0.0
+    return 1e3 * seconds / len(found.calls)

@@ -1,0 +1,125 @@
+"""What is learned from steps of one plan of buckets foretells steps of other plans, where calls take what is assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from tiny_programs import Weight, handmade
+from torch import fx
+
+from mirrorc import World
+from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.simulation import Simulation, simulate
+from mirrorc.analysis.step_costs import Line, Pace, UnknownCostError, num_bytes_of_call, works_of_regions
+from mirrorc.analysis.work import Machine
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_region_call, region_of
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.profiling.calibration import costs_of_steps
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.prediction import Foundations, predict
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
+
+MACHINE = Machine(1e-11, 1e-9)
+LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-8)
+WEIGHTS = tuple(Weight(f"layer{number}", (256 * (number + 1), 256)) for number in range(6))  # 256 KiB to 1.5 MiB
+
+
+def program_of(devices: int, cap_mb: float, first_mb: float = 0.5) -> Program:
+    captured = handmade(devices, WEIGHTS).evolve(workers=World(2, devices).worker(0))
+    return run_passes(captured, default_pipeline(over_workers=True, bucket_cap_mb=cap_mb, first_bucket_mb=first_mb))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Regions take three times what they are estimated to; other calls some time, and some for each byte."""
+
+    program: Program
+    works: dict[str, float]
+
+    def start_seconds(self, replica: int) -> float:
+        return 1e-4 * replica
+
+    def seconds_of(self, replica: int, node: fx.Node) -> float:
+        if is_region_call(node):
+            return 3 * self.works[region_of(node)]
+        if node.target in (ops.update, ops.pack):
+            return 2e-5 + 1e-9 * num_bytes_of_call(self.program, replica, node)
+        return 3e-5 if node.target is ops.commit else 0.0
+
+    def flight_seconds(self, node: fx.Node) -> float:
+        return LINK.all_reduce_seconds(self.program.buckets[int(node.kwargs["bucket"])].num_bytes, 2)  # type: ignore[call-overload]
+
+
+def truth(program: Program) -> Simulation:
+    return simulate(program, Truth(program, works_of_regions(program, MACHINE)))
+
+
+def recorded(program: Program, *, warms_up: bool = False) -> RecordedStep:
+    """The step that the truth gives, as it would be recorded."""
+    found = truth(program)
+    calls = tuple(tuple(Call(c.node, round(c.start * 1e9), round(c.end * 1e9)) for c in own) for own in found.calls)
+    return RecordedStep(warms_up, 0, tuple(own[0].start_ns for own in calls), calls)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("learned", [0.5, 2.0])
+def test_steps_of_other_plans_are_foretold(devices: int, learned: float) -> None:
+    known = program_of(devices, learned)
+    costs = costs_of_steps(known, [recorded(known)], MACHINE, LINK)
+    for cap, first in ((0.5, 0.5), (1.0, 0.5), (2.0, 2.0), (25.0, 1.0), (25.0, 25.0)):
+        program = program_of(devices, cap, first)
+        assert predict(program, costs).step_ms == pytest.approx(1e3 * truth(program).seconds, rel=0.02), (cap, first)
+
+
+def test_a_step_is_foretold_from_itself_and_shown_beside_what_was_measured() -> None:
+    program = program_of(1, 1.0)
+    steps = [recorded(program, warms_up=True), recorded(program)]
+    found = explain_steps(program, steps, foundations=Foundations(LINK, MACHINE))
+    assert found.prediction is not None
+    assert found.prediction.step_ms == pytest.approx(found.step_ms, rel=1e-3)
+    assert found.prediction.compute_ms == pytest.approx(found.compute_ms, rel=1e-3)
+    for own, measured in zip(found.prediction.buckets, found.buckets, strict=True):
+        assert (own.index, own.kind) == (measured.index, measured.kind)
+        assert own.exposed_ms == pytest.approx(measured.exposed_ms, rel=1e-3, abs=1e-3)
+    assert found.prediction.exposed_ms == pytest.approx(
+        found.exposed_ms - 0.03, rel=1e-2
+    )  # the commit is one by itself
+    told = str(found)
+    assert "simulation, ms   predicted  measured\nstep " in told and "\nb0 exposed " in told
+    assert "in these very steps; a link of 100 MB/s and 0.10 ms for a message, as measured when" in " ".join(
+        told.split()
+    )
+    assert "simulation" not in str(explain_steps(program, steps))
+
+
+def test_what_nobody_knows_is_not_foretold() -> None:
+    program = program_of(1, 1.0)
+    costs = costs_of_steps(program, [recorded(program)], MACHINE, LINK)
+
+    def exchange_otherwise() -> None:
+        """An operation between workers of which no costs are known."""
+
+    with pytest.raises(UnknownCostError, match="it is not known how long exchange_otherwise takes between workers"):
+        costs.durations(program).flight_seconds(fx.Graph().call_function(exchange_otherwise, (), {"bucket": 0}))
+
+
+def test_a_pace_is_kept_by_other_cuts() -> None:
+    pace = Pace.of([1.0, 3.0], [2.0, 2.0])  # a quarter of the work takes half of the time
+    assert [pace.at(part) for part in (0.0, 0.125, 0.25, 0.625, 1.0)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert Pace.of([0.0, 0.0], [1.0, 3.0]).at(0.5) == 1.0  # nothing but views
+    assert Pace.of([0.0, 2.0], [1.0, 3.0]).at(1.0) == 4.0
+
+
+def test_a_line_goes_through_what_was_measured() -> None:
+    assert Line.through([]).at(5.0) == 0.0
+    assert Line.through([(4.0, 2.0), (5.0, 2.5)]).at(10.0) == 5.0  # alike: in proportion
+    assert Line.through([(0.0, 2.0), (0.0, 4.0)]).at(10.0) == 3.0
+    assert Line.through([(10.0, 3.0), (20.0, 5.0)]).at(40.0) == pytest.approx(9.0)
+    falling = Line.through([(1.0, 5.0), (10.0, 1.0)])
+    assert falling.seconds_per_byte == 0.0 and falling.at(100.0) == 3.0
+    steep = Line.through([(1.0, 0.0), (10.0, 10.0)])
+    assert steep.seconds == 0.0 and steep.at(5.5) == pytest.approx(5.0)
