@@ -64,7 +64,8 @@ class ExchangeChoice:
     """How the workers of a step send each gradient, chosen at its first training call and kept from then on.
 
     A worker compiles for its own batches alone, but all workers must send alike. So each tells the others what it has at the
-    first call, all decide by the same figures, and batches of other sizes change nothing any more.
+    first call, all decide by the same figures, and batches of other sizes change nothing any more. So it is if that call
+    accumulates gradients, which are not sent: another worker may make another call, which is found out when all have come.
 
     Args:
         options: of the step.
@@ -119,11 +120,15 @@ class ExchangeChoice:
             return True
         if not self._is_held and self._is_in_call and self._found is not None:
             self._choose(self._found)
-        return program.workers.sent_as_factors == self._names
+        return program.workers.sent_as_factors == self._names_for(program)
 
     def _concerns(self, program: Program) -> bool:
-        """Whether it exchanges gradients that may be sent as factors."""
-        return self._may_send_factors and program.trains and program.accumulation is Accumulation.NONE
+        """Whether it is for a training call, in the first of which all workers tell each other what they have."""
+        return self._may_send_factors and program.trains
+
+    def _names_for(self, program: Program) -> tuple[str, ...]:
+        """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
+        return self._names if program.accumulation is Accumulation.NONE else ()
 
     @property
     def _may_send_factors(self) -> bool:
@@ -149,8 +154,9 @@ class ExchangeChoice:
         if not self._is_held:
             self._found = list(self._candidates(program))
             self._choose(self._found)
-        workers = replace(program.workers, sent_as_factors=self._names)
-        return program.evolve(workers=workers).with_remarks(*([self._remark] if self._remark else []))
+        workers = replace(program.workers, sent_as_factors=self._names_for(program))
+        says = self._remark and program.accumulation is Accumulation.NONE
+        return program.evolve(workers=workers).with_remarks(*([self._remark] if says else []))
 
     def _choose(self, found: Sequence[Candidate]) -> None:
         """Chooses by the figures of all workers, or as if all had this one's where they cannot be asked, and keeps the former."""

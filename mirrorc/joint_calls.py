@@ -25,13 +25,14 @@ from mirrorc.ir.variables import Aggregation, Synchronization, Variable
 from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.header import Agreement, Header, digest
+from mirrorc.runtime.workers.header import Agreement, Header, digest, kind_of
 from mirrorc.runtime.workers.start import take_over_hyperparameters, take_over_values
 from mirrorc.runtime.workers.team import Team
 
 _SLACK_SECONDS = 5.0
-_MOST_MEETINGS = 4  # of one call; the second is after values were taken over
+_MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or programs found that go together
 
 
 class _Facts:
@@ -45,7 +46,8 @@ class JointCalls:
     """The training calls of one step, of which every worker makes as many, at the same time.
 
     A call meets the others when its program is found, and before anything has changed. If a worker has not taken over the
-    chief's values yet, or the user has written on some workers and not on others, all take them over, and meet again.
+    chief's values yet, or the user has written on some workers and not on others, all take them over, and meet again. So they do
+    if a worker has come with a program that does not go with the others', see `mirrorc.runtime.workers.header.agreement`.
 
     Args:
         options: the options of the step, with a cluster of several workers.
@@ -105,7 +107,9 @@ class JointCalls:
         return self._options.optimizers
 
     def meet(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> bool:
-        """Begins a step together with the others; called again, with the program for what there is then, until it gives True.
+        """Begins a call together with the others; called again, with the program for what there is then, until it gives True.
+
+        The program must then be one that does what all have agreed about with the gradients of several calls.
 
         Args:
             executor: of the step's program; of a worker that has left, that of its last call.
@@ -124,19 +128,23 @@ class JointCalls:
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
         self._num_present = sum(number > 0 for number in num_examples)
         own = Header(
-            self.team.num_calls,
-            is_fresh,
-            wrote,
-            facts.digest,
-            self._variables.digest,
-            digest(repr(self._hyperparameters())),
-            digest(self._model.modes()),
-            sum(num_examples),
-            self._num_present,
-            _next_seed(),
-            self.has_left,
+            call=self.team.num_calls,
+            is_fresh=is_fresh,
+            has_written=wrote,
+            schedule=facts.digest,
+            variables=self._variables.digest,
+            hyperparameters=digest(repr(self._hyperparameters())),
+            modes=digest(self._model.modes()),
+            num_examples=sum(num_examples),
+            num_present=self._num_present,
+            seed=_next_seed(),
+            kind=kind_of(executor.program.accumulation),
+            num_kept_calls=self._state.accumulated.num_calls,
+            num_kept=self._state.accumulated.num_examples,
+            has_left=self.has_left,
         )
         details = {
+            "kind": lambda: {"the call": "step.accumulate()" if executor.program.accumulates else "the step itself"},
             "schedule": lambda: facts.said,
             "variables": lambda: self._variables.said,
             "hyperparameters": self._hyperparameters,
@@ -144,6 +152,8 @@ class JointCalls:
         self._agreed = agreed = self.team.meet(
             own, details, facts.row_counts if num_examples else no_rows(executor.program)
         )
+        if agreed.is_other and not agreed.takes_over:
+            return False
         if not agreed.takes_over:
             self._taken = now  # what is gone would be another one when it comes back
             if agreed.tells_hyperparameters:
@@ -234,6 +244,11 @@ class JointCalls:
         """What the workers have agreed about."""
         assert self._agreed is not None, "the workers have met"
         return self._agreed
+
+    def examples(self, own: int) -> Examples:
+        """How many examples the call has that the workers have agreed about, of which this worker has ``own``."""
+        kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
+        return Examples(own, self.agreed.num_examples, kept_elsewhere)
 
     def _facts_of_program(self, executor: Executor) -> _Facts:
         """What must be the same in the programs of all workers, by name."""

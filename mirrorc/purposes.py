@@ -21,6 +21,11 @@ class Purpose(enum.Enum):
     END_OF_ACCUMULATION = "step after accumulation"  # to update with these and with what is kept
     EVALUATION = "evaluation"  # of forward alone
 
+    @staticmethod
+    def of_training(accumulation: Accumulation) -> Purpose:
+        """That of a training call whose program does so with the gradients of several calls."""
+        return next(one for one in Purpose if one.trains and one.accumulation is accumulation)
+
     @property
     def trains(self) -> bool:
         """Whether it has a backward."""

@@ -299,7 +299,7 @@ class Specializer:
             options.timeout_seconds,
             recorder,
             step_graph,
-            self.team if purpose.updates else None,
+            self.team if purpose.trains else None,
         )
         self._planned.note(executor)
         graph_of = captured.program.shard_of_replica

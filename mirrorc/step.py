@@ -35,15 +35,17 @@ from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
+from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.open_states import held_state
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
 from mirrorc.step_reports import StepReports
-from mirrorc.worlds import refuse_to_accumulate, refuse_to_run
+from mirrorc.worlds import refuse_to_run
 
 _T = TypeVar("_T")
 
@@ -77,6 +79,7 @@ class Step(StepReports):
         self._choices = MeasuredChoices(self._specializer.exchange, self._specializer.sizes, options)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
+        self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
         if self._joint is not None:
             self._specializer.work_together(self._joint.team)
@@ -112,7 +115,8 @@ class Step(StepReports):
 
         That updates with the gradient of the mean loss over the examples of all these calls and of its own, whatever their
         numbers; with ``loss_reduction="sum"``, of the sum. Buffers are written as in training. What is kept stays as it is if a
-        call fails, and over evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops it.
+        call fails, and over evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops it. All
+        workers make the call, and each keeps the gradients of its own examples.
 
         Args:
             *args, **kwargs: as for a training call.
@@ -124,13 +128,12 @@ class Step(StepReports):
             As a training call; nothing has changed then.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        refuse_to_accumulate(self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
                 "compile with cuda_graphs=False"
             )
-        return self._exclusively(lambda: self._train(args, kwargs, Purpose.ACCUMULATION))
+        return self._exclusively(lambda: self._train_jointly(args, kwargs, Purpose.ACCUMULATION))
 
     def join(self) -> AbstractContextManager[None]:
         """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
@@ -246,7 +249,7 @@ class Step(StepReports):
                 call, shards, is_stale=is_stale, purpose=self._purpose_of_step()
             )
             self._last, self._shadow_call = found.executor, without_examples(call)
-            self._last_trained = found.executor
+            self._last_trained = self._last_joint = found.executor
             return self._last.program
 
         return self._exclusively(compiled)
@@ -282,7 +285,10 @@ class Step(StepReports):
         if self._joint is not None:
             self._shadow_call = without_examples(call)
             if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
-                return self._train(args, kwargs, purpose)  # anew, with the chief's values
+                purpose = Purpose.of_training(self._joint.agreed.accumulation)
+                return self._train(
+                    args, kwargs, purpose
+                )  # anew, with the chief's values, or what all have agreed about
         return self._train_begun(found, call, shards, is_stale=is_stale, purpose=purpose)
 
     def _train_begun(
@@ -292,7 +298,7 @@ class Step(StepReports):
         executor = found.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
-        self._last_trained = executor if purpose.updates else self._last_trained
+        self._last_trained, self._last_joint = executor if purpose.updates else self._last_trained, executor
         loss = self._run(found, shards)
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
@@ -300,7 +306,7 @@ class Step(StepReports):
 
     def _take_part(self) -> bool:
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
-        joint, last, call = self._joint, self._last_trained, self._shadow_call
+        joint, last, call = self._joint, self._last_joint, self._shadow_call
         assert joint is not None, "there are other workers"
         with joint.call(), self._specializer.asked():
             if last is None or call is None:
@@ -310,19 +316,23 @@ class Step(StepReports):
                 )
             self._state.begin_use()
             shards = split_call(call, len(self._options.devices), may_be_empty=True)
+            purpose = Purpose.of_training(last.program.accumulation)
+            find = functools.partial(self._specializer.specialization_for, call, shards)
             if not self._specializer.keeps(last):  # it was prepared before the others could be asked
-                is_stale = self._state.optimizers.is_stale()
-                last = self._specializer.specialization_for(call, shards, is_stale=is_stale)[0].executor
+                last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
             while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
                 self._state.begin_use()
+                if joint.agreed.accumulation is not last.program.accumulation:
+                    purpose = Purpose.of_training(joint.agreed.accumulation)
+                    last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
             if joint.agreed.is_over:
                 joint.team.finish()
                 return False
             is_stale = self._state.optimizers.is_stale()
-            found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale)
+            found, shards = find(is_stale=is_stale, purpose=purpose)
             self._calls.check_open()
             joint.take_part(found.executor, last)
-            self._train_begun(found, call, shards, is_stale=is_stale, purpose=Purpose.STEP)
+            self._train_begun(found, call, shards, is_stale=is_stale, purpose=purpose)
             return True
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -357,15 +367,16 @@ class Step(StepReports):
         if self._pool is None:
             seconds = options.timeout_seconds if self._joint is None else self._joint.longest_step_seconds
             self._pool = DevicePool(options.devices, self._num_threads, seconds)
-        total = sum(shards.num_examples)
+        own = sum(shards.num_examples)
+        examples = Examples(own, own)
         seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
         is_joint = self._joint is not None and executor.program.trains
         if self._joint is not None and is_joint:
-            total, seed = self._joint.agreed.num_examples, self._joint.agreed.seed
+            examples, seed = self._joint.examples(own), self._joint.agreed.seed
         is_mean = options.loss_reduction == "mean"
-        weights = [n / total if is_mean else float(n > 0) for n in shards.num_examples]
+        weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
         self._last = executor
-        loss = executor.run(self._pool, shards.tensors, weights, total, seed, self._guard, numbers)
+        loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
         if self._joint is not None and is_joint:
             assert found.loss_dtype is not None, "a training step has a loss"
             return self._joint.finish(executor, loss, found.loss_dtype)

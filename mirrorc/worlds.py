@@ -132,16 +132,3 @@ def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
             f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "
             "prepare() compiles it, and print(step.program) shows it. Compile without world= to train"
         )
-
-
-def refuse_to_accumulate(cluster: Cluster | None) -> None:
-    """Refuses a call that keeps gradients over several workers.
-
-    Raises:
-        ExecutionError: says why, and the remedy.
-    """
-    if cluster is not None:
-        raise ExecutionError(
-            "step.accumulate() cannot be used over several workers yet: they tell each other their numbers of examples in a "
-            "step alone; give microbatches=, which takes the batch of one call in parts"
-        )

@@ -16,7 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, users_of_sum
-from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
@@ -52,11 +52,12 @@ class ReduceOverWorkers:
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
     Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. The only device
-    of a worker takes part with its packed bucket. A bucket's shares are waited for when the next bucket is launched, so that no
-    device stands still for the slowest one while there is backward to run. All workers exchange in the order of the bucket
-    plan, which is the same on all of them, whatever devices they have: no two wait for each other's next exchange. All that can
-    fail on a worker by itself comes before its commit, at which all workers tell each other that they have come as far. After
-    an early commit, only a connection can fail; the runtime then knows which buckets were updated, and lets nobody use them.
+    of a worker takes part with its packed bucket, to which what it has accumulated is added. A bucket's shares are waited for
+    when the next bucket is launched, so that no device stands still for the slowest one while there is backward to run. All
+    workers exchange in the order of the bucket plan, which is the same on all of them, whatever devices they have: no two wait
+    for each other's next exchange. All that can fail on a worker by itself comes before its commit, at which all workers tell
+    each other that they have come as far. After an early commit, only a connection can fail; the runtime then knows which
+    buckets were updated, and lets nobody use them.
 
     Needs: updates that are element-wise, of shares where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
@@ -149,7 +150,8 @@ def _sums(program: Program) -> list[list[fx.Node]]:
             [node for node in calls_to(graph, ops.wait) if bucket_of(node) == bucket.index]
             for bucket in program.buckets
         ]
-    packs = {bucket_of(node): node for node in calls_to(graph, ops.pack)}
+    ends = program.accumulation is Accumulation.ENDS
+    packs = {bucket_of(node): node for node in calls_to(graph, ops.add_accumulated if ends else ops.pack)}
     for taker in gradient_takers(graph):
         for index, value in taken_by(taker):
             if value is not packs[index]:

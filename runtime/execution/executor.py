@@ -36,6 +36,7 @@ from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
 from mirrorc.runtime.execution.update_progress import progress_of
 from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.gradient_shares import forget_what_is_written
@@ -131,7 +132,7 @@ class Executor:
         pool: DevicePool,
         shards: Sequence[Sequence[torch.Tensor]],
         weights: Sequence[float],
-        num_examples: int,
+        examples: Examples,
         seed: int | None,
         guard: InterruptGuard,
         numbers: Sequence[Sequence[int | float]] = (),
@@ -141,7 +142,7 @@ class Executor:
         Args:
             pool: the devices' threads.
             shards: for each replica, its tensors in order of the call's leaves.
-            weights, num_examples: for each replica, the weight of its loss in the batch's loss; and how many the batch has.
+            weights, examples: for each replica, the weight of its loss in the batch's loss; and how many examples there are.
             seed: of the step's random streams, if the program draws random numbers.
             guard: handles Ctrl-C.
             numbers: for each replica, the Python numbers that its program takes.
@@ -159,7 +160,7 @@ class Executor:
         self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
-        weighted = self._losses.weight_tensors(weights, num_examples)
+        weighted = self._losses.weight_tensors(weights, examples)
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
         start = [
             record_event(device) for device in held_by

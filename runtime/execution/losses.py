@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.runtime.devices.events import kept_for_caller, wait_event
+from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.accumulation_state import ProgramState
 
 _MOST_KEPT = 16
@@ -27,7 +28,7 @@ class Losses:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def weight_tensors(self, given: Sequence[float], num_examples: int) -> Sequence[torch.Tensor | None]:
+    def weight_tensors(self, given: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
         """What backward begins with on each replica, a scalar on its device: the weight of its loss in the batch's loss, times
         what this step's loss is multiplied by.
 
@@ -35,11 +36,11 @@ class Losses:
 
         Args:
             given: the weights.
-            num_examples: of the batch.
+            examples: how many the call has.
         """
         if not self._program.trains:
             return [None] * len(given)
-        scale = self._state.weight_of_loss(self._program, num_examples)
+        scale = self._state.weight_of_loss(self._program, examples)
         if not self._program.present:
             return [None] * len(given)
         weights = tuple(weight * scale for weight in given) if scale != 1.0 else tuple(given)

@@ -16,6 +16,21 @@ from mirrorc.runtime.state.layout import memory_for_gradients, slot_views
 
 
 @dataclass(frozen=True)
+class Examples:
+    """How many examples a call has.
+
+    Attributes:
+        own: of this process.
+        of_all: of all workers that make the call together, this one included.
+        kept_elsewhere: of earlier calls whose gradients other workers keep.
+    """
+
+    own: int
+    of_all: int
+    kept_elsewhere: int = 0
+
+
+@dataclass(frozen=True)
 class _Sums:
     """Sums of gradients, laid out as the buckets are.
 
@@ -58,7 +73,8 @@ class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update.
 
     Sums are in the dtype of their parameters, as ``parameter.grad`` is. The losses of all calls have one weight for each example:
-    that with which the first call's loss has the weight 1. The step that takes the sums makes up for it.
+    that with which the first call's loss has the weight 1. The step that takes the sums makes up for it. Of several workers, each
+    has sums and counts of its own examples; the step that takes them is told those of the others.
 
     Args:
         devices: the devices, in order of replicas.
@@ -138,28 +154,28 @@ class AccumulatedGradients:
         if not self.num_calls:
             self._sums = _Sums()
 
-    def begin_call(self, program: Program, num_examples: int, scale: float) -> float:
+    def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
         """Begins a call that accumulates.
 
         Args:
             program: that it runs.
-            num_examples: how many it has.
+            examples: how many it has.
             scale: of its loss.
 
         Returns:
             What its loss is multiplied by before backward.
         """
-        size, counts = num_examples if program.loss_reduction == "mean" else 1, self._counts
+        size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         unit = counts.unit if counts.num_calls else scale / size
         names = counts.names | {slot.variable for bucket in program.buckets for slot in bucket.slots}
-        self._begun = _Counts(counts.num_calls + 1, counts.num_examples + num_examples, unit, names)
+        self._begun = _Counts(counts.num_calls + 1, counts.num_examples + examples.own, unit, names)
         return unit * size
 
-    def begin_step(self, program: Program, num_examples: int, scale: float) -> float:
+    def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
         """Begins a step that updates with its own gradients and those that are kept; arguments and result as of `begin_call`."""
-        if not self.num_calls:
+        if not (self.num_calls or examples.kept_elsewhere):
             return scale
-        own, together = num_examples, self.num_examples + num_examples
+        own, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
         if program.loss_reduction != "mean":
             own = together = 1
         self.share = scale / (together * self._counts.unit)
@@ -171,8 +187,9 @@ class AccumulatedGradients:
         own.add_(packed) if self.num_calls else own.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
-        """Adds a replica's sum to what it has packed in this step."""
-        packed.add_(self._sums.flat[bucket][replica], alpha=self.share)
+        """Adds a replica's sum to what it has packed in this step; there is none if other workers alone keep gradients."""
+        if self.num_calls:
+            packed.add_(self._sums.flat[bucket][replica], alpha=self.share)
 
     def finish_call(self) -> None:
         """Counts the call that has begun last, which is added on all replicas. May be repeated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
-from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
+from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients, Examples
 from mirrorc.runtime.state.evaluation_state import EvaluationState
 from mirrorc.runtime.state.state_view import StateView
 from mirrorc.runtime.state.step_state import StepState
@@ -23,9 +23,9 @@ class AccumulationState(StateView):
         """See `StepState`."""
         return self._state.accumulated
 
-    def weight_of_loss(self, program: Program, num_examples: int) -> float:
+    def weight_of_loss(self, program: Program, examples: Examples) -> float:
         """See `StepState`: here, the weight with which the call's gradients are added to those of the others."""
-        return self.accumulated.begin_call(program, num_examples, self._state.scale_of_loss())
+        return self.accumulated.begin_call(program, examples, self._state.scale_of_loss())
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and takes over what the user changed since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
+from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.state_view import StateView
 
 
@@ -15,7 +16,7 @@ class EvaluationState(StateView):
     and so is the plan of buckets. It may write buffers, as BatchNorm does in train mode, and nothing else.
     """
 
-    def weight_of_loss(self, program: Program, num_examples: int) -> float:
+    def weight_of_loss(self, program: Program, examples: Examples) -> float:
         """There is no backward."""
         return 1.0
 

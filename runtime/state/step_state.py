@@ -10,7 +10,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state import open_states
-from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
+from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients, Examples
 from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.callers import Callers
 from mirrorc.runtime.state.completion import completed
@@ -209,9 +209,9 @@ class StepState:
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
 
-    def weight_of_loss(self, program: Program, num_examples: int) -> float:
+    def weight_of_loss(self, program: Program, examples: Examples) -> float:
         """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""
-        return self.accumulated.begin_step(program, num_examples, self.scale_of_loss())
+        return self.accumulated.begin_step(program, examples, self.scale_of_loss())
 
     def scale_of_loss(self) -> float:
         """Called before a step: the scale of its loss, with which small gradients are not rounded to zero."""

@@ -8,6 +8,8 @@ from dataclasses import astuple, dataclass, fields
 
 import torch
 
+from mirrorc.ir.program import Accumulation
+
 _BITS = 63
 
 
@@ -31,6 +33,8 @@ class Header:
         num_examples: of its batch.
         num_present: how many of its replicas have examples.
         seed: of the step's random streams; that of worker 0 counts.
+        kind: what its program does with the gradients of several calls, see `kind_of`; a worker that has left can only guess it.
+        num_kept_calls, num_kept: of how many calls it keeps gradients, and how many examples these had.
         has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
         num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
         known: digest of all the numbers of rows that workers have told it.
@@ -46,6 +50,9 @@ class Header:
     num_examples: int
     num_present: int
     seed: int
+    kind: int = 0
+    num_kept_calls: int = 0
+    num_kept: int = 0
     has_left: int = 0
     num_counts: int = 0
     counts: int = 0
@@ -59,6 +66,11 @@ class Header:
 NUM_FIELDS = len(fields(Header))
 
 
+def kind_of(accumulation: Accumulation) -> int:
+    """The number by which workers tell each other what a program does with the gradients of several calls."""
+    return list(Accumulation).index(accumulation)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What all workers say of a step that they begin together.
@@ -66,6 +78,9 @@ class Agreement:
     Attributes:
         num_examples: of all workers.
         num_present: how many replicas of all workers have examples.
+        num_kept: of the calls whose gradients any worker keeps.
+        accumulation: what all programs do with the gradients of several calls.
+        is_other: whether some workers have come with a program that does something else, so that all must meet again.
         first_present: the rank of the first worker that has examples; 0 if none has.
         seed: of the step's random streams.
         takes_over: whether all must take over the source's values, and meet again.
@@ -77,6 +92,9 @@ class Agreement:
 
     num_examples: int
     num_present: int
+    num_kept: int
+    accumulation: Accumulation
+    is_other: bool
     first_present: int
     seed: int
     takes_over: bool
@@ -89,7 +107,8 @@ class Agreement:
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
     """What all workers agree about; else None, the first field in which one differs from the first that has not left, and whose.
 
-    While values are yet to be taken over, what depends on them is not compared.
+    While values are yet to be taken over, or programs to be found that go together, what depends on them is not compared.
+    Where any worker keeps gradients of earlier calls, the programs of all end an accumulation.
 
     Args:
         headers: of all workers by rank, [fields] int64.
@@ -98,19 +117,31 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     source = next((rank for rank, one in enumerate(said) if not one.has_left), 0)
     is_over = all(one.has_left for one in said)
     takes_over = not is_over and (any(one.is_fresh for one in said) or len({one.has_written for one in said}) > 1)
-    of_values = () if takes_over or is_over else ("hyperparameters", "modes", "schedule")
-    for name in ("call", "variables", *of_values):
+    adds = said[source].kind == kind_of(Accumulation.ADDS)
+    ends = any(one.num_kept_calls for one in said)
+    accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
+    is_other = not is_over and any(one.kind != kind_of(accumulation) for one in said)
+    of_values = () if takes_over or is_over else ("hyperparameters", "modes", *(() if is_other else ("schedule",)))
+    for name in ("call", "kind", "variables", *of_values):
         other = next((rank for rank, one in enumerate(said) if _differs(one, said[source], name)), None)
         if other is not None:
             return None, name, other
-    counts = sum(one.num_examples for one in said), sum(one.num_present for one in said)
+    counts = [sum(getattr(one, name) for one in said) for name in ("num_examples", "num_present", "num_kept")]
     first = next((rank for rank, one in enumerate(said) if one.num_examples), 0)
     has_written = bool(said[source].has_written)
     tells = not is_over and any(one.hyperparameters != said[source].hyperparameters for one in said)
-    return Agreement(*counts, first, said[0].seed, takes_over, source, has_written, tells, is_over), "", -1
+    found = Agreement(
+        *counts, accumulation, is_other, first, said[0].seed, takes_over, source, has_written, tells, is_over
+    )
+    return found, "", -1
 
 
 def _differs(one: Header, source: Header, name: str) -> bool:
-    """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters."""
-    is_taken_over = name == "hyperparameters" and one.has_left
-    return getattr(one, name) != getattr(source, name) and not is_taken_over
+    """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters, and what calls
+    are for. Whether a call that updates ends an accumulation is no difference: it does on all workers, or on none."""
+    if one.has_left and name in ("hyperparameters", "kind"):
+        return False
+    if name == "kind":
+        adds = kind_of(Accumulation.ADDS)
+        return (one.kind == adds) != (source.kind == adds)
+    return bool(getattr(one, name) != getattr(source, name))

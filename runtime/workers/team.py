@@ -40,6 +40,7 @@ _LONGEST_TEXT = 600  # of an error that is told to the others
 _BEFORE, _VOTING, _UPDATING, _COMMITTED, _DONE = "before", "voting", "updating", "committed", "done"
 _IN_WORDS = {
     "call": "the number of their training calls",
+    "kind": "what they call",
     "schedule": "what their programs exchange",
     "variables": "their variables",
     "hyperparameters": "the hyperparameters of their optimizers",

@@ -73,11 +73,12 @@ def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
     With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left` and
-    `sharded_training.train`; with ``lose``, see `lost_buckets`.
+    `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``calls``, it makes calls of many kinds, see `worker_habits.call`.
     """
     import lost_buckets
     import sharded_training
     import torch
+    import worker_habits
     import worker_training
 
     import mirrorc
@@ -99,6 +100,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
             return sharded_training.train(int(given["variables"]["RANK"]), given["shard"])
         if "join" in given:
             return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
+        if "calls" in given:
+            return worker_habits.call(int(given["variables"]["RANK"]), given["calls"])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
         told = {
             "rank": cluster.rank,
@@ -135,6 +138,7 @@ def _main() -> None:
     """Forks the processes, so that what takes long, the import of torch, is done once."""
     import lost_buckets  # noqa: F401
     import sharded_training  # noqa: F401
+    import worker_habits  # noqa: F401
     import worker_training  # noqa: F401
 
     folder, num_processes, num_ended = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -85,8 +85,8 @@ def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
         return False
     source: Any = node.args[0]
     is_summed_up = any(one.target is ops.add_accumulated for one in _computed_of(source))
-    whole = (0, program.buckets[index].num_elements)
-    return part.holds(GRADIENTS, index, *whole, [replica_at(program, node)]) and not is_summed_up
+    whole, own = (0, program.buckets[index].num_elements), program.workers.first_replica + replica_at(program, node)
+    return part.holds(GRADIENTS, index, *whole, [own]) and not is_summed_up
 
 
 def _computed_of(value: fx.Node) -> Iterator[fx.Node]:

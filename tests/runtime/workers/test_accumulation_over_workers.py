@@ -1,0 +1,128 @@
+"""Gradients of several calls over several workers: the update is that of one process on all examples of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_habits import reference
+from worker_processes import free_port, outcomes, told
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "calls": [
+            *(["accumulate", [4, 2]], ["accumulate", [1, 3]], ["step", [2, 5]], ["step", [3, 3]]),
+            *(["accumulate", [0, 3]], ["zero_grad", [1, 1]], ["accumulate", [2, 0]], ["step", [1, 1]]),
+        ],
+    },
+    "2 x 2, factors": {
+        "model": "table",
+        "devices": [2, 2],
+        "calls": [
+            *(["step", [4, 3]], ["accumulate", [4, 5]], ["step", [2, 3]]),
+            *(["step", [4, 3]], ["accumulate", [2, 3]], ["step", [4, 3]]),
+        ],
+        "options": {"exchange": "factors", "clip_grad_norm": 0.1},
+    },
+    "3 x (1, 2, 1)": {
+        "model": "mlp",
+        "optimizer": "SGD",
+        "devices": [1, 2, 1],
+        "calls": [["accumulate", [3, 5, 2]], ["accumulate", [0, 1, 4]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
+    },
+    "sum": {
+        "model": "mlp",
+        "optimizer": "SGD",
+        "devices": [1, 1],
+        "calls": [["accumulate", [1, 2]], ["step", [2, 1]]],
+        "is_sum": True,
+    },
+    "dropped by one": {  # others keep gradients, also of more calls
+        "model": "mlp",
+        "devices": [1, 1],
+        "calls": [
+            *(["accumulate", [4, 2]], ["nothing", [1, 1], [0, "zero_grad"]], ["step", [2, 5]], ["accumulate", [4, 2]]),
+            *(["nothing", [1, 1], [1, "zero_grad"]], ["accumulate", [3, 1]], ["step", [2, 5]]),
+        ],
+        "options": {"exchange": "factors"},
+    },
+    "left": {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "calls": [
+            *(["accumulate", [3, 4, 2]], ["accumulate", [3, 1, 0]], ["step", [3, 2, 0]], ["accumulate", [3, 2, 0]]),
+            *(["step", [3, 0, 0]], ["step", [3, 0, 0]], ["accumulate", [1, 0, 0]], ["step", [3, 0, 0]]),
+        ],
+        "joins": True,
+    },
+    "recovers": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "calls": [
+            *(["accumulate", [4, 2]], ["accumulate", [2, 2], [1, "fails"]], ["accumulate", [3, 2]]),
+            *(["step", [2, 2], [0, "fails"]], ["step", [2, 5]]),
+        ],
+    },
+}
+ALONE: dict[str, Any] = {  # the first call is one in which all tell each other what they may send as factors
+    "model": "mlp",
+    "devices": [1, 1],
+    "calls": [
+        *(["step", [2, 2], [1, "accumulate"]], ["step", [2, 2]], ["accumulate", [2, 3]]),
+        *(["accumulate", [2, 2], [0, "step"]], ["step", [2, 5]]),
+    ],
+    "options": {"exchange": "factors"},
+}
+
+
+def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
+    size, port = len(given["devices"]), free_port()
+    own = [{"variables": told(rank, size, port), "calls": given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(given) for name, given in (CASES | {"alone": ALONE}).items()}
+    return outcomes(tmp_path_factory.mktemp("accumulation"), cases, limit_seconds=200)
+
+
+def assert_as_in_one_process(workers: list[Any], given: dict[str, Any]) -> None:
+    losses, values = reference(given)
+    for rank, own in enumerate(workers):
+        calls = zip(own["losses"], losses, strict=False)  # one that has left makes fewer
+        for loss, expected in calls:
+            assert expected is None or loss == pytest.approx(expected, rel=1e-9), rank
+        assert own["values"].keys() == values.keys()
+        for name, expected in values.items():
+            assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), (rank, name)
+        assert own["values"] == workers[0]["values"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_one_process_on_all_examples(found: dict[str, Any], case: str) -> None:
+    assert_as_in_one_process(found[case][: len(CASES[case]["devices"])], CASES[case])
+
+
+def test_each_worker_counts_its_own_examples(found: dict[str, Any]) -> None:
+    assert found["2 x 1"][0]["kept"] == [4, 5, 0, 0, 0, 0, 2, 0]
+    assert found["2 x 1"][1]["kept"] == [2, 5, 0, 0, 3, 0, 0, 0]
+
+
+def test_a_call_that_fails_on_one_worker_leaves_the_sums_of_all(found: dict[str, Any]) -> None:
+    for rank, own in enumerate(found["recovers"][:2]):
+        assert all("OSError: the disk is full" in own["losses"][number] for number in (1, 3))
+        assert own["kept"] == [[4, 4, 7, 7, 0], [2, 2, 4, 4, 0]][rank]
+
+
+def test_an_accumulation_on_one_worker_alone_is_refused_by_all(found: dict[str, Any]) -> None:
+    one, other = found["alone"][:2]
+    for number, kept in ((0, [0, 0]), (3, [2, 3])):
+        assert one["losses"][number] == other["losses"][number]
+        assert one["losses"][number].startswith("CommunicationError: workers differ in what they call: worker 0 (")
+        assert "step.accumulate()" in one["losses"][number] and "the step itself" in one["losses"][number]
+        assert [one["kept"][number], other["kept"][number]] == kept
+    assert_as_in_one_process([one, other], ALONE)

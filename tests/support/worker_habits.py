@@ -1,0 +1,125 @@
+"""Calls of many kinds that workers make in tests, and the same in plain PyTorch in one process, to compare."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import worker_training
+from torch import nn
+
+import mirrorc
+
+
+def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Makes calls as one of the workers.
+
+    Args:
+        rank: of this worker.
+        given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
+            are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
+            all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
+            or what is written before the call, see `_write`. With ``joins``, it is in ``step.join()`` until a batch has no
+            examples.
+    """
+    model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
+    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    reduction = "sum" if given.get("is_sum") else "mean"
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+    found: dict[str, Any] = {"losses": [], "kept": [], "skipped": [], "norms": []}
+    torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
+    with mirrorc.compile(
+        model, given["devices"][rank], optimizer=optimizer, loss_fn=loss_fn, loss_reduction=reduction, **options
+    ) as step:
+        with step.join() if given.get("joins") else contextlib.nullcontext():
+            for number, (what, sizes, *others) in enumerate(given["calls"]):
+                if given.get("joins") and not sizes[rank]:
+                    break
+                own = [does for who, does in others if who == rank]
+                x, y = worker_training.batch(number, rank, sizes[rank])
+                _write(own, model, optimizer, x)
+                worker_training._is_full = "fails" in own
+                try:
+                    found["losses"].append(_called(step, next((w for w in own if w in CALLED), what), x, y))
+                except (mirrorc.MirrorcError, ValueError) as error:
+                    found["losses"].append(f"{type(error).__name__}: {error}")
+                finally:
+                    worker_training._is_full = False
+                found["kept"].append(step.num_accumulated)
+                found["skipped"].append(step.num_skipped)
+                norm = options.get("clip_grad_norm") and step.grad_norm
+                found["norms"].append(None if norm is None else float(norm))
+        found["drawn"] = float(torch.rand(()))
+        found["state"] = {
+            f"{index} {key}": value.double().flatten().tolist()
+            for index, own in optimizer.state_dict()["state"].items()
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor)
+        }
+        step.zero_grad()  # what is kept at the end is kept on purpose
+    return {**found, "values": worker_training.values_of(model)}
+
+
+CALLED = ("accumulate", "step", "zero_grad", "nothing")
+
+
+def _called(step: Any, what: str, x: torch.Tensor, y: torch.Tensor) -> float | None:
+    if what == "zero_grad":
+        step.zero_grad()
+    return {"accumulate": step.accumulate, "step": step}[what](x, target=y).item() if what in CALLED[:2] else None
+
+
+def _write(own: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Writes nan into a batch, or one bit where the step does not see it: into memory of a parameter or of the state."""
+    if "nan" in own:
+        x[0, 0] = float("nan")
+    first = next(model.parameters())
+    for name, tensor in (
+        ("flip parameter", first),
+        *((f"flip {key}", value) for key, value in optimizer.state[first].items()),
+    ):
+        if name in own:
+            tensor.detach().reshape(-1).numpy().view("int64")[1] ^= 1
+
+
+def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list[float]]]:
+    """The losses and values of plain PyTorch, in one process, on the batches of all workers, for calls that all make."""
+    model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=0)
+    torch.manual_seed(5)
+    bound, is_sum = given.get("options", {}).get("clip_grad_norm"), given.get("is_sum", False)
+    parameters = list(model.parameters())
+    num_workers = len(given["devices"])
+    sums = [[torch.zeros_like(p) for p in parameters] for _ in range(num_workers)]
+    counts, losses = [0] * num_workers, []
+    for number, (what, sizes, *others) in enumerate(given["calls"]):
+        faults = [does for _, does in others]
+        if {"fails", "accumulate", "step", "nan"} & set(faults):  # no worker makes it
+            losses.append(None)
+            continue
+        for rank in range(num_workers):
+            if what == "zero_grad" or [rank, "zero_grad"] in others:
+                sums[rank], counts[rank] = [torch.zeros_like(p) for p in parameters], 0
+        if what == "zero_grad" or "zero_grad" in faults:
+            losses.append(None)
+            continue
+        total = 0.0
+        for rank, size in enumerate(sizes):
+            if size:
+                x, y = worker_training.batch(number, rank, size)
+                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                total += loss.item()
+                for own, gradient in zip(sums[rank], torch.autograd.grad(loss, parameters), strict=True):
+                    own += gradient
+                counts[rank] += size
+        losses.append(total if is_sum else total / sum(sizes))
+        if what == "step":
+            for p, *own in zip(parameters, *sums, strict=True):
+                p.grad = sum(own) / (1 if is_sum else sum(counts))
+            if bound is not None:
+                nn.utils.clip_grad_norm_(parameters, bound)
+            optimizer.step()
+            sums = [[torch.zeros_like(p) for p in parameters] for _ in range(num_workers)]
+            counts = [0] * num_workers
+    return losses, worker_training.values_of(model)
