@@ -223,7 +223,9 @@ def compile(
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
     check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
     every = check_replicas_option(check_replicas_every)
-    remarks = [remark] if every and (remark := why_replicas_are_not_compared(parsed, pipeline)) else []
+    is_within_process = every and not program_workers.are_several
+    why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
+    remarks = [why] if why else []
     if exact_order:
         pipeline, remark = in_exact_order(pipeline)
         remarks += [remark] if remark else []

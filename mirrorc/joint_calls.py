@@ -1,6 +1,6 @@
 """Training calls that several workers make together: what this one tells the others, and takes from them.
 
-It is long, as all that workers tell each other in a call is here.
+It is long, as all that workers tell each other in a call is here, from its meeting to its end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import CommunicationError, ExecutionError
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.ir.variables import Aggregation, Synchronization, Variable
 from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label
@@ -27,8 +28,9 @@ from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.header import Agreement, Header, digest, kind_of
-from mirrorc.runtime.workers.start import take_over_hyperparameters, take_over_values
+from mirrorc.runtime.workers.start import stream_of_chief, take_over_hyperparameters, take_over_values
 from mirrorc.runtime.workers.team import Team
 
 _SLACK_SECONDS = 5.0
@@ -48,6 +50,11 @@ class JointCalls:
     A call meets the others when its program is found, and before anything has changed. If a worker has not taken over the
     chief's values yet, or the user has written on some workers and not on others, all take them over, and meet again. So they do
     if a worker has come with a program that does not go with the others', see `mirrorc.runtime.workers.header.agreement`.
+
+    Optimizers that are not element-wise run on every worker by itself, so that each has their state: if the chief ran them for
+    all, that of the others would be stale when it leaves `mirrorc.step.Step.join` before them. They get sums of the same bits,
+    and draw from one stream of random numbers. Before each call workers compare what these optimizers have written: if one gives
+    other numbers on another machine, or draws from elsewhere, that is an error, and nobody trains models that have parted.
 
     Args:
         options: the options of the step, with a cluster of several workers.
@@ -70,7 +77,7 @@ class JointCalls:
         self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds, home)
         self.is_joining = self.has_left = False
         self._agreed: Agreement | None = None
-        self._num_present = self._num_meetings = 0
+        self._num_present = self._num_meetings = self._num_steps = 0
         self._taken: dict[str, int] | None = None  # the ids of variables that were taken over, by name
         self._facts: weakref.WeakKeyDictionary[Executor, _Facts] = weakref.WeakKeyDictionary()
         self._variables = _Facts({})
@@ -126,6 +133,7 @@ class JointCalls:
         is_fresh = self._taken is None or not now.items() <= self._taken.items() or self.team.have_parted
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
+        by_itself = {name: tensors[name] for name in updated_as_a_whole(executor.program)}
         self._num_present = sum(number > 0 for number in num_examples)
         own = Header(
             call=self.team.num_calls,
@@ -141,12 +149,14 @@ class JointCalls:
             kind=kind_of(executor.program.accumulation),
             num_kept_calls=self._state.accumulated.num_calls,
             num_kept=self._state.accumulated.num_examples,
+            parameters=digest(repr(checksums_of(by_itself))) if by_itself and not is_fresh else 0,
             has_left=self.has_left,
         )
         details = {
             "kind": lambda: {"the call": "step.accumulate()" if executor.program.accumulates else "the step itself"},
             "schedule": lambda: facts.said,
             "variables": lambda: self._variables.said,
+            "parameters": lambda: checksums_of(by_itself),
             "hyperparameters": self._hyperparameters,
         }
         self._agreed = agreed = self.team.meet(
@@ -155,6 +165,7 @@ class JointCalls:
         if agreed.is_other and not agreed.takes_over:
             return False
         if not agreed.takes_over:
+            self._num_steps += agreed.accumulation is not Accumulation.ADDS
             self._taken = now  # what is gone would be another one when it comes back
             if agreed.tells_hyperparameters:
                 groups = list(self.optimizers.hyperparameters)
@@ -219,6 +230,32 @@ class JointCalls:
         )
         details = {"schedule": lambda: said, "variables": lambda: self._variables.said}
         return self.team.meet(own, {**details, "hyperparameters": self._hyperparameters})
+
+    def compare_replicas(self) -> None:
+        """Compares what all workers have copies of, where the step that begins is due for that.
+
+        Raises:
+            CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
+        """
+        every = self._options.check_replicas_every
+        if not every or self._num_steps % every:
+            return
+        tensors = self._state.store.tensors
+        facts = checksums_of(tensors) | checksums_of_state(self.optimizers.optimizers, tensors.items())
+        remedy = (
+            "Memory has gone bad, or something has written to one copy alone: load a checkpoint of model and optimizer on all "
+            "workers, which writes all copies anew"
+        )
+        try:
+            self.team.compare("the copies of variables and optimizer state", facts, remedy)
+        except CommunicationError:
+            self._num_steps -= 1
+            raise
+
+    def one_stream(self, program: Program) -> AbstractContextManager[None]:
+        """A block in which a program runs: optimizers that every worker runs by itself draw the same random numbers in it."""
+        runs_by_itself = not program.accumulates and updated_as_a_whole(program)
+        return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
         """Called when a worker that has left has found the program that it runs on no examples, in place of its last one.
@@ -340,6 +377,7 @@ def _facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]
         "backend": options.backend.name,
         **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
         "microbatches": str(options.microbatches),
+        "check_replicas_every": str(options.check_replicas_every),
         "exchange": options.exchange,
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",

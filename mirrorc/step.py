@@ -298,6 +298,8 @@ class Step(StepReports):
         executor = found.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
+        if self._joint is not None and purpose.updates:
+            self._joint.compare_replicas()
         self._last_trained, self._last_joint = executor if purpose.updates else self._last_trained, executor
         loss = self._run(found, shards)
         assert loss is not None, "a training step has a loss"
@@ -376,7 +378,9 @@ class Step(StepReports):
         is_mean = options.loss_reduction == "mean"
         weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
         self._last = executor
-        loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
+        stream = self._joint.one_stream(executor.program) if self._joint and is_joint else contextlib.nullcontext()
+        with stream:
+            loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
         if self._joint is not None and is_joint:
             assert found.loss_dtype is not None, "a training step has a loss"
             return self._joint.finish(executor, loss, found.loss_dtype)

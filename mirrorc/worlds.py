@@ -91,19 +91,12 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
             "it has devices; give each worker one device"
         )
     reasons = {
-        "check_finite": (asked["check_finite"], "a worker looks at its own losses, of which the others are not told"),
         "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),
-        "check_replicas_every": (asked["check_replicas_every"], "workers do not compare their replicas with others'"),
     }
     for option, (is_asked, why) in reasons.items():
         if is_asked:
             raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
     _check_chosen_sizes(asked)
-    if asked["clip_grad_norm"] is not None and not workers.are_alike:
-        raise ValueError(
-            "clip_grad_norm= cannot be used over workers that have different numbers of devices: they would add up a "
-            "norm in different ways, and their parameters would part; give all workers the same number, or leave it out"
-        )
 
 
 def _check_chosen_sizes(asked: Mapping[str, Any]) -> None:

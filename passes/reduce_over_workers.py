@@ -19,7 +19,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, users_of_sum
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
+from mirrorc.printing.wording import counted, listed, numbered
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class ReduceOverWorkers:
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. The only device
+    Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. Of a bucket
+    whose optimizer needs the whole sum, which is added up in one place, each takes part with that. The only device
     of a worker takes part with its packed bucket, to which what it has accumulated is added. A bucket's shares are waited for
     when the next bucket is launched, so that no device stands still for the slowest one while there is backward to run. All
     workers exchange in the order of the bucket plan, which is the same on all of them, whatever devices they have: no two wait
@@ -59,7 +60,10 @@ class ReduceOverWorkers:
     each other that they have come as far. After an early commit, only a connection can fail; the runtime then knows which
     buckets were updated, and lets nobody use them.
 
-    Needs: updates that are element-wise, of shares where a worker has several devices, so it comes after share-parameters.
+    An optimizer that does not work element by element runs on replica 0 of each worker, from the same sums. The runtime compares
+    the parameters that it has written, see `mirrorc.joint_calls.JointCalls`.
+
+    Needs: one copy of the parameters where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
 
     Attributes:
@@ -129,12 +133,7 @@ class ReduceOverWorkers:
 
 def _check(program: Program, bucket: Bucket) -> None:
     """Refuses a bucket whose update over several workers is not there yet."""
-    if not bucket.rule.elementwise:
-        raise PassError(
-            f"bucket {bucket.index} is updated by {bucket.rule.label}, which does not work element by element: each of several "
-            "workers would run it by itself, and nobody knows whether to the same end; use an element-wise optimizer"
-        )
-    if program.num_replicas > 1 and not bucket.reduces_by_shares:
+    if program.num_replicas > 1 and not bucket.placement.value.updates_by_shares:
         raise PassError(
             f"bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices, and a worker would send it as "
             "often: several devices of one worker need to share their parameters (logical CPUs do, unless share-parameters is "
@@ -230,7 +229,19 @@ def _update_early(graph: fx.Graph) -> bool:
 def _remarks(program: Program) -> list[str]:
     dense = [bucket for bucket in program.buckets if not bucket.is_sent_as_factors]
     gathered = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
-    return [*([_said(program, dense)] if dense else []), *([_said_of(program, gathered)] if gathered else [])]
+    whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+    kinds = [(dense, _said), (gathered, _said_of), (whole, _said_of_whole)]
+    return [say(program, buckets) for buckets, say in kinds if buckets]
+
+
+def _said_of_whole(program: Program, buckets: Sequence[Bucket]) -> str:
+    """Who updates buckets whose optimizer does not work element by element."""
+    names = numbered("bucket", [bucket.index for bucket in buckets])
+    rules = listed(dict.fromkeys(bucket.rule.label for bucket in buckets))
+    return (
+        f"{names}: every worker runs {rules} by itself, from the same sums and the same stream of random numbers, and workers "
+        "compare the parameters before each step"
+    )
 
 
 def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:

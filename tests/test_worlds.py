@@ -16,7 +16,8 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
-from mirrorc.errors import ExecutionError, PassError
+from mirrorc.errors import ExecutionError
+from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.printing.reader import read_program_text
@@ -171,17 +172,11 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
         ({"rank": 3}, "rank is 3, but the world has 3 workers"),
         ({"world": None}, "rank is 1, but there is no world=: give rank only with a mirrorc.World"),
         ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
-        (
-            {"check_finite": True},
-            "check_finite=True cannot be used over several workers yet: a worker looks at its own losses",
-        ),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
-        ({"check_replicas_every": 2}, "check_replicas_every=2 cannot be used over several workers yet"),
         (
             {"bucket_cap_mb": "auto"},
             "chooses sizes by the times of their first steps, and a world that is not there makes none: give numbers",
         ),
-        ({"clip_grad_norm": 1.0}, "clip_grad_norm= cannot be used over workers that have different numbers"),
     ],
 )
 def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], said: str) -> None:
@@ -190,19 +185,33 @@ def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], 
 
 
 def test_sizes_are_not_chosen_where_nothing_is_recorded() -> None:
-    asked = {"bucket_cap_mb": "auto", "record": False, "world": None, "check_finite": False, "cuda_graphs": False}
+    asked = {"bucket_cap_mb": "auto", "record": False, "world": None, "cuda_graphs": False}
     with pytest.raises(ValueError, match="record=False keeps none: leave record=False out, or give numbers"):
-        check_world(
-            World(2).worker(0), parse_devices(1), {**asked, "check_replicas_every": None, "clip_grad_norm": None}
-        )
+        check_world(World(2).worker(0), parse_devices(1), asked)
 
 
-def test_an_optimizer_that_runs_by_itself_is_refused_when_it_is_compiled() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.Adafactor(model.parameters())
-    said = "bucket 0 is updated by Adafactor group 0, which does not work element by element"
-    with compiled(model=model, optimizer=optimizer) as step, pytest.raises(PassError, match=said):
-        step.prepare(**batch())
+@pytest.mark.parametrize("world", [World(2), World(2, 2), UNEVEN])
+def test_what_looks_at_all_workers_is_compiled(world: World, tmp_path: Path) -> None:
+    """An optimizer that runs by itself takes sums over all workers, whose norm and finiteness are known before the commit."""
+    programs, hashes = [], set()
+    for rank in range(2):
+        model = nn.Linear(4, 3)
+        asked = {"check_finite": True, "clip_grad_norm": 1.0, "check_replicas_every": 2}
+        with compiled(world, rank, model, optimizer=torch.optim.Adafactor(model.parameters()), **asked) as step:
+            programs.append(step.prepare(**batch()))
+            hashes.add(step.schedule_hash)
+    assert len(hashes) == 1
+    program = programs[1]
+    assert read_program_text(program.to_text()).worker.startswith(f"worker 1 of {world.num_workers}, replica")
+    loaded = reload(program, tmp_path)
+    assert_same(loaded, program)
+    verify(loaded)
+    (optimizer,) = [node for graph in program.graphs() for node in graph.nodes if node.target is ops.step_optimizer]
+    for scaled in optimizer.args:
+        total = scaled.all_input_nodes[0]
+        assert (scaled.target, total.all_input_nodes[0].target) == (ops.scale, ops.exchange)
+    remark = "every worker runs Adafactor group 0 by itself, from the same sums and the same stream of random numbers"
+    assert any(remark in one.text for one in program.remarks)
 
 
 def test_a_step_without_other_workers_has_no_schedule() -> None:

@@ -13,8 +13,9 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
 from mirrorc.runtime.devices.events import record_event, wait_event
+from mirrorc.runtime.workers.vote import Vote
 
-_TAKES_PLACE, _SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped", "agreeing"
+TAKES_PLACE, SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped", "agreeing"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class CommitPoint:
         timeout_seconds: the longest time that a replica waits for the others.
 
     Attributes:
-        agree: asks the other workers whether they decide alike, that the step takes place or that it is skipped, and returns if
-            so; from its call on nothing on this worker stops the step. None for a process on its own.
+        agree: asks the other workers, see `mirrorc.runtime.workers.team.Team.vote`; from its call on nothing on this worker stops
+            the step. None for a process on its own.
+        hear: tells the other workers a text, and gives those of all, each with the name of its worker.
     """
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -46,7 +48,9 @@ class CommitPoint:
         self._decision: dict[str, str] = {}
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
-        self.agree: Callable[[bool], None] | None = None
+        self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
+        self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
+        self._told: torch.Tensor | None = None  # the chief's numbers
         self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
@@ -56,26 +60,26 @@ class CommitPoint:
     @property
     def is_committed(self) -> bool:
         """Whether the present step, or otherwise the last one, takes place: nothing stops it any more."""
-        return self._decision.get("step") is _TAKES_PLACE
+        return self._decision.get("step") is TAKES_PLACE
 
     @property
     def is_skipped(self) -> bool:
         """Whether all replicas leave the updates of the step out, and return its loss."""
-        return self._decision.get("step") is _SKIPPED
+        return self._decision.get("step") is SKIPPED
 
     @property
     def is_decided(self) -> bool:
         """Whether the step takes place or is skipped: nothing stops it any more."""
-        return self._decision.get("step") in (_TAKES_PLACE, _SKIPPED)
+        return self._decision.get("step") in (TAKES_PLACE, SKIPPED)
 
     @property
     def is_binding(self) -> bool:
         """Whether the step is decided, or other workers may have decided it, who were told that this one can do it."""
-        return self._decision.get("step") in (_TAKES_PLACE, _SKIPPED, _AGREEING)
+        return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
 
     def begin(self) -> None:
         """Begins a step, which is not decided yet."""
-        self._decision = {}
+        self._decision, self._told = {}, None
         self._numbers = [_Numbers()] * len(self._devices)
 
     def begin_afresh(self) -> None:
@@ -93,13 +97,14 @@ class CommitPoint:
     def commit(self) -> None:
         """Decides that the step takes place; raises `Aborted` if it is stopped."""
         if not self._is_suspended:
-            self._decide(_TAKES_PLACE)
+            self._decide(TAKES_PLACE)
 
     def skip(self) -> None:
         """Decides that the step is skipped; raises `Aborted` if it is stopped."""
-        self._decide(_SKIPPED)
+        self._decide(SKIPPED)
 
-    def _decide(self, decision: str) -> None:
+    def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
+        """Decides on a step that replicas of this worker can make; of several workers, all decide alike."""
         if self.agree is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -107,13 +112,21 @@ class CommitPoint:
         with self._agreeing:  # one replica asks, and the others wait for the answer
             if self._decision.setdefault("step", _AGREEING) is _AGREEING:
                 try:
-                    self.agree(decision is _TAKES_PLACE)
+                    takes_place, self._told = self.agree(self._vote(decision, numbers))
+                    if not takes_place:
+                        self._refuse()
+                    self._decision["step"] = TAKES_PLACE if takes_place else SKIPPED
                 except BaseException:
                     self._decision["step"] = _STOPPED
                     raise
-                self._decision["step"] = decision
-            if self._decision["step"] is not decision:
+            if self._decision["step"] is _STOPPED:
                 raise Aborted
+
+    def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
+        return Vote(decision is TAKES_PLACE, numbers=numbers)
+
+    def _refuse(self) -> None:
+        """Called when some worker finds that the step cannot take place; raises an error, or lets all skip it."""
 
     def abort(self) -> None:
         """Wakes every replica that waits here; they raise `Aborted`."""
@@ -133,8 +146,13 @@ class CommitPoint:
             CommunicationError: the others did not arrive in time.
         """
         self._rendezvous.await_replicas(replica, self._all)
-        self.commit()
-        return self._met(replica)
+        met = self._met(replica)
+        self._decide(TAKES_PLACE, met)
+        return self._of_chief(met)
+
+    def _of_chief(self, met: torch.Tensor | None) -> torch.Tensor | None:
+        """The numbers that all workers go on with: those of the chief, so that what follows from them has the same bits."""
+        return met if self._told is None or met is None else self._told.to(met.dtype)
 
     def _met(self, replica: int) -> torch.Tensor | None:
         """The numbers that all replicas have left, [numbers of each, replicas], on one replica's device."""

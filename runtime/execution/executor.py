@@ -81,8 +81,10 @@ class Executor:
         self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
         self._is_exchanged = team is not None  # others' rows come into the buckets
         self._progress = progress_of(program)
-        is_early = self._progress is not None
-        self.commit.agree = functools.partial(team.vote, is_early=is_early) if team is not None else None
+        if team is not None:
+            is_early, num_chiefs = self._progress is not None, program.workers.devices_per_worker[0]
+            self.commit.agree = functools.partial(team.vote, num_chiefs=num_chiefs, is_early=is_early)
+            self.commit.hear = team.hear
         self.outputs = StepOutputs(program)
         self._binder = Binder(
             program, regions, state, constants, self._communicators, self.commit, self.outputs, self._progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.printing.wording import counted
-from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.commit import SKIPPED, TAKES_PLACE, CommitPoint
 from mirrorc.runtime.execution.visitors import sum_of
+from mirrorc.runtime.workers.vote import Vote
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class CheckedCommit(CommitPoint):
         self._ranges: list[list[list[_Range]]] = []  # for each replica, for each operand of its commit
         self._num_truths: list[int] = []
         self._skips = False
-        self._found: dict[int, list[Fault]] = {}
+        self._found: dict[int, list[Fault]] = {}  # by replica
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)
@@ -132,22 +134,45 @@ class CheckedCommit(CommitPoint):
             NonFiniteError: something is not finite, and the program says that the step raises an error then.
         """
         self._rendezvous.await_replicas(replica, self._all)
-        if not self._found:
-            self.commit()
-            return self._met(replica)
-        if not self._skips:
-            raise NonFiniteError(self._report())
-        self.skip()
-        return False
+        if self._found and self.agree is None and not self._skips:
+            raise NonFiniteError(_with_remedy([*self._said_of_losses(), *self._said_of_gradients()]))
+        met = self._met(replica)
+        self._decide(SKIPPED if self._found else TAKES_PLACE, met)
+        return False if self.is_skipped else self._of_chief(met)
 
-    def _report(self) -> str:
-        """Says what all replicas have found."""
-        found = [fault for replica in sorted(self._found) for fault in self._found[replica]]
-        said = [
-            f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
-            for fault in found
-            if not fault.variable
-        ]
+    def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
+        """Sums over all workers are the same on all of them; losses, and what is accumulated, are a worker's own."""
+        has_sound_sums = self._program.accumulates or not any(fault.variable for fault in self._all_faults())
+        return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
+
+    def _refuse(self) -> None:
+        """Raises one error on all workers, unless all skip: about the losses of each, and the gradients that all have."""
+        if self._skips:
+            return
+        assert self.hear is not None, "there are other workers"
+        losses: list[str] = []
+        gradients: list[str] = []
+        for name, text in self.hear(json.dumps([list(self._said_of_losses()), list(self._said_of_gradients())])):
+            of_losses, of_gradients = json.loads(text)
+            losses += [f"{name}: {said}" for said in of_losses]
+            if self._program.accumulates:
+                gradients += [f"{name}: {said}" for said in of_gradients]
+            else:
+                gradients = gradients or of_gradients
+        raise NonFiniteError(_with_remedy([*losses, *gradients]))
+
+    def _all_faults(self) -> list[Fault]:
+        return [fault for replica in sorted(self._found) for fault in self._found[replica]]
+
+    def _said_of_losses(self) -> Iterator[str]:
+        """Says what all replicas have found in losses."""
+        for fault in self._all_faults():
+            if not fault.variable:
+                yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
+
+    def _said_of_gradients(self) -> Iterator[str]:
+        """Says what all replicas have found in gradients."""
+        found = self._all_faults()
         names = {fault.variable for fault in found}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:
@@ -156,14 +181,17 @@ class CheckedCommit(CommitPoint):
             number, total = sum({fault.place: fault.num_elements for fault in own}.values()), math.prod(shape)
             others = len(names - {"", first})
             more = f", and so is that of {counted(others, 'other variable')}" if others else ""
-            said.append(
+            yield (
                 f"the reduced gradient of {first!r} is not finite ({number} of {counted(total, 'element')}, such as "
                 f"{own[0].example}){more}"
             )
-        return (
-            f"{'; '.join(said)}. Look at this batch and at the learning rate; check_finite='skip' leaves the update of such a "
-            "step out and goes on"
-        )
+
+
+def _with_remedy(said: Sequence[str]) -> str:
+    return (
+        f"{'; '.join(said)}. Look at this batch and at the learning rate; check_finite='skip' leaves the update of such a "
+        "step out and goes on"
+    )
 
 
 def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Range]:

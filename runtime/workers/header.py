@@ -35,6 +35,7 @@ class Header:
         seed: of the step's random streams; that of worker 0 counts.
         kind: what its program does with the gradients of several calls, see `kind_of`; a worker that has left can only guess it.
         num_kept_calls, num_kept: of how many calls it keeps gradients, and how many examples these had.
+        parameters: digest of those that are updated by optimizers that are not element-wise, which each worker runs; 0 for none.
         has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
         num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
         known: digest of all the numbers of rows that workers have told it.
@@ -53,6 +54,7 @@ class Header:
     kind: int = 0
     num_kept_calls: int = 0
     num_kept: int = 0
+    parameters: int = 0
     has_left: int = 0
     num_counts: int = 0
     counts: int = 0
@@ -121,17 +123,28 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     ends = any(one.num_kept_calls for one in said)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
     is_other = not is_over and any(one.kind != kind_of(accumulation) for one in said)
-    of_values = () if takes_over or is_over else ("hyperparameters", "modes", *(() if is_other else ("schedule",)))
+    of_programs = () if is_other else ("schedule", "parameters")
+    of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
     for name in ("call", "kind", "variables", *of_values):
         other = next((rank for rank, one in enumerate(said) if _differs(one, said[source], name)), None)
         if other is not None:
             return None, name, other
-    counts = [sum(getattr(one, name) for one in said) for name in ("num_examples", "num_present", "num_kept")]
     first = next((rank for rank, one in enumerate(said) if one.num_examples), 0)
     has_written = bool(said[source].has_written)
     tells = not is_over and any(one.hyperparameters != said[source].hyperparameters for one in said)
     found = Agreement(
-        *counts, accumulation, is_other, first, said[0].seed, takes_over, source, has_written, tells, is_over
+        num_examples=sum(one.num_examples for one in said),
+        num_present=sum(one.num_present for one in said),
+        num_kept=sum(one.num_kept for one in said),
+        accumulation=accumulation,
+        is_other=is_other,
+        first_present=first,
+        seed=said[0].seed,
+        takes_over=takes_over,
+        source=source,
+        has_source_written=has_written,
+        tells_hyperparameters=tells,
+        is_over=is_over,
     )
     return found, "", -1
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,26 @@ def take_over_hyperparameters(
             group.update(values)
         if scaler is not None:
             scaler.load_state_dict(scale)
+
+
+@contextmanager
+def stream_of_chief(team: Team) -> Iterator[None]:
+    """A block in which torch's default generator gives what the chief's gives; behind it, other workers have their own again.
+
+    Raises:
+        LostConnectionError: a worker has failed, or the connection broke.
+    """
+    own = torch.get_rng_state()
+    chiefs = own.clone()
+    team.copy(chiefs)
+    if team.cluster.is_chief:
+        yield
+        return
+    torch.set_rng_state(chiefs)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
 
 
 def _copied(team: Team, state: Any, source: int) -> Any:

@@ -26,11 +26,12 @@ from mirrorc.errors import CommunicationError
 from mirrorc.printing.wording import numbered
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.broken_connections import cut_when_broken
-from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement
+from mirrorc.runtime.workers.header import NUM_FIELDS, Agreement, Header, agreement, digest
 from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
 from mirrorc.runtime.workers.opening import all_texts, await_all, measured_speed, open_lane
 from mirrorc.runtime.workers.progress import least_far
+from mirrorc.runtime.workers.vote import Vote
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
@@ -45,8 +46,14 @@ _IN_WORDS = {
     "variables": "their variables",
     "hyperparameters": "the hyperparameters of their optimizers",
     "modes": "which of their modules are in training mode",
+    "parameters": "parameters that each of them has updated by itself, with an optimizer that is not element-wise",
 }
 _HOST = torch.device("cpu")
+_REMEDIES = {
+    "parameters": "The optimizer does not give the same numbers everywhere, or something has written on one worker alone: load a "
+    "checkpoint of model and optimizer on all workers"
+}
+_OF_LIVE_ONES = ("kind", "hyperparameters", "schedule")  # those who have left take these over, or do not know them
 _RESTART = "End all workers, and start them again from a checkpoint"
 _RESTORE = "Load a checkpoint into model and optimizer on all workers, and call the step again"
 _WHAT_IS_SAID_ONCE = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
@@ -329,15 +336,15 @@ class Team:
             self.row_counts = self._known_counts.of_all(headers, counts, self._tell)
             return found
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
-        if name in facts and not any(left):
-            self._refuse_difference(_IN_WORDS[name], facts[name]())
+        if name in facts and not (any(left) and name in _OF_LIVE_ONES):
+            self._refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
         one, source = self.cluster.workers[other], self.cluster.workers[left.index(False) if False in left else 0]
         raise CommunicationError(
             f"workers differ in {_IN_WORDS[name]}: {one} says something else than {source}. No parameter was changed. Let all "
             "workers make the same calls in one order"
         )
 
-    def _refuse_difference(self, what: str, facts: Mapping[str, object]) -> None:
+    def _refuse_difference(self, what: str, facts: Mapping[str, object], remedy: str) -> None:
         """Raises the same error in all workers, with the first thing in which they differ. All call it."""
         store = self._part_of_store(f"facts {self.num_calls}")
         workers, rank, deadline = self.cluster.workers, self.cluster.rank, time.monotonic() + self.timeout_seconds
@@ -347,32 +354,76 @@ class Team:
                 self.timeout_seconds + _LONGEST_ANSWER_SECONDS,
             )
         except CommunicationError as error:
-            raise CommunicationError(f"{error}. No parameter was changed.") from None
+            end = f" {remedy}." if remedy else ""
+            raise CommunicationError(f"{error}. No parameter was changed.{end}") from None
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
-    def vote(self, takes_place: bool, *, is_early: bool = False) -> None:
-        """Returns when all workers have done all of the step that can fail, and decide alike; from then on it is decided.
+    def vote(self, own: Vote, *, num_chiefs: int, is_early: bool = False) -> tuple[bool, torch.Tensor | None]:
+        """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
 
         Args:
-            takes_place: whether the step takes place; otherwise it is skipped.
+            own: this worker's vote.
+            num_chiefs: how many replicas the chief has, each of which leaves as many numbers as one of this worker.
             is_early: whether sums are still to come, and updates are made meanwhile, until `end_updates`.
+
+        Returns:
+            Whether the step takes place, as all say; and the numbers that the chief's replicas have left, [numbers of each,
+            replicas] float64, which reach the others as they are: they add zeros.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
-            CommunicationError: the workers decide differently.
+            CommunicationError: the workers have found something else in the same sums.
         """
-        votes = torch.tensor([float(takes_place)])
+        num_rows = 0 if own.numbers is None else len(own.numbers)
+        message = torch.zeros(2 + num_rows * num_chiefs, dtype=torch.float64)
+        message[0], message[1] = own.takes_place, own.has_sound_sums
+        if own.numbers is not None and self.cluster.is_chief:
+            message[2:] = own.numbers.reshape(-1)
         self._stage, self._is_early = _VOTING, is_early
         self._watcher.own = self._watcher.own.ready()
-        self._tell(lambda group: group.all_reduce(votes))
-        if votes.item() not in (0.0, self.cluster.num_workers):
+        self._tell(lambda group: group.all_reduce(message))
+        num_yes, num_sound = message[:2].tolist()
+        if num_sound not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
         self._stage = _UPDATING if is_early else _COMMITTED
+        return num_yes == self.cluster.num_workers, message[2:].view(num_rows, num_chiefs) if num_rows else None
 
     def end_updates(self) -> None:
         """Called when this worker has all sums, and has updated; then it tells the others its loss."""
         self._stage = _COMMITTED
+
+    def hear(self, text: str) -> list[tuple[str, str]]:
+        """The text of each worker, which all tell when they have agreed that a step does not take place; then all raise the like.
+
+        Raises:
+            LostConnectionError: a worker has failed, or the connection broke.
+        """
+        self._stage, self._is_early = _BEFORE, False
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in self.cluster.workers]
+        self._tell(lambda group: group.all_gather(torch.tensor([len(own)]), lengths))
+        padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        padded[: len(own)] = own
+        told = [torch.empty_like(padded) for _ in lengths]
+        self._tell(lambda group: group.all_gather(padded, told))
+        self._are_all_raising = True
+        texts = [bytes(one[: int(length)].tolist()).decode() for one, length in zip(told, lengths, strict=True)]
+        return list(zip(map(str, self.cluster.workers), texts, strict=True))
+
+    def compare(self, what: str, facts: Mapping[str, object], remedy: str) -> None:
+        """Returns if all workers have equal facts.
+
+        Raises:
+            CommunicationError: they differ; all raise it, with who differs in what first, and a remedy.
+            LostConnectionError: a worker has failed, or the connection broke.
+        """
+        told = [torch.empty(1, dtype=torch.int64) for _ in self.cluster.workers]
+        own = torch.tensor([digest(repr(list(facts.items())))])
+        self._tell(lambda group: group.all_gather(own, told))
+        if len(set(map(int, told))) > 1:
+            self._are_all_raising = True
+            self._refuse_difference(what, facts, remedy)
 
     def finish(self) -> None:
         """Called when all has been told that a step tells the others."""

@@ -158,11 +158,15 @@ def test_what_a_worker_sends_does_not_depend_on_its_devices() -> None:
     }
 
 
-def test_an_optimizer_that_runs_by_itself_is_refused() -> None:
-    with pytest.raises(
-        PassError, match="Muon group 0, which does not work element by element: each of several workers"
-    ):
-        ReduceOverWorkers().run(before(World(2), 0, [Weight("a", (4,), rule=MUON)]))
+@pytest.mark.parametrize("world", [World(2), World(2, 2)])
+def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: World) -> None:
+    weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,))]
+    program = ReduceOverWorkers().run(before(world, 0, weights))
+    verify(program)
+    (step,) = targets(program.mirrored_graph, ops.step_optimizer)
+    (total,) = step.all_input_nodes
+    assert total.target is ops.wait and total.all_input_nodes[0].target is ops.exchange
+    assert "bucket 1: every worker runs Muon group 0 by itself" in program.remarks[-2].text
 
 
 def test_devices_without_shares_are_refused() -> None:

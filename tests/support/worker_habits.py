@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     worker_training._is_full = False
                 found["kept"].append(step.num_accumulated)
                 found["skipped"].append(step.num_skipped)
-                norm = options.get("clip_grad_norm") and step.grad_norm
-                found["norms"].append(None if norm is None else float(norm))
+                is_bound = "clip_grad_norm" in options and isinstance(found["losses"][-1], float)
+                found["norms"].append(float(step.grad_norm) if is_bound else None)
         found["drawn"] = float(torch.rand(()))
         found["state"] = {
             f"{index} {key}": value.double().flatten().tolist()
@@ -81,7 +82,7 @@ def _write(own: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimize
         *((f"flip {key}", value) for key, value in optimizer.state[first].items()),
     ):
         if name in own:
-            tensor.detach().reshape(-1).numpy().view("int64")[1] ^= 1
+            tensor.detach().reshape(-1).numpy().view("int64")[1] ^= 1 << 40
 
 
 def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list[float]]]:
@@ -123,3 +124,36 @@ def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list
             sums = [[torch.zeros_like(p) for p in parameters] for _ in range(num_workers)]
             counts = [0] * num_workers
     return losses, worker_training.values_of(model)
+
+
+class Whole(torch.optim.Optimizer):
+    """Steps along the momentum's direction, so that each element depends on all of its parameter.
+
+    Args:
+        parameters: what it updates.
+        noise: of the random numbers that it adds.
+        drift: what this process adds to each parameter, as another machine may.
+    """
+
+    def __init__(self, parameters: Any, noise: float = 0.0, drift: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.noise, self.drift = noise, drift
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter -= self.param_groups[0]["lr"] * momentum / (momentum.norm() + 1e-12)
+                if self.noise:
+                    parameter += self.noise * torch.randn_like(parameter)
+                parameter += self.drift
+
+
+worker_training.OPTIMIZERS |= {
+    "whole": Whole,
+    "noisy": lambda parameters: Whole(parameters, noise=0.01),
+    "drifts": lambda parameters: Whole(parameters, drift=1e-9 * int(os.environ.get("RANK", "0"))),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+}

@@ -1,0 +1,135 @@
+"""Options that steps over several workers have as those of one process do: with the same numbers, and errors on all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from worker_habits import reference
+from worker_processes import free_port, outcomes, told
+
+STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [5, 2]], ["step", [3, 0]]]
+OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [1, 1, 4]], ["step", [0, 4, 1]], ["step", [2, 2, 2]]]
+CASES: dict[str, dict[str, Any]] = {
+    "whole, 2 x 1": {"optimizer": "whole", "devices": [1, 1], "calls": [*STEPS, ["accumulate", [2, 1]], STEPS[0]]},
+    "whole, 2 x 2": {
+        "optimizer": "Adafactor",
+        "devices": [2, 2],
+        "calls": STEPS,
+        "options": {"clip_grad_norm": 0.1, "check_finite": True},
+    },
+    "whole, left": {
+        "optimizer": "whole",
+        "devices": [1, 1],
+        "calls": [["step", [4, 2]], ["step", [0, 3]], ["step", [0, 2]]],
+        "joins": True,
+    },
+    "noisy": {"optimizer": "noisy", "devices": [1, 2, 1], "calls": OF_THREE},
+    "drifts": {"optimizer": "drifts", "devices": [1, 1], "calls": STEPS[:2]},
+    "skips": {
+        "devices": [1, 2, 1],
+        "calls": [OF_THREE[0], ["step", [2, 2, 2], [1, "nan"]], ["step", [0, 3, 2], [2, "nan"]], OF_THREE[1]],
+        "options": {"check_finite": "skip", "clip_grad_norm": 0.1},
+    },
+    "refuses": {
+        "devices": [1, 1],
+        "calls": [
+            *(STEPS[0], ["step", [2, 2], [1, "nan"]], ["accumulate", [2, 3]], ["accumulate", [2, 2], [0, "nan"]]),
+            *(STEPS[1], STEPS[2]),
+        ],
+        "options": {"check_finite": True},
+    },
+    "bound": {"devices": [1, 2, 1], "calls": OF_THREE, "options": {"clip_grad_norm": 0.1}},
+    "compares": {"devices": [1, 2], "calls": [*STEPS, *STEPS], "options": {"check_replicas_every": 2}},
+    "bad memory": {
+        "devices": [1, 1],
+        "calls": [*STEPS[:2], ["step", [4, 2], [1, "flip parameter"]], ["step", [2, 2]], ["step", [2, 2]]],
+        "options": {"check_replicas_every": 2},
+    },
+    "bad state": {
+        "devices": [1, 1],
+        "calls": [STEPS[0], ["accumulate", [2, 2]], ["step", [4, 2], [0, "flip exp_avg"]]],
+        "options": {"check_replicas_every": 2},
+    },
+}
+CASES = {name: {"model": "mlp", **given} for name, given in CASES.items()}
+AS_ONE_PROCESS = [name for name in CASES if name not in ("drifts", "bad memory", "bad state")]
+
+
+def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
+    size, port = len(given["devices"]), free_port()
+    own = [{"variables": told(rank, size, port), "calls": given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(given) for name, given in CASES.items()}
+    return outcomes(tmp_path_factory.mktemp("habits"), cases, limit_seconds=250)
+
+
+@pytest.mark.parametrize("case", AS_ONE_PROCESS)
+def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: dict[str, Any], case: str) -> None:
+    given = CASES[case]
+    losses, values = reference(given)
+    for own in found[case][: len(given["devices"])]:
+        for loss, expected in zip(own["losses"], losses, strict=False):  # one that has left makes fewer
+            assert expected is None or loss == pytest.approx(expected, rel=1e-9)
+        for name, expected in values.items():
+            assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
+        assert (own["values"], own["state"]) == (found[case][0]["values"], found[case][0]["state"])
+
+
+def test_an_optimizer_that_draws_leaves_the_other_workers_streams_alone(found: dict[str, Any]) -> None:
+    torch.manual_seed(6)
+    expected = float(torch.rand(()))
+    assert [own["drawn"] for own in found["noisy"][1:]] == [expected] * 2
+    assert found["noisy"][0]["drawn"] != found["bound"][0]["drawn"]
+
+
+def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_workers(found: dict[str, Any]) -> None:
+    one, other = found["drifts"][:2]
+    assert isinstance(one["losses"][0], float) and one["losses"][1] == other["losses"][1]
+    assert (
+        "CommunicationError: workers differ in parameters that each of them has updated by itself, with an optimizer that is not "
+        "element-wise: worker 0 (" in one["losses"][1]
+    )
+    assert "has 0.weight: checksum" in one["losses"][1] and "worker 1 (" in one["losses"][1]
+    assert "No parameter was changed. The optimizer does not give the same numbers everywhere" in one["losses"][1]
+
+
+def test_all_skip_a_step_in_which_one_loss_is_not_finite(found: dict[str, Any]) -> None:
+    for own in found["skips"]:
+        assert own["skipped"] == [0, 1, 2, 2] and own["norms"][0] == found["skips"][0]["norms"][0]
+
+
+def test_a_loss_that_is_not_finite_on_one_worker_is_an_error_on_all(found: dict[str, Any]) -> None:
+    one, other = found["refuses"][:2]
+    assert one["losses"][1] == other["losses"][1] and one["losses"][3] == other["losses"][3]
+    assert one["losses"][1].startswith("NonFiniteError: worker 1 (")
+    assert "): the loss on cpu:0 is (nan+0j)" in one["losses"][1] or "): the loss on cpu:0 is nan" in one["losses"][1]
+    assert "; the reduced gradient of '0.weight' is not finite" in one["losses"][1]
+    assert one["losses"][1].count("worker ") == 1 and "No parameter was changed" in one["losses"][1]
+    assert one["losses"][3].count("worker 0 (") == 2  # its loss, and its own gradients, which were not added
+    assert [own["kept"] for own in (one, other)] == [[0, 0, 2, 2, 0, 0], [0, 0, 3, 3, 0, 0]]
+
+
+def test_norms_have_the_same_bits_on_workers_with_different_numbers_of_devices(found: dict[str, Any]) -> None:
+    assert found["bound"][0]["norms"] == found["bound"][1]["norms"] == found["bound"][2]["norms"]
+    assert all(norm > 0.1 for norm in found["bound"][0]["norms"])
+
+
+@pytest.mark.parametrize(
+    ("case", "what", "at"), [("bad memory", "0.weight", 3), ("bad state", "exp_avg of 0.weight", 2)]
+)
+def test_copies_that_part_are_named_on_all_workers(found: dict[str, Any], case: str, what: str, at: int) -> None:
+    one, other = found[case][:2]
+    assert all(isinstance(loss, float) for loss in one["losses"][:at])
+    for error in one["losses"][at:]:  # again, until they are written anew
+        assert error.startswith(
+            "CommunicationError: workers differ in the copies of variables and optimizer state: worker 0 ("
+        )
+        assert f"has {what}: checksum" in error and "Memory has gone bad" in error
+    assert one["losses"][at:] == other["losses"][at:]
