@@ -133,7 +133,8 @@ class JointCalls:
         is_fresh = self._taken is None or not now.items() <= self._taken.items() or self.team.have_parted
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
-        by_itself = {name: tensors[name] for name in updated_as_a_whole(executor.program)}
+        updated = set(updated_as_a_whole(executor.program))
+        by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         self._num_present = sum(number > 0 for number in num_examples)
         own = Header(
             call=self.team.num_calls,

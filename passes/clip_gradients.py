@@ -59,7 +59,8 @@ class ClipGradients:
                                                        (the same on replica 1)
 
     A replica that has shares of the sums measures these; all replicas exchange their norms where they meet anyway, at the commit,
-    so nothing waits a second time. A replica that has whole sums measures them by itself: all get the same number.
+    so nothing waits a second time. A replica that has whole sums measures them by itself: all get the same number. Where workers
+    have different numbers of devices, a worker's only device leaves its norm there, too, so that all go on with the chief's.
 
     Needs: updates in their final form, so it comes after share-parameters.
     Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, on all replicas alike.
@@ -113,8 +114,9 @@ class ClipGradients:
         for bound in self.bounds:
             buckets = [bucket for bucket in program.buckets if bound.bounds(bucket)]
             if buckets:
-                _bound_norm(program, bound, buckets)
-                remarks.append(_said(bound, len(buckets), program))
+                are_exchanged = _are_exchanged(program, buckets)
+                _bound_norm(program, bound, buckets, are_exchanged=are_exchanged)
+                remarks.append(_said(bound, len(buckets), program, are_exchanged=are_exchanged))
         if self.max_value is not None:
             for taker in list(gradient_takers(graph)):
                 words = {"max_value": float(self.max_value), "replica": replica_of(taker)}
@@ -134,19 +136,34 @@ class ClipGradients:
             )
 
 
-def _said(bound: Bound, num_buckets: int, program: Program) -> str:
+def _said(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bool) -> str:
     whose = f"group {bound.group}" if bound.group is not None else "all gradients"
     kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
     then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
-    where = " of its shares, and all exchange the norms at the commit" if _by_shares(program) else ""
+    where = " of its shares, and all exchange the norms at the commit" if are_exchanged else ""
     measures = (
         f"each device takes the norm{where}" if program.num_replicas > 1 else "the norm is taken when all are there"
     )
+    if program.workers.are_several and are_exchanged:
+        measures += "; all workers go on with worker 0's"
     return f"the {kind} of {whose} ({counted(num_buckets, 'bucket')}) is {then}: {measures}"
 
 
-def _by_shares(program: Program) -> bool:
-    return program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in program.buckets)
+def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
+    """Whether norms of some buckets are exchanged at the commit.
+
+    Raises:
+        PassError: workers would measure them each by itself, in different orders.
+    """
+    if not program.workers.are_several or program.workers.are_alike:
+        return program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in buckets)
+    if not any(bucket.rule.elementwise for bucket in buckets):
+        raise PassError(
+            f"the norm of gradients that {buckets[0].rule.label} takes cannot be bounded over workers that have different "
+            "numbers of devices: the optimizer does not work element by element, and each worker would add up the norm of whole "
+            "gradients by itself, with another number of threads; give all workers the same number of devices"
+        )
+    return True
 
 
 @dataclass(frozen=True)
@@ -158,31 +175,30 @@ class _Sum:
     taker: fx.Node | None
 
 
-def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket]) -> None:
+def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, are_exchanged: bool) -> None:
     """Measures the gradients of some buckets on each replica, and scales what their updates take."""
     graph = program.mirrored_graph
     commits = replica_commits(graph)
     own = {replica: _sums(graph, replica, buckets) for replica in range(program.num_replicas)}
-    are_shared = program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in buckets)
-    if not are_shared:  # a replica that updates nothing measures nothing
+    if not are_exchanged:  # a replica that updates nothing measures nothing
         own = {replica: sums for replica, sums in own.items() if any(one.taker for one in sums)}
     anchor = (
-        min(commits.values()) if are_shared else min(one.taker for sums in own.values() for one in sums if one.taker)
+        min(commits.values()) if are_exchanged else min(one.taker for sums in own.values() for one in sums if one.taker)
     )
     _move_sums(graph, [one.value for sums in own.values() for one in sums], anchor)
     words: dict[str, Any] = {"norm_type": float(bound.norm_type)}
     for replica, sums in own.items():
         here = {"replica": replica}
         taken = [one for one in sums if one.taker is not None]
-        measured = (taken or _empty_shares(program, sums)) if are_shared else sums
+        measured = (taken or _empty_shares(program, sums)) if are_exchanged else sums
         norm = insert(program, anchor, ops.norm, tuple(one.value for one in measured), words | here)
-        if are_shared:
+        if are_exchanged:
             commit = commits[replica]
             row = {"row": len(numbers_of(commit))} if numbers_of(commit) else {}
             commit.args = (*commit.args, norm)
             set_type(program, commit)
         first = min((one.taker for one in taken if one.taker is not None), default=graph.output_node())
-        if are_shared:
+        if are_exchanged:
             norm = insert(program, first, ops.norm, (commit,), words | row | here)
         insert(program, first, ops.tell, (norm,), {"what": bound.told_as} | here)
         if taken and bound.max_norm < math.inf:

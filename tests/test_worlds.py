@@ -16,7 +16,7 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
-from mirrorc.errors import ExecutionError
+from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.program import Program
@@ -190,7 +190,7 @@ def test_sizes_are_not_chosen_where_nothing_is_recorded() -> None:
         check_world(World(2).worker(0), parse_devices(1), asked)
 
 
-@pytest.mark.parametrize("world", [World(2), World(2, 2), UNEVEN])
+@pytest.mark.parametrize("world", [World(2), World(2, 2)])
 def test_what_looks_at_all_workers_is_compiled(world: World, tmp_path: Path) -> None:
     """An optimizer that runs by itself takes sums over all workers, whose norm and finiteness are known before the commit."""
     programs, hashes = [], set()
@@ -273,3 +273,21 @@ def test_devices_that_cannot_work_together_are_refused_by_all(names: list[str], 
     devices = [Device(name, torch.device("cuda", 0)) for name in names]
     with pytest.raises(ValueError, match=reason):
         joined_workers(SaidAlready(*others), devices, 1.0)  # type: ignore[arg-type]
+
+
+def test_norms_over_unlike_workers_are_exchanged_by_all() -> None:
+    """Also by a worker with one device, which otherwise measures by itself; whole gradients cannot be measured so."""
+    for rank in range(2):
+        with compiled(rank=rank, clip_grad_norm=1.0) as step:
+            program = step.prepare(**batch())
+            for graph in program.graphs():
+                (commit,) = [node for node in graph.nodes if node.target is ops.commit]
+                assert [operand.target for operand in commit.args] == [ops.norm]
+            assert any(one.text.endswith("all workers go on with worker 0's") for one in program.remarks)
+    model = nn.Linear(4, 3)
+    said, optimizer = (
+        "the norm of gradients that Adafactor group 0 takes cannot",
+        torch.optim.Adafactor(model.parameters()),
+    )
+    with compiled(model=model, optimizer=optimizer, clip_grad_norm=1.0) as step, pytest.raises(PassError, match=said):
+        step.prepare(**batch())
