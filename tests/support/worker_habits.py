@@ -53,6 +53,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 is_bound = "clip_grad_norm" in options and isinstance(found["losses"][-1], float)
                 found["norms"].append(float(step.grad_norm) if is_bound else None)
         found["drawn"] = float(torch.rand(()))
+        if options.get("shard_optimizer"):
+            step.gather_optimizer_state()
         found["state"] = {
             f"{index} {key}": value.double().flatten().tolist()
             for index, own in optimizer.state_dict()["state"].items()

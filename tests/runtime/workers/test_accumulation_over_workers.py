@@ -32,6 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
         "devices": [1, 2, 1],
         "calls": [["accumulate", [3, 5, 2]], ["accumulate", [0, 1, 4]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
     },
+    "dealt out": {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "calls": [["step", [3, 2, 4]], ["accumulate", [3, 5, 2]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
+        "options": {"shard_optimizer": True, "check_replicas_every": 1},
+    },
     "sum": {
         "model": "mlp",
         "optimizer": "SGD",
