@@ -113,7 +113,7 @@ def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> 
 def test_bucket_sizes_that_are_chosen_later_are_refused() -> None:
     asked = {"shard_optimizer": True, "passes": None, "disable_passes": (), "exchange": "auto", "clip_grad_norm": None}
     asked |= {"check_finite": False, "early_update": True, "scaler": None, "bucket_cap_mb": "auto"}
-    with pytest.raises(ValueError, match="bucket_cap_mb= .*yet: other bucket sizes, which workers would choose after"):
+    with pytest.raises(ValueError, match=r"bucket_cap_mb= .*yet: other bucket sizes, which workers would choose after"):
         sharding(World(2).worker(0), [Device("cpu:0", torch.device("cpu"))], asked)
 
 

@@ -143,7 +143,9 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         where = "" if program.num_replicas == 1 else " on every device"
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
         lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")
-    waits = [node for node in calls_to(graph, ops.wait) if node > commit and node.args[0].target in ops.REDUCTIONS]  # type: ignore[union-attr]
+    waits = [
+        node for node in calls_to(graph, ops.wait) if node > commit and node.all_input_nodes[0].target in ops.REDUCTIONS
+    ]
     order = list(dict.fromkeys(bucket_of(node) for node in waits))
     if len(order) > 1 and order == sorted(order, reverse=True):
         lines[waits[0]] = [

@@ -230,7 +230,7 @@ class Binder:
         return recv
 
     @binds(ops.wait)
-    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
         communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)

@@ -73,7 +73,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
     With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left` and
-    `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``calls``, it makes calls of many kinds, see `worker_habits.call`.
+    `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``calls``, it makes calls of many kinds, see
+    `worker_habits.call`.
     """
     import lost_buckets
     import sharded_training

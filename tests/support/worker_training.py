@@ -187,7 +187,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
-            batches of all, and takes its part; the seconds of a ``pause``; ``favoured``, the sizes of buckets that are predicted to be best.
+            batches of all, and takes its part; the seconds of a ``pause``; ``favoured``, the sizes of buckets that are
+            predicted to be best.
     """
     global _is_full, _ends_there
     planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
