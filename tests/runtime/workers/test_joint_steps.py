@@ -103,7 +103,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of each case in each process."""
     cases = {name: run(given, free_port()) for name, given in (CASES | FAULTS).items()}
     cases["other model"][1]["train"] = {**FAULTS["other model"], "model": "table"}
-    return outcomes(tmp_path_factory.mktemp("steps"), cases, limit_seconds=250)
+    folder = tmp_path_factory.mktemp("steps")
+    with pytest.MonkeyPatch.context() as patch:  # bucket sizes of an earlier run would be taken over
+        patch.setenv("MIRRORC_CACHE_DIR", str(folder / "cache"))
+        return outcomes(folder, cases, limit_seconds=250)
 
 
 def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
