@@ -157,8 +157,11 @@ class Trials:
             port = int(listener.getsockname()[1])
         return Workers(Run(self._folder / folder, self._num_workers, port, self._timeout, place, name))
 
-    def strike(self, strike: Strike) -> tuple[float, list[str]]:
-        """Makes one trial; gives the seconds until the last survivor had ended, and what was not as it should be."""
+    def strike(self, strike: Strike) -> tuple[float | None, list[str]]:
+        """Makes one trial; gives the seconds until the last survivor had ended, and what was not as it should be.
+
+        No seconds if the strike came too late, when the others had made all steps.
+        """
         self._number += 1
         folder = f"{self._number}-{strike.kind}"
         struck = self._workers(folder, place=strike.place)
@@ -176,9 +179,9 @@ class Trials:
         bound = (self._timeout if hangs else 0.0) + CLOSED_SECONDS
         struck.wait(lambda: struck.have_ended(survivors), bound + self._room + 20.0)
         failed = [rank for rank in survivors if struck.codes.get(rank) != 0]  # others had made all steps
-        seconds = max([struck.ended_at.get(rank, time.monotonic()) - at for rank in failed], default=0.0)
+        seconds = max([struck.ended_at.get(rank, time.monotonic()) - at for rank in failed], default=None)
         problems = list(self._problems(struck, strike, survivors))
-        if seconds > bound + self._room:
+        if seconds is not None and seconds > bound + self._room:
             problems.append(f"the last survivor ended after {seconds:.1f} s, and not within {bound:.1f} s")
         if strike.kind == "stop" and strike.rank not in struck.codes:
             os.kill(struck.pids[strike.rank], signal.SIGCONT)
@@ -252,7 +255,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def drawn(kind: str, number: int, seed: int, num_workers: int, window: float) -> Strike:
     """A strike, by its number."""
     draws = random.Random(f"{seed} {kind} {number}")
-    rank, call = draws.randrange(num_workers), draws.randint(1, NUM_STEPS)
+    rank, call = draws.randrange(num_workers), draws.randint(1, NUM_STEPS - 2)
     moment = draws.uniform(0, window / NUM_STEPS)  # as long as a step takes, with all that is beside it
     places = [place for place in PLACES if place != "save" or rank == 0]
     return Strike(kind, rank, call, moment, draws.choice(places) if kind == "raise" else "")
@@ -276,17 +279,20 @@ def main() -> int:
     print(f"an undisturbed run takes {trials.window:.1f} s from its first call on; {folder}", flush=True)
     rows, num_wrong = [], 0
     for kind in options.kinds:
-        worst, wrong = 0.0, 0
+        worst, wrong, late = 0.0, 0, 0
         for number in range(options.skip, options.skip + options.times):
             strike = drawn(kind, number, options.seed, options.workers, trials.window)
             seconds, problems = trials.strike(strike)
-            worst, wrong = max(worst, seconds), wrong + bool(problems)
-            print(
-                f"{strike}: all had ended {seconds:.1f} s later; {'; '.join(problems) or 'as it should be'}", flush=True
+            worst, wrong, late = max(worst, seconds or 0.0), wrong + bool(problems), late + (seconds is None)
+            ended = (
+                "too late: all others had made all steps" if seconds is None else f"all had ended {seconds:.1f} s later"
             )
+            print(f"{strike}: {ended}; {'; '.join(problems) or 'as it should be'}", flush=True)
         num_wrong += wrong
-        rows.append(f"| {kind} | {options.times} | {wrong} | {worst:.1f} |")
-    print("| kind | times | wrong | seconds until the last survivor had ended, at most |\n|---|---|---|---|")
+        rows.append(f"| {kind} | {options.times} | {late} | {wrong} | {worst:.1f} |")
+    print(
+        "| kind | times | too late | wrong | seconds until the last survivor had ended, at most |\n|---|---|---|---|---|"
+    )
     print("\n".join(rows))
     if not num_wrong and options.folder is None:
         shutil.rmtree(folder)

@@ -86,6 +86,7 @@ def work(run: Run, rank: int) -> None:
     global _place
     _place = run.place
     signal.signal(signal.SIGUSR1, _strike)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
     place = {"RANK": rank, "WORLD_SIZE": run.num_workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)

@@ -27,3 +27,4 @@ def test_whoever_is_struck_is_named_and_a_restart_goes_on(tmp_path: Path, kind: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, start_new_session=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as it should be") == times, done.stdout
+    assert done.stdout.count("too late: ") <= times // 2, done.stdout

@@ -24,13 +24,14 @@ def commands(page: str) -> list[list[str]]:
 
 def test_torchrun_and_the_example_take_the_options() -> None:
     found = commands(TEXT)
-    assert len(found) == 4, found
+    scripts = []
     for words in found:
         given = get_args_parser().parse_args(words)
-        assert given.training_script == "examples/train_workers.py"
+        scripts.append(given.training_script)
         for option in given.training_script_args:
             assert not option.startswith("--") or f'"{option}"' in EXAMPLE, option
         assert given.standalone or (given.rdzv_backend == "c10d" and given.rdzv_endpoint.endswith(":29400"))
+    assert sorted(scripts) == ["examples/train_workers.py"] * 4 + ["train.py"], "the last is the user's own, on GPUs"
 
 
 def test_the_described_cluster_is_understood() -> None:

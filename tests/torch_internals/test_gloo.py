@@ -27,9 +27,8 @@ def test_collectives_of_a_group() -> None:
     turned = [torch.tensor([1 + 2j]), torch.tensor([3 - 1j])]
     gathered = [[torch.empty(2) for _ in groups] for _ in groups]
     sent = [torch.tensor([5, 6]), torch.tensor([0, 0])]
-    for rank, group in enumerate(groups):
-        group.all_gather(given[rank].clone(), gathered[rank])
-    works = [group.all_reduce(value) for group, value in zip(groups, given, strict=True)]
+    works = [group.all_gather(given[rank].clone(), gathered[rank]) for rank, group in enumerate(groups)]
+    works += [group.all_reduce(value) for group, value in zip(groups, given, strict=True)]
     works += [group.all_reduce(value) for group, value in zip(groups, turned, strict=True)]
     works += [group.broadcast(value) for group, value in zip(groups, sent, strict=True)]
     for work in works:
