@@ -152,7 +152,7 @@ class CommitPoint:
 
     def _of_chief(self, met: torch.Tensor | None) -> torch.Tensor | None:
         """The numbers that all workers go on with: those of the chief, so that what follows from them has the same bits."""
-        return met if self._told is None or met is None else self._told.to(met.dtype)
+        return met if self._told is None or met is None else self._told.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
         """The numbers that all replicas have left, [numbers of each, replicas], on one replica's device."""
