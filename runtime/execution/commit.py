@@ -147,7 +147,8 @@ class CommitPoint:
         """
         self._rendezvous.await_replicas(replica, self._all)
         met = self._met(replica)
-        self._decide(TAKES_PLACE, met)
+        if not self._is_suspended:
+            self._decide(TAKES_PLACE, met)
         return self._of_chief(met)
 
     def _of_chief(self, met: torch.Tensor | None) -> torch.Tensor | None:

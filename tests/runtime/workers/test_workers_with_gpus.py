@@ -13,6 +13,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.workers import team
 from mirrorc.runtime.workers.exchanges import ExchangesOfGpus
+from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "sizes": [[4, 4], [5, 2]], "stepped": 1},
@@ -119,7 +120,10 @@ def test_what_workers_tell_each_other_goes_through_the_host() -> None:
 
 def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> None:
     """Or whoever waits for the GPU to clean up waits for a worker that is gone."""
-    made = ExchangesOfGpus(parse_devices(1), [0], lambda collective, done: None, 60.0, {}, lambda bucket: [], 0)
+    dealt_out = ShardedBuckets(1, [], 0, 2, lambda collective, done: None, 60.0)
+    made = ExchangesOfGpus(
+        parse_devices(1), [0], lambda collective, done: None, 60.0, {}, lambda bucket: [], 0, dealt_out
+    )
     ended: list[str] = []
     made.end_collectives = lambda: ended.append("ended")
     made.launch_exchange(0, 0, torch.ones(2))
