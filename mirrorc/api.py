@@ -113,8 +113,9 @@ def compile(
         add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults.
-            ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; what
-            was measured is kept in MIRRORC_CACHE_DIR (``~/.cache/mirrorc``), and later runs look it up.
+            ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
+            several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
+            (``~/.cache/mirrorc``), and later runs look it up.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
@@ -148,7 +149,7 @@ def compile(
             `Step.num_skipped`.
         check_replicas_every: before every so many steps, compare parameters and optimizer state of all replicas by checksums,
             and raise `ExecutionError` if memory of one has gone bad; None or 0 for never. Devices that share their parameters
-            have nothing to compare, a remark says so.
+            have nothing to compare, a remark says so. Several workers compare theirs, and all raise `CommunicationError`.
         example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
             or a pair of both.
         workers: "auto" trains together with the other workers (processes) that an initialised process group, torchrun or

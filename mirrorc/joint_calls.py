@@ -29,7 +29,8 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.header import Agreement, Header, digest, kind_of
+from mirrorc.runtime.workers.header import BESIDES, Agreement, Header, digest, kind_of
+from mirrorc.runtime.workers.lane import LostConnectionError
 from mirrorc.runtime.workers.start import stream_of_chief, take_over_hyperparameters, take_over_values
 from mirrorc.runtime.workers.team import Team
 
@@ -94,7 +95,7 @@ class JointCalls:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """A block that is one training call, see `Team.call`; what it leaves between two steps is guarded."""
-        self._num_meetings, known = 0, self._state.torn
+        self._num_meetings, known, had_parted = 0, self._state.torn, self.team.have_parted
         try:
             with self.team.call(lambda: self._state.is_whole, self._torn):
                 yield
@@ -102,6 +103,8 @@ class JointCalls:
             torn = self._state.torn
             if torn is not None and torn is not known:
                 torn.guard(self._options.model, self.optimizers.optimizers)
+            if self.team.have_parted and not had_parted:
+                self._state.accumulated.clear()  # some workers have used theirs; all go on from a checkpoint
 
     def _torn(self) -> str:
         """Which buckets a step has updated that has left parameters between two steps; empty if none has."""
@@ -151,6 +154,7 @@ class JointCalls:
             num_kept_calls=self._state.accumulated.num_calls,
             num_kept=self._state.accumulated.num_examples,
             parameters=digest(repr(checksums_of(by_itself))) if by_itself and not is_fresh else 0,
+            num_steps=self._num_steps,
             has_left=self.has_left,
         )
         details = {
@@ -166,7 +170,7 @@ class JointCalls:
         if agreed.is_other and not agreed.takes_over:
             return False
         if not agreed.takes_over:
-            self._num_steps += agreed.accumulation is not Accumulation.ADDS
+            self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
             self._taken = now  # what is gone would be another one when it comes back
             if agreed.tells_hyperparameters:
                 groups = list(self.optimizers.hyperparameters)
@@ -228,8 +232,9 @@ class JointCalls:
             num_examples=1,  # a call without any would be refused
             num_present=0,
             seed=0,
+            kind=BESIDES,
         )
-        details = {"schedule": lambda: said, "variables": lambda: self._variables.said}
+        details = {"kind": lambda: said, "schedule": lambda: said, "variables": lambda: self._variables.said}
         return self.team.meet(own, {**details, "hyperparameters": self._hyperparameters})
 
     def compare_replicas(self) -> None:
@@ -251,7 +256,9 @@ class JointCalls:
         )
         try:
             self.team.compare("the copies of variables and optimizer state", facts, remedy)
-        except CommunicationError:
+        except LostConnectionError:
+            raise
+        except CommunicationError:  # all workers raise it
             self._num_steps -= 1
             raise
 
@@ -381,6 +388,7 @@ def _facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]
         **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
         "microbatches": str(options.microbatches),
         "check_replicas_every": str(options.check_replicas_every),
+        "bucket sizes": "given" if options.to_measure is None else "chosen",
         "exchange": options.exchange,
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",

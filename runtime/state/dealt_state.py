@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from mirrorc.errors import ExecutionError
-from mirrorc.torch_internals import UncountedHook
+from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 _REMEDY = (
     "call step.gather_optimizer_state() on all workers before; it makes the state whole until the next step. Of a step that is "
@@ -69,8 +69,11 @@ def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def watch_dealt_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lets ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is not whole."""
-    if optimizer not in _watched:
+    """Lets ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is not whole.
+
+    One whose class does not call ``Optimizer.__init__`` takes no hooks; it runs by itself, so nothing of its state is dealt out.
+    """
+    if optimizer not in _watched and calls_step_hooks(optimizer):
         _watched.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_step_pre_hook(UncountedHook(_before_step))

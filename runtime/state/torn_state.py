@@ -12,6 +12,7 @@ from torch import nn
 from mirrorc.errors import ExecutionError
 from mirrorc.printing.wording import counted, listed
 from mirrorc.runtime.state.watched_tensor import Watched
+from mirrorc.torch_internals import calls_step_hooks
 
 _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 
@@ -36,7 +37,7 @@ class TornState:
         self._parameters = {name: Watched.of(tensor, None) for name, tensor in parameters.items()}
         self._ids = {id(tensor) for tensor in parameters.values()}
         self._states = [
-            (optimizer, parameter, key, value, _version(value))
+            (optimizer, parameter, entries, key, value, _version(value))
             for optimizer in optimizers
             for parameter, entries in optimizer.state.items()
             if isinstance(entries, dict)
@@ -61,8 +62,10 @@ class TornState:
         """The classes of the optimizers whose state has an entry that is still the one that the step has left."""
         left = [
             type(optimizer).__name__
-            for optimizer, parameter, key, value, version in self._states
-            if optimizer.state.get(parameter, {}).get(key) is value and _version(value) == version
+            for optimizer, parameter, entries, key, value, version in self._states
+            if optimizer.state.get(parameter) is entries  # load_state_dict puts new ones there
+            and entries.get(key) is value
+            and _version(value) == version
         ]
         return list(dict.fromkeys(left))
 
@@ -71,7 +74,7 @@ class TornState:
         refusal = _Refusal(self)
         owners = [one for one in model.modules() if self.concerns([id(own) for own in one.parameters(recurse=False)])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
-        self._handles += [optimizer.register_state_dict_pre_hook(refusal) for optimizer in optimizers]
+        self._handles += [own.register_state_dict_pre_hook(refusal) for own in optimizers if calls_step_hooks(own)]
 
     def concerns(self, ids: Collection[int]) -> bool:
         """Whether any of these tensors, given by their ids, is one of the parameters."""
@@ -89,7 +92,7 @@ class TornState:
         missing = [f"{counted(len(names), 'parameter')} ({listed(names)})"] if names else []
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
         raise ExecutionError(
-            "parameters are between those before and those after a step, in which the connection to other workers was lost: "
+            "parameters are between those before and those after a step, which has failed while it updated: "
             f"{self.what}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
             f"load_state_dict of both. Still to be restored: {listed(missing)}"
         )

@@ -168,7 +168,8 @@ class ExchangesOfGpus(Exchanges):
     def abort(self) -> None:
         """See `Communicator`."""
         super().abort()
-        self.end_collectives()
+        if self._joint.under_way:  # otherwise nothing waits, and the connections can be used again
+            self.end_collectives()
 
 
 _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges, ExchangesOfGpus)}

@@ -34,8 +34,10 @@ class Header:
         num_present: how many of its replicas have examples.
         seed: of the step's random streams; that of worker 0 counts.
         kind: what its program does with the gradients of several calls, see `kind_of`; a worker that has left can only guess it.
+            `BESIDES` for a call that is no training call.
         num_kept_calls, num_kept: of how many calls it keeps gradients, and how many examples these had.
         parameters: digest of those that are updated by optimizers that are not element-wise, which each worker runs; 0 for none.
+        num_steps: how many steps it has made, of those that count for comparisons of copies.
         has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
         num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
         known: digest of all the numbers of rows that workers have told it.
@@ -55,6 +57,7 @@ class Header:
     num_kept_calls: int = 0
     num_kept: int = 0
     parameters: int = 0
+    num_steps: int = 0
     has_left: int = 0
     num_counts: int = 0
     counts: int = 0
@@ -66,6 +69,7 @@ class Header:
 
 
 NUM_FIELDS = len(fields(Header))
+BESIDES = -1
 
 
 def kind_of(accumulation: Accumulation) -> int:
@@ -81,6 +85,7 @@ class Agreement:
         num_examples: of all workers.
         num_present: how many replicas of all workers have examples.
         num_kept: of the calls whose gradients any worker keeps.
+        num_steps: as that worker counts them whose values the others would take over.
         accumulation: what all programs do with the gradients of several calls.
         is_other: whether some workers have come with a program that does something else, so that all must meet again.
         first_present: the rank of the first worker that has examples; 0 if none has.
@@ -95,6 +100,7 @@ class Agreement:
     num_examples: int
     num_present: int
     num_kept: int
+    num_steps: int
     accumulation: Accumulation
     is_other: bool
     first_present: int
@@ -122,7 +128,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     adds = said[source].kind == kind_of(Accumulation.ADDS)
     ends = any(one.num_kept_calls for one in said)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
-    is_other = not is_over and any(one.kind != kind_of(accumulation) for one in said)
+    is_other = not is_over and any(one.kind not in (kind_of(accumulation), BESIDES) for one in said)
     of_programs = () if is_other else ("schedule", "parameters")
     of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
     for name in ("call", "kind", "variables", *of_values):
@@ -136,6 +142,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         num_examples=sum(one.num_examples for one in said),
         num_present=sum(one.num_present for one in said),
         num_kept=sum(one.num_kept for one in said),
+        num_steps=said[source].num_steps,
         accumulation=accumulation,
         is_other=is_other,
         first_present=first,
@@ -152,6 +159,8 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 def _differs(one: Header, source: Header, name: str) -> bool:
     """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters, and what calls
     are for. Whether a call that updates ends an accumulation is no difference: it does on all workers, or on none."""
+    if name == "kind" and (one.kind == BESIDES) != (source.kind == BESIDES):
+        return True
     if one.has_left and name in ("hyperparameters", "kind"):
         return False
     if name == "kind":

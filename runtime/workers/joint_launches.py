@@ -27,6 +27,7 @@ class JointLaunches:
 
     Attributes:
         lock: is held from the question who launches last until that is launched.
+        under_way: the tags of collectives that are launched and not done.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
@@ -37,6 +38,7 @@ class JointLaunches:
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
+        self.under_way: set[Hashable] = set()
         self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
         self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {
             tag: [queue.SimpleQueue() for _ in range(self._num_devices)] for tag in self._tags
@@ -52,9 +54,11 @@ class JointLaunches:
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
         """Launches a collective, if there is anything to send, and tells all devices when it is done."""
-        inboxes = self._inboxes[tag]
+        inboxes, under_way = self._inboxes[tag], self.under_way
+        under_way.add(tag)
 
         def done(error: Exception | None) -> None:
+            under_way.discard(tag)
             for inbox in inboxes:
                 inbox.put(error)
 

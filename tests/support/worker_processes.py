@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,41 @@ def outcomes(
     assert process.returncode == 0, told
     each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes - num_ended)]
     return {name: [own[name] for own in each] for name in cases}
+
+
+class LazyOutcomes(Mapping[str, Any]):
+    """What came of each case in each process, as `outcomes` gives it: of the fast cases together, and of the others together,
+    when one of them is first asked for.
+
+    Args:
+        make_folder: makes a folder for files.
+        cases: by name, as for `outcomes`.
+        fast: the names of those that `make test` looks at.
+        limit_seconds: for each of the two.
+    """
+
+    def __init__(
+        self,
+        make_folder: Callable[[str], Path],
+        cases: Mapping[str, list[dict[str, Any] | None]],
+        fast: Collection[str],
+        limit_seconds: float,
+    ) -> None:
+        self._make_folder, self._cases, self._fast, self._limit_seconds = make_folder, cases, fast, limit_seconds
+        self._found: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            is_fast = name in self._fast
+            group = {other: given for other, given in self._cases.items() if (other in self._fast) == is_fast}
+            self._found |= outcomes(self._make_folder("workers"), group, self._limit_seconds)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cases)
+
+    def __len__(self) -> int:
+        return len(self._cases)
 
 
 def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:

@@ -82,6 +82,32 @@ def test_state_that_is_written_in_place_or_removed_is_restored() -> None:
     assert state.is_restored
 
 
+def test_plain_numbers_of_an_optimizer_are_restored_with_its_state() -> None:
+    """Also where they are as they were: `load_state_dict` gives the very same objects."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    optimizer.state[parameter] = {"step": 7, "is_warm": True}
+    kept = copy.deepcopy(optimizer.state_dict())
+    state = TornState(WHAT, {}, [optimizer])
+    with pytest.raises(ExecutionError, match="Still to be restored: the state of SGD"):
+        state.refuse()
+    optimizer.load_state_dict(kept)
+    state.refuse()
+    assert state.is_restored
+
+
+def test_an_optimizer_that_takes_no_hooks_is_guarded_by_the_rest() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.state, self.param_groups = {}, []
+
+    model = nn.Linear(2, 2)
+    state = TornState(WHAT, dict(model.named_parameters()), [Bare()])
+    state.guard(model, [Bare()])
+    with pytest.raises(ExecutionError, match=WHAT):
+        model.state_dict()
+
+
 def test_hooks_are_gone_after_the_next_use_and_others_are_not_concerned() -> None:
     model, optimizer, _, kept = torn()
     refuse_torn({id(parameter) for parameter in nn.Linear(1, 1).parameters()})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import selections
 from worker_habits import reference
-from worker_processes import free_port, outcomes, told
+from worker_processes import LazyOutcomes, free_port, told
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {
@@ -72,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
         ],
     },
 }
+FAST = ("2 x 1", "2 x 2, factors", "left", "recovers", "alone")
 ALONE: dict[str, Any] = {  # the first call is one in which all tell each other what they may send as factors
     "model": "mlp",
     "devices": [1, 1],
@@ -90,10 +93,10 @@ def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What came of each case in each process."""
     cases = {name: run(given) for name, given in (CASES | {"alone": ALONE}).items()}
-    return outcomes(tmp_path_factory.mktemp("accumulation"), cases, limit_seconds=200)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=200)
 
 
 def assert_as_in_one_process(workers: list[Any], given: dict[str, Any]) -> None:
@@ -108,23 +111,23 @@ def assert_as_in_one_process(workers: list[Any], given: dict[str, Any]) -> None:
         assert own["values"] == workers[0]["values"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_updates_are_those_of_one_process_on_all_examples(found: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+def test_updates_are_those_of_one_process_on_all_examples(found: Mapping[str, Any], case: str) -> None:
     assert_as_in_one_process(found[case][: len(CASES[case]["devices"])], CASES[case])
 
 
-def test_each_worker_counts_its_own_examples(found: dict[str, Any]) -> None:
+def test_each_worker_counts_its_own_examples(found: Mapping[str, Any]) -> None:
     assert found["2 x 1"][0]["kept"] == [4, 5, 0, 0, 0, 0, 2, 0]
     assert found["2 x 1"][1]["kept"] == [2, 5, 0, 0, 3, 0, 0, 0]
 
 
-def test_a_call_that_fails_on_one_worker_leaves_the_sums_of_all(found: dict[str, Any]) -> None:
+def test_a_call_that_fails_on_one_worker_leaves_the_sums_of_all(found: Mapping[str, Any]) -> None:
     for rank, own in enumerate(found["recovers"][:2]):
         assert all("OSError: the disk is full" in own["losses"][number] for number in (1, 3))
         assert own["kept"] == [[4, 4, 7, 7, 0], [2, 2, 4, 4, 0]][rank]
 
 
-def test_an_accumulation_on_one_worker_alone_is_refused_by_all(found: dict[str, Any]) -> None:
+def test_an_accumulation_on_one_worker_alone_is_refused_by_all(found: Mapping[str, Any]) -> None:
     one, other = found["alone"][:2]
     for number, kept in ((0, [0, 0]), (3, [2, 3])):
         assert one["losses"][number] == other["losses"][number]

@@ -136,6 +136,7 @@ def test_training_goes_on_from_what_was_restored(found: dict[str, Any], case: st
             assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
 
 
+@pytest.mark.slow
 def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) -> None:
     given = {"it": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 2}}
     own = outcomes(tmp_path, cases(tmp_path, "kill", given), num_ended=1)["it"]

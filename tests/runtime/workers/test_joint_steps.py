@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import selections
 from worker_processes import free_port, outcomes, told
 from worker_training import evaluation, in_one_process, reference
 
@@ -267,7 +268,7 @@ def test_another_model_is_refused_by_all(found: dict[str, Any]) -> None:
     assert "model: Mlp" in errors[0] and "model: Table" in errors[0]
 
 
-@pytest.mark.parametrize("fault", ["kill", "end", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", selections.slow_but(["kill"], ["kill", "end", "stop"]))
 def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
     given = {
         "model": "mlp",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import selections
 import torch
 from worker_habits import reference
-from worker_processes import free_port, outcomes, told
+from worker_processes import LazyOutcomes, free_port, told
 
 STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [5, 2]], ["step", [3, 0]]]
 OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [1, 1, 4]], ["step", [0, 4, 1]], ["step", [2, 2, 2]]]
@@ -54,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {name: {"model": "mlp", **given} for name, given in CASES.items()}
+FAST = ("whole, 2 x 2", "drifts", "skips", "bound", "bad memory")
 AS_ONE_PROCESS = [name for name in CASES if name not in ("drifts", "bad memory", "bad state")]
 
 
@@ -64,14 +67,14 @@ def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What came of each case in each process."""
     cases = {name: run(given) for name, given in CASES.items()}
-    return outcomes(tmp_path_factory.mktemp("habits"), cases, limit_seconds=250)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
 
 
-@pytest.mark.parametrize("case", AS_ONE_PROCESS)
-def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", selections.slow_but(FAST, AS_ONE_PROCESS))
+def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]
     losses, values = reference(given)
     for own in found[case][: len(given["devices"])]:
@@ -82,14 +85,15 @@ def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: dict[str
         assert (own["values"], own["state"]) == (found[case][0]["values"], found[case][0]["state"])
 
 
-def test_an_optimizer_that_draws_leaves_the_other_workers_streams_alone(found: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_an_optimizer_that_draws_leaves_the_other_workers_streams_alone(found: Mapping[str, Any]) -> None:
     torch.manual_seed(6)
     expected = float(torch.rand(()))
     assert [own["drawn"] for own in found["noisy"][1:]] == [expected] * 2
     assert found["noisy"][0]["drawn"] != found["bound"][0]["drawn"]
 
 
-def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_workers(found: dict[str, Any]) -> None:
+def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_workers(found: Mapping[str, Any]) -> None:
     one, other = found["drifts"][:2]
     assert isinstance(one["losses"][0], float) and one["losses"][1] == other["losses"][1]
     assert (
@@ -100,12 +104,13 @@ def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_wor
     assert "No parameter was changed. The optimizer does not give the same numbers everywhere" in one["losses"][1]
 
 
-def test_all_skip_a_step_in_which_one_loss_is_not_finite(found: dict[str, Any]) -> None:
+def test_all_skip_a_step_in_which_one_loss_is_not_finite(found: Mapping[str, Any]) -> None:
     for own in found["skips"]:
         assert own["skipped"] == [0, 1, 2, 2] and own["norms"][0] == found["skips"][0]["norms"][0]
 
 
-def test_a_loss_that_is_not_finite_on_one_worker_is_an_error_on_all(found: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_worker_is_an_error_on_all(found: Mapping[str, Any]) -> None:
     one, other = found["refuses"][:2]
     assert one["losses"][1] == other["losses"][1] and one["losses"][3] == other["losses"][3]
     assert one["losses"][1].startswith("NonFiniteError: worker 1 (")
@@ -116,15 +121,16 @@ def test_a_loss_that_is_not_finite_on_one_worker_is_an_error_on_all(found: dict[
     assert [own["kept"] for own in (one, other)] == [[0, 0, 2, 2, 0, 0], [0, 0, 3, 3, 0, 0]]
 
 
-def test_norms_have_the_same_bits_on_workers_with_different_numbers_of_devices(found: dict[str, Any]) -> None:
+def test_norms_have_the_same_bits_on_workers_with_different_numbers_of_devices(found: Mapping[str, Any]) -> None:
     assert found["bound"][0]["norms"] == found["bound"][1]["norms"] == found["bound"][2]["norms"]
     assert all(norm > 0.1 for norm in found["bound"][0]["norms"])
 
 
 @pytest.mark.parametrize(
-    ("case", "what", "at"), [("bad memory", "0.weight", 3), ("bad state", "exp_avg of 0.weight", 2)]
+    ("case", "what", "at"),
+    [("bad memory", "0.weight", 3), *selections.slow(("bad state", "exp_avg of 0.weight", 2))],
 )
-def test_copies_that_part_are_named_on_all_workers(found: dict[str, Any], case: str, what: str, at: int) -> None:
+def test_copies_that_part_are_named_on_all_workers(found: Mapping[str, Any], case: str, what: str, at: int) -> None:
     one, other = found[case][:2]
     assert all(isinstance(loss, float) for loss in one["losses"][:at])
     for error in one["losses"][at:]:  # again, until they are written anew

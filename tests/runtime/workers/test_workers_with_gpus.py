@@ -79,6 +79,7 @@ def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -
         assert own["error"].endswith("gathers no factors; give exchange='auto'")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
     """NCCL does not tell that a worker is gone: its kernel waits until it is aborted. The connections over gloo tell."""
     given = {
@@ -126,6 +127,9 @@ def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> Non
     )
     ended: list[str] = []
     made.end_collectives = lambda: ended.append("ended")
+    made.abort()
+    assert not ended, "nothing is under way"
+    made.begin_afresh()
     made.launch_exchange(0, 0, torch.ones(2))
     made.abort()
     assert ended == ["ended"]
