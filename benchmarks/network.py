@@ -23,6 +23,7 @@ from network_contenders import NETWORK_CONTENDERS, NUM_WORKERS
 from processes import ContenderProcesses
 from workloads import WORKLOADS
 
+WARM_UP = 12  # steps; with "auto", sizes of buckets are chosen after some of them
 HERE = Path(__file__).resolve().parent
 CAPS = ("DDP 1 MB", "DDP 5 MB", "DDP 25 MB")
 DEFAULT_WORKLOADS = ("mlp-64", "mlp-8", "gpt-8", "recommender-256")
@@ -48,7 +49,7 @@ def measure(
             contenders[name] = start(name, workload, hosts, is_eager)
             running.callback(contenders[name].close)
         for contender in contenders.values():
-            contender.run(2)
+            contender.run(WARM_UP)
         medians: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else reversed(names):

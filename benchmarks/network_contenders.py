@@ -21,7 +21,7 @@ NUM_WORKERS = 2
 _NUM_THREADS = 1
 
 
-def _mirrorc(workload: Workload, is_compiled: bool) -> StepFunction:
+def _mirrorc(workload: Workload, is_compiled: bool, **sizes: Any) -> StepFunction:
     import mirrorc
 
     model = workload.make_model()
@@ -31,6 +31,7 @@ def _mirrorc(workload: Workload, is_compiled: bool) -> StepFunction:
         optimizer=adamw(model),
         loss_fn=workload.loss_fn,
         backend="inductor" if is_compiled else "eager",
+        **sizes,
     )
     x, y = workload.make_batch(workload.per_replica)
     return lambda: step(x, target=y)
@@ -58,6 +59,8 @@ def _wire(workload: Workload, is_compiled: bool) -> StepFunction:
 
 NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (_mirrorc, {}),
+    "mirrorc 4 MB": (_mirrorc, {"bucket_cap_mb": 4.0}),
+    "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "DDP 1 MB": (_ddp, {"cap_mb": 1}),
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),
     "DDP 25 MB": (_ddp, {"cap_mb": 25}),
