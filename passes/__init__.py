@@ -31,6 +31,7 @@ from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.unscale_gradients import UnscaleGradients
+from mirrorc.passes.update_in_parts import UpdateInParts
 from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "ShardOptimizer",
     "ShareParameters",
     "UnscaleGradients",
+    "UpdateInParts",
     "default_pipeline",
     "told_of_sharing",
 ]
@@ -89,6 +91,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "check-finite": CheckFinite,
     "lower-collectives": LowerCollectives,
     "scale-in-updates": ScaleInUpdates,
+    "update-in-parts": UpdateInParts,
     "lower-devices": LowerDevices,
 }
 """Every pass of mirrorc, by name, in the order of the pipeline."""
@@ -100,6 +103,7 @@ def default_pipeline(
     first_bucket_mb: float = 1.0,
     link: str | None = None,
     min_factored_elements: int = 2**17,
+    part_elements: int = 2**19,
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
     microbatches: int = 1,
@@ -123,6 +127,7 @@ def default_pipeline(
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
+        part_elements: how many elements of a product updates make at a time, see `UpdateInParts`.
         gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
             `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile`
             determines it from backend and devices.
@@ -166,6 +171,7 @@ def default_pipeline(
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
         LowerCollectives(link=link),
         *([ScaleInUpdates(fused_groups)] if max_grad_norm is not None or scales_loss else []),
+        UpdateInParts(part_elements),
         LowerDevices(),
     ]
 

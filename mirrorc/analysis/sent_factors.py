@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import ViewedVariables
-from mirrorc.analysis.factored_gradients import factor_values
+from mirrorc.analysis.factored_gradients import factor_values, left_to_shares
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Detail, RowType, SentFactors
 from mirrorc.ir.gradient_forms import FactoredGradient, GradientForm, details_of, form_of, recognize
@@ -98,6 +98,15 @@ def packs_of(program: Program, bucket: int) -> list[fx.Node]:
     """The packs of a bucket in a lowered program, of each replica."""
     graphs = (module.graph for module in program.device_graphs.values())
     return [next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket) for graph in graphs]
+
+
+def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
+    """The (fake) factors of which devices make their shares of a bucket, in a LOWERED program: of each replica with examples, of
+    each gradient, of each part. Other workers are taken to have as many as this one."""
+    packs = [pack for pack in packs_of(program, bucket) if pack.args]
+    found = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
+    is_gathered = any(user.target is ops.gather_factors for pack in packs for user in pack.users)
+    return found * program.workers.num_workers if is_gathered else found
 
 
 def row_counts(program: Program) -> Counts:

@@ -18,6 +18,7 @@ from torch import fx
 
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of, rows_of
+from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.analysis.work import Machine, seconds_of_graph
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
@@ -137,6 +138,8 @@ class ProgramDurations:
         if is_region_call(node):
             return self._of_regions[replica][node]
         if node.target is ops.wait and _launch(node).target is ops.gather_factors:
+            if part_elements_of(node) is not None:  # the update makes them
+                return 0.0
             return self._seconds_of_products(bucket_of(node))
         line = self._costs.lines.get(kind_of_call(self._program, node))
         return line.at(num_bytes_of_call(self._program, replica, node)) if line is not None else 0.0
@@ -188,6 +191,8 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
     if "bucket" not in node.kwargs:
         return kind
     bucket = program.buckets[bucket_of(node)]
+    if node.kwargs.get("part_elements"):
+        kind = f"{kind} in parts"
     return f"{kind} {bucket.rule.label} {bucket.dtype}{' of factors' if bucket.is_sent_as_factors else ''}"
 
 

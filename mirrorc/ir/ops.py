@@ -389,10 +389,14 @@ def tell(value: Any, *, what: str, replica: int) -> None:
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
-def update(gradient: Any, *factor: Any, bucket: int, replica: int) -> None:
+def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
 
     Given a factor, the optimizer gets the gradient times it, as if by `scale`, and may make that in the gradient's memory.
+
+    With ``part_elements``, the wait that it takes leaves the share of the sum to it, which nothing else takes: the update makes
+    products of factors some rows after the other, about so many elements at a time, and applies the optimizer to each part right
+    away. All these parts are made in one memory, so the gradient of such a matrix is never there as a whole.
     """
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from mirrorc.analysis.clipping import is_checked
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.analysis.slots_of_values import given_slots
+from mirrorc.analysis.updates_in_parts import is_made_in_updates
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.gradient_forms import FORMS, GradientForm
@@ -121,9 +122,8 @@ def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     found = [node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES]
     is_sent = all(user.target is ops.gather_factors for node in found for pack in node.users for user in pack.users)
     whose = "this worker's replicas'" if program.workers.are_several and not is_sent else "all replicas'"
-    text = (
-        f"a factored gradient is not made here: at the wait each device makes its own share of it, of {whose} factors"
-    )
+    when = " or ".join(sorted({"in the update" if is_made_in_updates(node) else "at the wait" for node in found}))
+    text = f"a factored gradient is not made here: {when} each device makes its own share of it, of {whose} factors"
     return {found[0]: [text]} if found else {}
 
 
@@ -185,6 +185,8 @@ def _factored(program: Program, node: fx.Node) -> str:
     types = [type_of(factor.meta.get("val")) for factor in node.args if isinstance(factor, fx.Node)]
     made_of = _sum(form, types) if form is not None else ", ".join(types)
     maker = maker_of(node)
+    if maker is Maker.SHARES and is_made_in_updates(node):
+        return f"{made_of}, made by shares in the update"
     return f"{made_of}, made {maker.value}" if maker is not None else made_of
 
 

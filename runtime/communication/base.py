@@ -10,6 +10,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
+from mirrorc.runtime.state.gradient_shares import UnmadeShare
 from mirrorc.runtime.state.share_pieces import Visit, visit_parts
 
 
@@ -86,6 +87,11 @@ class Communicator:
         share = self.wait_reduce_scatter(bucket, replica, pending)
         visit_parts(share, visit)
         return share
+
+    def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
+        """What this replica's share of a sum is made of, when all of it is there, of a bucket in which gradients are left as
+        factors."""
+        raise self._not_carried("shares that are left to updates")
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over

@@ -12,7 +12,7 @@ from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import make_share
+from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, add_visited
 
 
@@ -56,6 +56,14 @@ class SharedMemoryCommunicator(Communicator):
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
         """See `Communicator`; a part is visited as soon as it is made."""
         return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit)
+
+    def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
+        """See `Communicator`."""
+        rendezvous = self._rendezvous[("reduce_scatter", bucket)]
+        rendezvous.await_replicas(replica, range(len(self.devices)))
+        buckets = rendezvous.tensors
+        bounds = share_bounds(buckets[0].tensor.numel(), len(self.devices), replica)
+        return UnmadeShare(tuple(buckets), buckets[replica].pieces, *bounds)
 
     def release(self) -> None:
         """See `Communicator`."""

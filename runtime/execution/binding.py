@@ -15,6 +15,7 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
+from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
@@ -31,7 +32,7 @@ from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
-from mirrorc.runtime.state.gradient_shares import make_whole, pieces_of_share
+from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
 from mirrorc.torch_internals import copy_each
 
@@ -230,7 +231,7 @@ class Binder:
         return recv
 
     @binds(ops.wait)
-    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
+    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
         communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
@@ -243,6 +244,8 @@ class Binder:
             return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
             return lambda pending, **_: communicator.wait_parameters(bucket, replica)
+        if part_elements_of(node) is not None:
+            return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:

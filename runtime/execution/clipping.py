@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding import Binder, binds
 from mirrorc.runtime.execution.visitors import BoundVisitor, NormVisitor, norm_of
-from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.gradient_shares import UnmadeShare, forget_what_is_written
+from mirrorc.runtime.state.reserved_memory import OF_PARTS
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import scale_each
 
@@ -79,6 +82,9 @@ def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., to
 @binds(ops.update)
 def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
+    part_elements: Any = node.kwargs.get("part_elements")
+    if part_elements is not None:
+        return _updating_in_parts(binder, replica, optimizer, part_elements)
     if scaling_factor(node) is None:
         return lambda gradient, **_: optimizer.update(gradient)
     scale = _scaling(binder, node)
@@ -89,6 +95,22 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
             optimizer.update(scale(gradient, factor))
         else:
             optimizer.update_divided(gradient, divisor)
+
+    return update
+
+
+def _updating_in_parts(
+    binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int
+) -> Callable[..., None]:
+    """The function that makes a share in parts, and updates with each of them."""
+    reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
+
+    def update(share: UnmadeShare, **_: Any) -> None:
+        if not share.is_in_parts(part_elements):
+            optimizer.update(share.make())
+            return
+        memory = reserved.block(replica, OF_PARTS, (part_elements,), dtype)
+        optimizer.of_parts.update(functools.partial(share.make_parts, memory))
 
     return update
 

@@ -1,4 +1,7 @@
-"""Walks a device's lowered graph to find which values are in memory at each node, and where they take the most bytes."""
+"""Walks a device's lowered graph to find which values are in memory at each node, and where they take the most bytes.
+
+It is long, as it has a handler for each operation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from mirrorc.analysis.factored_gradients import (
     pack_of_gradients,
     stays_factored,
 )
-from mirrorc.analysis.sent_factors import factor_bytes, packs_of
+from mirrorc.analysis.sent_factors import factor_bytes, factors_of_shares, packs_of
+from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
@@ -255,7 +259,7 @@ class _Walk:
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
-            return (), self._temporary_bytes(operand)
+            return (), self._temporary_bytes(operand) if part_elements_of(node) is None else 0
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
 
@@ -268,10 +272,7 @@ class _Walk:
         first = pack_of_gradients(self.program, index)  # this device may have no examples
         if not left_to_shares(first):
             return 0
-        packs = packs_of(self.program, index)
-        factors = [[factor_values(gradient) for gradient in left_to_shares(own)] for own in packs if own.args]
-        if any(user.target is ops.gather_factors for user in first.users):
-            factors *= self.program.workers.num_workers  # as if all had as many rows
+        factors = factors_of_shares(self.program, index)
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         return temporary_bytes(pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas), factors)
 
@@ -296,4 +297,8 @@ class _Walk:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.updated(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
-        return (), round(self.temporary_bytes[bucket.index] * (stop - start))
+        number: Any = node.kwargs.get("part_elements")
+        if number is None:
+            return (), round(self.temporary_bytes[bucket.index] * (stop - start))
+        of_part = self.temporary_bytes[bucket.index] * min(number, stop - start)
+        return (), round(of_part) + self._temporary_bytes(pack_of_gradients(self.program, bucket.index))

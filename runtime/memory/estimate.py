@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients
+from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
+from mirrorc.analysis.sent_factors import factors_of_shares
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import call_name, calls_to
+from mirrorc.ir.nodes import bucket_of, call_name, calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Role, Synchronization, Variable
@@ -19,6 +20,7 @@ from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
 from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
 from mirrorc.runtime.state.flat_optimizer import UpdateMemory
+from mirrorc.runtime.state.gradient_shares import pieces_of_share
 from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak
@@ -84,6 +86,7 @@ class _Tally:
         self.bytes: dict[Owners, Counter[str]] = {(name,): Counter() for name in self.names}
         self.unknown: set[Owners] = set()  # those whose optimizer state is not known
         self.remarks: list[str] = []
+        self._parts = [0] * len(self.names)  # bytes of the memory in which parts of gradients are made, of each device
         self._in_buckets = {slot.variable for bucket in program.buckets for slot in bucket.slots}
 
     def _add(self, owners: Owners, kind: str, num_bytes: int) -> None:
@@ -120,21 +123,39 @@ class _Tally:
             self._add(owners, "parameters", bucket.num_bytes)
         pack = pack_of_gradients(self.program, bucket.index)
         left = {str(gradient.kwargs["variable"]) for gradient in left_to_shares(pack)}
+        in_parts = self._elements_in_parts(bucket)
         for replica, name in enumerate(self.names):
-            # Their shares are made in the first replica's bucket; in the others', their pages are never written.
-            untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else 0
+            # Their shares are made in the first replica's bucket, if not in parts; other pages of them are never written.
+            untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else in_parts
             accumulated = bucket.num_bytes if self.program.accumulation is not Accumulation.NONE else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
+    def _elements_in_parts(self, bucket: Bucket) -> int:
+        """The elements of a bucket that devices make in parts, in memory of their own, which is noted."""
+        found = 0
+        for replica, module in enumerate(self.program.device_graphs.values()):
+            update = next(
+                (node for node in calls_to(module.graph, ops.update) if bucket_of(node) == bucket.index), None
+            )
+            number: Any = update.kwargs.get("part_elements") if update is not None else None
+            if number is None:
+                continue
+            slots = slots_left_as_factors(self.program, bucket.index)
+            for piece in pieces_of_share(bucket, slots, replica, len(self.names)):
+                part = piece.largest_part(number, factors_of_shares(self.program, bucket.index))
+                self._parts[replica] = max(self._parts[replica], part * bucket.dtype.itemsize)
+                found += piece.stop - piece.start if part else 0
+        return found
+
     def add_reserved(self) -> None:
-        """Adds the memory that is reserved for large results of regions; those with one number lie in one block."""
-        for name, module in zip(self.names, self.program.device_graphs.values(), strict=True):
+        """Adds memory that is reserved: for parts of gradients, and for large results of regions, a block for each number."""
+        for name, own, module in zip(self.names, self._parts, self.program.device_graphs.values(), strict=True):
             blocks: Counter[Any] = Counter()
             for node in calls_to(module.graph, ops.reserved):
                 value = node.meta["val"]
                 number = node.kwargs["number"]
                 blocks[number] = max(blocks[number], value.numel() * value.itemsize)
-            self._add((name,), "reserved", blocks.total())
+            self._add((name,), "reserved", blocks.total() + own)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
         """Adds the optimizer's state for a bucket."""

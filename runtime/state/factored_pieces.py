@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from mirrorc.analysis.updates_in_parts import elements_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.share_pieces import (
@@ -15,6 +16,7 @@ from mirrorc.runtime.state.share_pieces import (
     FactoredBucket,
     FactoredPiece,
     Factors,
+    Take,
     Visit,
     makes_shares_of,
 )
@@ -31,6 +33,10 @@ class Rectangle(FactoredPiece):
 
     rows: slice
     columns: slice
+
+    def _sizes(self) -> tuple[int, int]:
+        """The number of rows and that of columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
@@ -72,6 +78,22 @@ class ProductPiece(Rectangle):
             _add_products([(left[rows], right) for left, right in pairs], out[rows])
             visit(out[rows].view(-1))
 
+    def make_parts(self, buckets: Sequence[FactoredBucket], memory: torch.Tensor, take: Take) -> None:
+        """Multiplies some rows after the other."""
+        pairs = self._pairs(self.factors_in(buckets))
+        all_rows, width = self._sizes()
+        num_rows = memory.numel() // width
+        for first in range(0, all_rows, num_rows):
+            rows = [(left[first : first + num_rows], right) for left, right in pairs]
+            part = memory[: len(rows[0][0]) * width]
+            _add_products(rows, part.view(-1, width))
+            take(self.start + first * width, part)
+
+    def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        """See `Piece`."""
+        num_inner = sum(left.shape[1] for own in factors for left, _ in own[self.factored])
+        return elements_of_part(*self._sizes(), num_inner, num_elements)
+
     def _pairs(self, factors: Sequence[Factors]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of the products that are added up, for this rectangle."""
         pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
@@ -82,7 +104,7 @@ class ProductPiece(Rectangle):
         return [(left, torch.cat([right for _, right in pairs]))]
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        m, n = (part.stop - part.start for part in (self.rows, self.columns))
+        m, n = self._sizes()
         lefts = [left for own in factors for left, _ in own[self.factored]]
         num_inner = sum(left.shape[1] for left in lefts)
         is_copied = _is_one_product(m, n, num_inner, len(lefts))

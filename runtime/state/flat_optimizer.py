@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class FlatOptimizer:
         }
         self.optimizer.__setstate__(state)  # as unpickling does; this is how the class starts from a given state
         self._step = bare_step(type(optimizer))
+        self._of_parts: PartOptimizer | None = None
 
     def _hyperparameters(self) -> dict[str, Any]:
         """The user's present hyperparameters; if they leave the implementation open, the fused one is chosen."""
@@ -70,6 +71,15 @@ class FlatOptimizer:
     def sync(self) -> None:
         """Takes over hyperparameters that the user, or a scheduler, changed."""
         self.optimizer.param_groups[0].update(self._hyperparameters())
+        if self._of_parts is not None:
+            self._of_parts.sync()
+
+    @property
+    def of_parts(self) -> PartOptimizer:
+        """Updates the parameters in parts."""
+        if self._of_parts is None:
+            self._of_parts = PartOptimizer(self)
+        return self._of_parts
 
     @property
     def state(self) -> dict[str, Any]:
@@ -105,6 +115,91 @@ class FlatOptimizer:
         self.parameter.grad = gradient
         with dividing_gradients(self.optimizer, divisor):
             self._step(self.optimizer)
+
+
+class PartOptimizer:
+    """One step of a flat optimizer, made part by part: each has its number of steps, and its part of the state.
+
+    Args:
+        whole: the flat optimizer.
+    """
+
+    def __init__(self, whole: FlatOptimizer) -> None:
+        self._whole = whole
+        self._own = FlatOptimizer(whole._source, whole._group, whole.parameter.detach()[:0], whole._rate)
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, dict[str, Any]]] = {}  # of parameters and state, by part
+        self._viewed: dict[str, int] = {}  # the addresses of what they are views of
+
+    def sync(self) -> None:
+        """See `FlatOptimizer`."""
+        self._own.sync()
+
+    def update(
+        self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
+    ) -> None:
+        """One step. Gradients are switched off in the caller's thread.
+
+        Args:
+            parts: calls a function with each part of the gradient, in order: its first element, and the part, 1-D.
+            divisor: as in `FlatOptimizer.update_divided`; None to take gradients as they are.
+        """
+        whole, own = self._whole.state, self._own
+        numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}
+        made: list[dict[str, Any]] = []
+        self._note_addresses(whole)
+
+        def update(first: int, gradient: torch.Tensor) -> None:
+            parameters, state = self._view(first, len(gradient), whole)
+            own.parameter.data = parameters
+            own.optimizer.state[own.parameter] = now = {
+                **state,
+                **{key: _copy(value) for key, value in numbers.items()},
+            }
+            if divisor is None:
+                own.update(gradient)
+            else:
+                own.update_divided(gradient, divisor)
+            made.append(now)
+
+        parts(update)
+        own.parameter.grad = None
+        for key, value in made[-1].items():
+            if key in SCALAR_STATE:
+                _put(whole, key, value)
+            elif not isinstance(whole.get(key), torch.Tensor):  # the optimizer makes it in its first step
+                is_tensor = isinstance(value, torch.Tensor)
+                whole[key] = torch.cat([state[key] for state in made]) if is_tensor else value
+
+    def _note_addresses(self, state: Mapping[str, Any]) -> None:
+        """Drops views of state that has been laid out anew."""
+        found = {key: value.data_ptr() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if found != self._viewed:
+            self._viewed = found
+            self._views.clear()
+
+    def _view(self, first: int, length: int, state: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A part of the parameters, and of each entry of the state that has a number for each of them."""
+        if (first, length) not in self._views:
+            part = slice(first, first + length)
+            entries = {
+                key: value[part] if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+                if key not in SCALAR_STATE
+            }
+            self._views[(first, length)] = self._whole.parameter.detach()[part], entries
+        return self._views[(first, length)]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _put(state: dict[str, Any], key: str, value: Any) -> None:
+    """Gives an entry of the state another number; a tensor stays the same one."""
+    if isinstance(state.get(key), torch.Tensor):
+        state[key].copy_(value)
+    else:
+        state[key] = value
 
 
 def update_memory(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket
@@ -12,6 +15,7 @@ from mirrorc.runtime.state.share_pieces import (
     Factors,
     Piece,
     SumPiece,
+    Take,
     Visit,
     makes_shares_of,
 )
@@ -72,6 +76,58 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
             piece.make(buckets, total)
         else:
             piece.make_visited(buckets, total, visit)
+
+
+@dataclass(frozen=True)
+class UnmadeShare:
+    """A share of a sum of which all is there that it is made of.
+
+    Attributes:
+        buckets: of all replicas that take part, in order; in the memory of the first one lies what is not made in parts.
+        pieces: of the share.
+        start, stop: its elements in the bucket; those between and behind slots, which are zero, are in no piece.
+    """
+
+    buckets: Sequence[FactoredBucket]
+    pieces: Sequence[Piece]
+    start: int
+    stop: int
+
+    def is_in_parts(self, num_elements: int) -> bool:
+        """Whether `make_parts` makes anything in a memory of so many elements."""
+        return any(piece.largest_part(num_elements, self._factors) for piece in self.pieces)
+
+    def make(self) -> torch.Tensor:
+        """Makes the share in the bucket."""
+        make_pieces(self.pieces, self.buckets)
+        return self.buckets[0].tensor[self.start : self.stop]
+
+    def make_parts(self, memory: torch.Tensor, take: Take) -> None:
+        """Makes the share in parts, in order, and has each taken before the next one is made.
+
+        Args:
+            memory: in which large products are made, one part after the other, 1-D; all else is made in the bucket.
+            take: gets the first element of each part, counted from the share's, and the part.
+        """
+        whole, start = self.buckets[0].tensor, self.start
+        waiting = start  # the first element that lies in the bucket, and is not taken
+
+        def take_waiting(stop: int) -> None:
+            for first in range(waiting, stop, memory.numel()):
+                take(first - start, whole[first : min(first + memory.numel(), stop)])
+
+        for piece in self.pieces:
+            if piece.largest_part(memory.numel(), self._factors):
+                take_waiting(piece.start)
+                piece.make_parts(self.buckets, memory, lambda first, part: take(first - start, part))
+                waiting = piece.stop
+            else:
+                piece.make(self.buckets, whole[piece.start : piece.stop])
+        take_waiting(self.stop)
+
+    @property
+    def _factors(self) -> list[Sequence[Sequence[Factors]]]:
+        return [bucket.factors for bucket in self.buckets if bucket.factors]
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:

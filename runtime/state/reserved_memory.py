@@ -8,6 +8,9 @@ import torch
 
 from mirrorc.ir.devices import Device
 
+OF_PARTS = -1
+"""The number of the block in which parts of gradients are made."""
+
 
 class ReservedMemory:
     """Blocks of memory by replica and number. All programs of a step use the same blocks, one after the other.

@@ -18,6 +18,9 @@ CACHED_ELEMENTS = 2**18
 Visit = Callable[[torch.Tensor], None]
 """What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies."""
 
+Take = Callable[[int, torch.Tensor], None]
+"""What is done with each part of a share: it is given the part's first element, counted from the bucket's, and the part, 1-D."""
+
 Factors = tuple[torch.Tensor, ...]
 """The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
 
@@ -62,6 +65,19 @@ class Piece(ABC):
         """As `make`; then visits the elements in parts, in order. Subclasses may visit a part before they make the next one."""
         self.make(buckets, total)
         visit_parts(total, visit)
+
+    def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        """The elements that `make_parts` makes at a time, at most, in a memory of ``num_elements``; 0 if it is not to make them.
+
+        Args:
+            num_elements: of the memory.
+            factors: as for `temporary_bytes`.
+        """
+        return 0
+
+    def make_parts(self, buckets: Sequence[FactoredBucket], memory: torch.Tensor, take: Take) -> None:
+        """Makes the sum in parts, in order, all in the same memory, 1-D, and has each taken before the next one is made."""
+        raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Forgets what earlier steps have written, because the bucket may have been overwritten since."""

@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.state.gradient_shares import make_pieces
+from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_pieces
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
 from mirrorc.runtime.workers.factor_messages import FactorMessage, Gathering, NumRows, RowsOf
 from mirrorc.runtime.workers.joint_launches import JointLaunches, Launch
@@ -111,15 +111,19 @@ class Exchanges(Communicator):
         """See `Communicator`; a part is visited as soon as it is made."""
         return self._make(bucket, replica, visit)
 
-    def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
+    def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
+        """As in the base class; raises as `wait_exchange`."""
         self._joint.wait(bucket, replica, bucket)
         own = self._offered[bucket][replica]
         assert own is not None, "it was launched"
         everyone = [FactoredBucket(own.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
-        if any(one.factors for one in everyone):
-            make_pieces(own.pieces, everyone, visit)
-        start, stop = share_bounds(own.tensor.numel(), len(self.devices), replica)
-        return own.tensor[start:stop]
+        return UnmadeShare(everyone, own.pieces, *share_bounds(own.tensor.numel(), len(self.devices), replica))
+
+    def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
+        share = self.wait_unmade(bucket, replica, None)
+        if any(one.factors for one in share.buckets):
+            make_pieces(share.pieces, share.buckets, visit)
+        return share.buckets[0].tensor[share.start : share.stop]
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """See `Communicator`."""

@@ -335,7 +335,7 @@ def test_factored_gradients_are_the_same_numbers(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 3)).to(dtype)
     batches = [{"input": torch.randn(n, 48, dtype=dtype), "target": torch.randint(0, 3, (n,))} for n in (8, 9, 7, 9)]
-    pipeline = default_pipeline(min_factored_elements=0, **caps)
+    pipeline = default_pipeline(min_factored_elements=0, part_elements=100, **caps)
     pipeline = [replace(p, parameters_are_shared=True) if isinstance(p, FactorGradients) else p for p in pipeline]
     factored, whole = (
         train_mirrored(model, SGD, batches, num_devices, F.cross_entropy, passes=select_passes(pipeline, left_out))

@@ -119,6 +119,7 @@ def test_a_bucket_whose_parameters_are_shared_says_so() -> None:
     assert [name for name, found in is_shared.items() if found] == [
         "share-parameters",
         "lower-collectives",
+        "update-in-parts",
         "lower-devices",
     ]
     assert " · shared · ready after d(fc1.weight) in bwd_0" in bucket_rows(stages["lower-devices"].to_text())[0]

@@ -329,6 +329,25 @@ def factored(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Mutation:
     return "pack-gradients", mutate
 
 
+def in_parts(change: Callable[[fx.Graph], None], pass_name: str = "lower-devices") -> Mutation:
+    """A change of a program whose updates make products in parts."""
+
+    def mutate(_: Program) -> Program:
+        captured = captured_model(nn.Linear(40, 30), 2, 8, columns=40)
+        program = every_stage(captured, min_factored_elements=0, part_elements=150)[pass_name]
+        verify(program)
+        return at("", change)[1](program)
+
+    return "lower-devices", mutate
+
+
+def look_at_what_is_made_in_parts(graph: fx.Graph) -> None:
+    wait = first(graph, ops.update).args[0]
+    with graph.inserting_after(wait):
+        found = graph.call_function(ops.is_finite, (wait,), {"replica": 0})
+    found.meta["val"] = torch.ones((), dtype=torch.bool)
+
+
 def change_of(change: Callable[[fx.Graph], None]) -> Callable[[Program], Program]:
     return lambda program: at("", change)[1](program)
 
@@ -1189,6 +1208,12 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", use_a_view_after_the_update),
         at("schedule-overlap", update_before_a_region),
         on_every_device("lower-devices", update_before_a_region),
+    ],
+    "updates_in_parts_take_shares_alone": [
+        in_parts(look_at_what_is_made_in_parts),
+        in_parts(lambda graph: with_kwargs(first(graph, ops.update), part_elements=0)),
+        at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), part_elements=150)),
+        at("lower-collectives", lambda graph: with_kwargs(first(graph, ops.update), part_elements=150)),
     ],
     "a_step_commits_once": [
         at("insert-update", lambda graph: erase(graph, first(graph, ops.commit))),

@@ -1,4 +1,6 @@
+import math
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,13 @@ from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.runtime.state import factored_pieces, share_pieces
-from mirrorc.runtime.state.gradient_shares import forget_what_is_written, make_share, pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.gradient_shares import (
+    UnmadeShare,
+    forget_what_is_written,
+    make_share,
+    pieces_of_share,
+    temporary_bytes,
+)
 from mirrorc.runtime.state.share_pieces import FactoredBucket
 from mirrorc.torch_internals import peak_allocation
 
@@ -64,6 +72,65 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
     for slot in bucket.slots:
         place = slice(slot.offset, slot.offset + slot.num_elements)
         torch.testing.assert_close(buckets[0].tensor[place], expected[place])
+
+
+@fuzzed(60)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    which=st.lists(st.sampled_from(["product", "table", "whole"]), min_size=5, max_size=5),
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
+    num_elements=st.integers(1, 300),
+)
+def test_shares_in_parts_are_shares(
+    shapes: list[tuple[int, int]], which: list[str], rows: list[int], num_elements: int
+) -> None:
+    """The parts of a share, one after the other, are the share; what is made in parts is not written into the bucket."""
+    bucket, num_replicas = bucket_of(shapes), len(rows)
+    forms = {"product": FactoredSlot, "table": partial(FactoredSlot, details={"padding_idx": -1})}
+    factored = [
+        forms[kind](i, {"product": PRODUCT, "table": TABLE}[kind])
+        for i, kind in enumerate(which[: len(shapes)])
+        if kind in forms
+    ]
+    buckets = []
+    for replica, k in enumerate(rows):
+        factors = []
+        for slot in factored:
+            m, n = bucket.slots[slot.place].shape
+            right = torch.rand(k, n, dtype=torch.float64)
+            left = torch.rand(k, m, dtype=torch.float64).t()
+            factors.append([(left, right) if slot.form is PRODUCT else (right, torch.randint(0, m, (k,)))])
+        flat = torch.rand(bucket.num_elements, dtype=torch.float64)
+        for slot in factored:
+            own = bucket.slots[slot.place]
+            flat[own.offset : own.offset + own.num_elements] = 0.0
+        pieces = pieces_of_share(bucket, factored, replica, num_replicas)
+        buckets.append(FactoredBucket(flat, factors if k else (), pieces))
+    for replica in range(num_replicas):
+        before = buckets[0].tensor.clone()
+        start, stop = bucket.share(replica, num_replicas)
+        share, found = UnmadeShare(buckets, buckets[replica].pieces, start, stop), []
+        if start == stop:
+            continue
+        memory = torch.full((num_elements,), math.nan, dtype=torch.float64)
+
+        def take(first: int, part: torch.Tensor, found: list[torch.Tensor] = found) -> None:
+            assert first == sum(map(len, found)) and 0 < len(part) <= num_elements
+            found.append(part.clone())
+
+        share.make_parts(memory, take)
+        in_parts = [
+            piece
+            for piece in share.pieces
+            if piece.largest_part(num_elements, [own.factors for own in buckets if own.factors])
+        ]
+        assert bool(in_parts) == share.is_in_parts(num_elements)
+        for piece in in_parts:
+            assert torch.equal(buckets[0].tensor[piece.start : piece.stop], before[piece.start : piece.stop])
+        buckets[0].tensor[start:stop] = before[start:stop]
+        forget_what_is_written(share.pieces)
+        torch.testing.assert_close(torch.cat(found), share.make())
+        assert len(torch.cat(found)) == stop - start
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,6 +25,13 @@ CASES: dict[str, dict[str, Any]] = {
     "factors, one grows": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 5]], "optimizer": "SGD", **FACTORS},
     "factors, empty": {"model": "table", "devices": [1, 1], "sizes": [[0, 3], [4, 2], [3, 0]], "steps": 6, **FACTORS},
     "factors, tied": {"model": "tied", "devices": [1, 1, 1], "sizes": [[3, 4, 2]], "optimizer": "SGD", **FACTORS},
+    "factors, in parts": {
+        "model": "wide",
+        "devices": [1, 1],
+        "sizes": [[4, 4], [40, 30], [2, 0]],
+        "steps": 6,
+        **FACTORS,
+    },
     "factors, bound": {
         "model": "table",
         "devices": [1, 1],

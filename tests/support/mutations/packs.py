@@ -27,7 +27,7 @@ from mutations.places import (
     with_bucket,
     with_keywords,
 )
-from mutations.table import Edit, breaks
+from mutations.table import Edit, breaks, keeps
 
 
 def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
@@ -216,3 +216,23 @@ def write_slots_in_flight(program: Program) -> Iterator[Edit]:
         for call in region_calls(graph.nodes):
             if _slots_given(call):
                 yield partial(repeat_at_the_end, call)
+
+
+@breaks
+def make_in_parts_what_others_take(program: Program) -> Iterator[Edit]:
+    """An update is to make a gradient in parts that is a sum already, or that something else takes, too."""
+    for node in placed_nodes(program, ops.update):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        is_share = source.target is ops.wait and source.args[0].target in (ops.reduce_scatter, ops.gather_factors)  # type: ignore[union-attr]
+        if not is_share or len(source.users) > 1 or len(node.args) > 1:
+            yield partial(with_keywords, node, part_elements=8)
+
+
+@keeps
+def make_parts_of_other_sizes(program: Program) -> Iterator[Edit]:
+    """An update makes a gradient in other parts, or as a whole."""
+    for node in placed_nodes(program, ops.update):
+        if node.kwargs.get("part_elements"):
+            yield partial(with_keywords, node, part_elements=5)
+            yield partial(with_keywords, node, part_elements=None)

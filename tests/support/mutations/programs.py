@@ -82,7 +82,7 @@ class Source:
                 is_new = is_new or compiler_pass.name == _SHARED_UNTIL
 
     def _pipelines(self) -> Iterator[tuple[str, list[Pass]]]:
-        pipeline = default_pipeline(**{"min_factored_elements": 0, **self.caps})
+        pipeline = default_pipeline(**{"min_factored_elements": 0, "part_elements": 16, **self.caps})
         pipeline = [_WITHOUT_LIMITS.get(one.name, one) for one in pipeline]
         pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
         pipeline = pipeline if self.captured.trains else for_evaluation(pipeline)

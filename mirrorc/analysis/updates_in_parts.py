@@ -1,0 +1,69 @@
+"""Finds which updates make the gradient that they take in parts, and what is in parts of it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mirrorc.analysis.factored_gradients import left_to_shares
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+
+MOST_INNER = 64
+"""Products of longer sums than this are made as a whole: the time that rows take, one part after the other, is what it saves."""
+_SMALLEST_PART = 8
+
+
+def part_elements_of(wait: fx.Node) -> int | None:
+    """In how many elements at a time a share is made by the update that takes it; None if the wait makes it."""
+    found = [user.kwargs.get("part_elements") for user in wait.users if user.target is ops.update]
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def is_made_in_updates(gradient: fx.Node) -> bool:
+    """Whether the shares of a factored gradient are left to the updates that take them."""
+    launches = [launch for pack in gradient.users for launch in pack.users]
+    waits = [wait for launch in launches for wait in launch.users if wait.target is ops.wait]
+    return bool(waits) and all(part_elements_of(wait) is not None for wait in waits)
+
+
+def why_not_in_parts(program: Program, update: fx.Node) -> str:
+    """Why an update cannot make the share that it takes in parts, in a clause; empty if it can."""
+    wait = update.args[0]
+    assert isinstance(wait, fx.Node), "operations_have_their_arguments holds"
+    launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
+    if wait.target is not ops.wait or not launches:
+        return f"it takes {wait.name}, which is no wait for a share"
+    if list(wait.users) != [update]:
+        return f"{next(user for user in wait.users if user is not update).name} takes {wait.name} as well"
+    if len(update.args) > 1:
+        return "it scales the gradient as a whole"
+    if any(device.is_asynchronous for device in program.devices):
+        return "devices run it behind the host's back"
+    if not any(left_to_shares(pack) for graph in program.graphs() for pack in _packs(graph, bucket_of(update))):
+        return f"no gradient of bucket {bucket_of(update)} is left as factors"
+    return ""
+
+
+def has_link(pack: fx.Node) -> bool:
+    """Whether it is known how a packed bucket is reduced, and so, who makes its gradients."""
+    return all(user.kwargs.get("link") for user in pack.users)
+
+
+def _packs(graph: fx.Graph, bucket: int) -> list[fx.Node]:
+    return [pack for pack in calls_to(graph, ops.pack) if bucket_of(pack) == bucket and has_link(pack)]
+
+
+def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
+    """The elements of the largest part of a product, or of some rows of it: whole rows, at most ``part_elements`` elements.
+
+    It is 0 if the product is not made in parts. A small one is not: for each part an optimizer is called, which costs more than
+    to write it where it lies.
+
+    Args:
+        num_rows, width: of the product.
+        num_inner: how many numbers are added up for each element.
+        part_elements: as the update says.
+    """
+    is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
+    return min(num_rows, part_elements // width) * width if is_worth_it else 0

@@ -1,0 +1,29 @@
+"""Rules on updates that make the gradients which they take in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mirrorc.analysis.updates_in_parts import why_not_in_parts
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rules.programs import Violation, scopes
+
+
+@rule(since=Stage.UPDATED)
+def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
+    """An update that makes its gradient in parts takes a share of a bucket with factors, which nothing else takes: there is no
+    gradient that anything else could read, measure or scale. It makes at least one element at a time."""
+    for where, graph, _ in scopes(program):
+        for update in calls_to(graph, ops.update):
+            number = update.kwargs.get("part_elements")
+            if number is None:
+                continue
+            why = why_not_in_parts(program, update) if isinstance(number, int) and number > 0 else f"{number} are none"
+            if why:
+                device = where(replica_of(update))
+                yield Violation(
+                    f"{update.name} on {device} is to make its gradient {number} elements at a time, but {why}", update
+                )

@@ -1,0 +1,189 @@
+"""The pass that lets updates make products part by part."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_bits, assert_same_training, train_mirrored, train_on_one_device
+from selections import slow
+from tiny_programs import captured_model, targets
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.program import Program
+from mirrorc.ir.workers import World
+from mirrorc.passes import UpdateInParts, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.protocol import Pass
+from mirrorc.verifier.verifier import Verify
+
+PARTS: dict[str, Any] = {"min_factored_elements": 0, "part_elements": 150}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw of several operators": partial(torch.optim.AdamW, fused=False, foreach=False, amsgrad=True),
+    "adamw for lists": partial(torch.optim.AdamW, foreach=True),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "nadam": torch.optim.NAdam,
+    "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adamax": torch.optim.Adamax,
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
+
+
+def compiled(rows: int = 8, num_devices: int = 2, **options: Any) -> Program:
+    captured = captured_model(net(), num_devices, rows, columns=40)
+    return run_passes(captured, default_pipeline(**PARTS | options), [Verify()])
+
+
+def parts_of(program: Program) -> set[object]:
+    return {node.kwargs.get("part_elements") for graph in program.graphs() for node in targets(graph, ops.update)}
+
+
+def batches(*sizes: int, dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [{"input": torch.randn(n, 40, dtype=dtype), "target": torch.randint(0, 3, (n,))} for n in sizes]
+
+
+def whole(pipeline: list[Pass]) -> list[Pass]:
+    return select_passes(pipeline, ["update-in-parts"])
+
+
+def test_updates_of_products_make_them() -> None:
+    program = compiled()
+    assert parts_of(program) == {150}
+    assert program.to_text().count("part_elements=150") == 1  # devices with equal graphs are printed once
+    remarks = [remark.text for remark in program.remarks if remark.by == "update-in-parts"]
+    assert "the products of 1 bucket are made 150 elements at a time" in remarks[0]
+    assert "a product of some rows may be added up in another order" in remarks[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 140},  # 140 numbers are added up for an element
+        {"num_devices": 1},
+        {"min_factored_elements": 2**30},
+        {"part_elements": 2**20},  # all products are small against that
+        {"part_elements": 10},  # and all rows longer than this
+        {"max_grad_norm": 1.0},  # all elements are measured before the first update
+    ],
+)
+def test_what_it_leaves_alone(changes: dict[str, Any]) -> None:
+    program = compiled(**changes)
+    assert parts_of(program) == {None}
+    assert not [remark for remark in program.remarks if remark.by == "update-in-parts" and remark.is_kept]
+
+
+def test_it_runs_behind_links_alone() -> None:
+    pipeline = [one for one in default_pipeline(**PARTS) if one.name not in ("lower-collectives", "lower-devices")]
+    program = run_passes(captured_model(net(), 2, 8, columns=40), pipeline, [Verify()])
+    assert parts_of(program) == {None}
+
+
+def test_rows_of_other_workers_are_looked_at_when_they_are_there() -> None:
+    """Whatever a worker's own batch, all workers compile the same updates."""
+    for rows in (8, 140):
+        model, world = net(), World(2, 1)
+        with mirrorc.compile(
+            model,
+            ["cpu"],
+            optimizer=torch.optim.AdamW(model.parameters()),
+            loss_fn=F.cross_entropy,
+            world=world,
+            rank=0,
+            exchange="factors",
+            passes=default_pipeline(over_workers=True, **PARTS),
+        ) as step:
+            step.prepare(**batches(rows, dtype=torch.float32)[0])
+            assert parts_of(step.program) == {None, 150}  # biases are added up, in a bucket of their own
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="part_elements=0 must be at least 1"):
+        UpdateInParts(0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_devices"),
+    [
+        *((name, 2) for name in OPTIMIZERS),
+        ("adamw", 3),
+        *slow(*((name, n) for name in OPTIMIZERS for n in (3, 4))),
+    ],
+)
+def test_training_is_that_of_one_device(optimizer: str, num_devices: int) -> None:
+    """From the first step on, in which optimizers make their state; with batches of two sizes in turn."""
+    model, given = net().double(), batches(8, 9, 8, 3, 9, 8)
+    pipeline, make = default_pipeline(**PARTS), OPTIMIZERS[optimizer]
+    found = train_mirrored(model, make, given, num_devices, F.cross_entropy, passes=pipeline)
+    assert_same_training(found, train_on_one_device(model, make, given, F.cross_entropy), 1e-11)
+    for own, other in zip(found.optimizer.state.values(), found.optimizer.state.values(), strict=True):
+        assert own.keys() == other.keys()
+
+
+def test_what_users_do_between_steps() -> None:
+    """Schedulers, loaded state, another implementation: each part follows the optimizer as it is then."""
+    model, given = net().double(), batches(*[8] * 8)
+    kept: dict[str, Any] = {}
+
+    def after(optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == 1:
+            kept["state"] = copy.deepcopy(optimizer.state_dict())
+            optimizer.param_groups[0]["lr"] = 0.01
+        if number == 3:
+            optimizer.load_state_dict(kept["state"])
+        if number == 5:
+            optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"] = False, False
+
+    make = partial(torch.optim.AdamW, fused=True)
+    pipeline = default_pipeline(**PARTS)
+    found = train_mirrored(model, make, given, 2, F.cross_entropy, after_step=after, passes=pipeline)
+    assert_same_training(found, train_on_one_device(model, make, given, F.cross_entropy, after_step=after), 1e-11)
+
+
+@pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
+def test_bits_are_those_of_whole_products(backend: str) -> None:
+    """Here a product of few rows is added up in the order of many; where it is not, the pass says that bits change."""
+    model, given = net().double(), batches(8, 8, 8)
+    pipeline = default_pipeline(**PARTS)
+    found, other = (
+        train_mirrored(model, torch.optim.AdamW, given, 2, F.cross_entropy, passes=passes, backend=backend)
+        for passes in (pipeline, whole(pipeline))
+    )
+    assert_same_training(found, other, 1e-13)
+    again = train_mirrored(model, torch.optim.AdamW, given, 2, F.cross_entropy, passes=pipeline, backend=backend)
+    assert_same_bits(found, again)
+
+
+def test_gradients_take_no_memory() -> None:
+    rows = []
+    for select in (list, whole):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
+        with mirrorc.compile(
+            model,
+            2,
+            optimizer=optimizer,
+            loss_fn=F.cross_entropy,
+            backend="eager",
+            passes=select(default_pipeline(**PARTS)),
+        ) as step:
+            step(**batches(8, dtype=torch.float32)[0])
+            rows.append(step.memory())
+    in_parts, at_once = rows
+    products = 40 * 30 + 30 * 20  # the last one is too small
+    assert at_once.gradients - in_parts.gradients == 4 * products
+    assert in_parts.rows[1].reserved == 4 * 150  # of five rows of 30; of 40, three have 120 elements
+    assert max(row.activations for row in in_parts.rows) < max(row.activations for row in at_once.rows)
