@@ -43,18 +43,11 @@ def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, An
             f"shard_optimizer=True cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what joins "
             "workers there carries no parts of sums; leave it out"
         )
-    own_parts = "each worker has the sums of its own part of the gradients alone"
-    scaler = asked["scaler"]
     reasons = {
         "exchange": (
             asked["exchange"] == "factors",
             "from factors, every worker makes whole gradients, and not its part",
         ),
-        "clip_grad_norm": (
-            asked["clip_grad_norm"] is not None,
-            f"{own_parts}, and workers do not tell each other norms",
-        ),
-        "check_finite": (bool(asked["check_finite"]), f"{own_parts}, and does not know of others that are not finite"),
         "early_update": (
             not asked["early_update"],
             "workers gather new parameters when they have committed, so a connection that is lost then leaves parameters between "
@@ -63,10 +56,6 @@ def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, An
         "bucket_cap_mb": (
             asked["bucket_cap_mb"] == "auto",
             "other bucket sizes, which workers would choose after their first steps, would deal the optimizer's state out anew",
-        ),
-        "scaler": (
-            scaler is not None and scaler.is_enabled(),
-            f"{own_parts}, and does not know of others that are not finite",
         ),
     }
     for option, (is_asked, why) in reasons.items():

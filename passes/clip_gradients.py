@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
-from mirrorc.analysis.clipping import gradient_takers, numbers_of, replica_commits, taken_by
+from mirrorc.analysis.clipping import gradient_takers, measured_elements, numbers_of, replica_commits, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
@@ -62,7 +63,15 @@ class ClipGradients:
     so nothing waits a second time. A replica that has whole sums measures them by itself: all get the same number. Where workers
     have different numbers of devices, a worker's only device leaves its norm there, too, so that all go on with the chief's.
 
-    Needs: updates in their final form, so it comes after share-parameters.
+    Where each worker has the sum of its part of a bucket alone, the commit gives the norms of all workers' replicas, in the order
+    of ranks. Of a bucket that each worker updates whole, each leaves the norm of as many elements there::
+
+        commit(replica=0)                              own = slice(total_1, 0, 64, 128)
+        update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
+        step_optimizer(total_1, ..., replica=0)        met = commit(n_0, replica=0)
+                                                       (as above)
+
+    Needs: updates in their final form, so it comes after share-parameters and shard-optimizer.
     Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, on all replicas alike.
     Source: the factor is that of `torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
 
@@ -140,11 +149,14 @@ def _said(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bo
     whose = f"group {bound.group}" if bound.group is not None else "all gradients"
     kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
     then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
-    where = " of its shares, and all exchange the norms at the commit" if are_exchanged else ""
+    all_devices = "all devices of all workers" if program.deals_out else "all"
+    where = f" of its shares, and {all_devices} exchange the norms at the commit" if are_exchanged else ""
     measures = (
-        f"each device takes the norm{where}" if program.num_replicas > 1 else "the norm is taken when all are there"
+        f"each device takes the norm{where}"
+        if program.num_replicas > 1 or (program.deals_out and are_exchanged)
+        else "the norm is taken when all are there"
     )
-    if program.workers.are_several and are_exchanged:
+    if program.workers.are_several and are_exchanged and not program.deals_out:
         measures += "; all workers go on with worker 0's"
     return f"the {kind} of {whose} ({counted(num_buckets, 'bucket')}) is {then}: {measures}"
 
@@ -155,6 +167,8 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
     Raises:
         PassError: workers would measure them each by itself, in different orders.
     """
+    if any(bucket.part is not None for bucket in buckets):
+        return True
     if not program.workers.are_several or program.workers.are_alike:
         return program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in buckets)
     if not any(bucket.rule.elementwise for bucket in buckets):
@@ -191,7 +205,8 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
         here = {"replica": replica}
         taken = [one for one in sums if one.taker is not None]
         measured = (taken or _empty_shares(program, sums)) if are_exchanged else sums
-        norm = insert(program, anchor, ops.norm, tuple(one.value for one in measured), words | here)
+        values = tuple(_own_elements(program, one, anchor, are_exchanged=are_exchanged) for one in measured)
+        norm = insert(program, anchor, ops.norm, values, words | here)
         if are_exchanged:
             commit = commits[replica]
             row = {"row": len(numbers_of(commit))} if numbers_of(commit) else {}
@@ -205,6 +220,15 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
             factor = insert(program, first, ops.clip_factor, (norm,), {"max_norm": float(bound.max_norm)} | here)
             for one in taken:
                 _rescale(program, one.taker, one.value, ops.scale, (factor,), here)
+
+
+def _own_elements(program: Program, one: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
+    """What a replica measures of a sum: all that it has, or this worker's elements of a sum that each worker has whole."""
+    bucket = program.buckets[one.bucket]
+    own = measured_elements(program, bucket, are_exchanged=are_exchanged)
+    if bucket.part is not None or own == Elements(0, bucket.num_elements):
+        return one.value
+    return insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, own.start, own.stop))
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum]) -> Sequence[_Sum]:

@@ -11,6 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts, Part
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program
@@ -91,6 +92,20 @@ def _is_scale(value: Any, target: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is target and value.args[-1].target is ops.loss_scale  # type: ignore[union-attr]
 
 
+def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
+    """The elements of a bucket that a worker's replicas measure together: all of them, or those whose norm other workers need.
+
+    Workers that deal the optimizer out exchange norms with each other. Of a bucket that each of them updates whole, each then
+    measures as many as another one, so that each element counts once.
+    """
+    if not (program.deals_out and are_exchanged):
+        return Elements(0, bucket.num_elements)
+    if bucket.part is not None:
+        return bucket.part
+    rank, number = program.workers.rank, program.workers.num_workers
+    return Elements(bucket.num_elements * rank // number, bucket.num_elements * (rank + 1) // number)
+
+
 def is_checked(commit: fx.Node) -> bool:
     """Whether a commit depends on what is finite."""
     return commit.kwargs.get("otherwise") is not None
@@ -113,10 +128,12 @@ class Measured:
     Attributes:
         norm_type: of the norm.
         parts: for each operand, of whichever replica, the part of a bucket that it holds; None if it holds none.
+        is_exchanged: whether it is one of numbers that commits have exchanged.
     """
 
     norm_type: float
     parts: tuple[Part | None, ...]
+    is_exchanged: bool
 
 
 class Norms:
@@ -137,7 +154,7 @@ class Norms:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
         if ops.commit not in _targets(node):
-            return Measured(norm_type, tuple(self._parts.of(operand) for operand in node.args))
+            return Measured(norm_type, tuple(map(self._parts.of, node.args)), is_exchanged=False)
         if len(node.args) != 1:
             return None
         row: Any = node.kwargs.get("row", 0)
@@ -148,7 +165,7 @@ class Norms:
             if part is None or part.norm_type != norm_type:
                 return None
             parts += part.parts
-        return Measured(norm_type, tuple(parts))
+        return Measured(norm_type, tuple(parts), is_exchanged=True)
 
 
 def _targets(node: fx.Node) -> list[object]:

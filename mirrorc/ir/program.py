@@ -193,6 +193,11 @@ class Program:
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
         return range(self.workers.num_all_replicas) if is_exchanged else self.own_replicas
 
+    @property
+    def deals_out(self) -> bool:
+        """Whether each worker updates a part of buckets alone, so that it has the sum of no others' parts."""
+        return any(bucket.part is not None for bucket in self.buckets)
+
     @functools.cached_property
     def present(self) -> tuple[int, ...]:
         """The replicas that have examples, in order; all, if the numbers of examples are not known."""

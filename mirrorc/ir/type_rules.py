@@ -259,7 +259,8 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row of ``num_replicas`` numbers for each number among the operands; no value if there is none.
+    """A row for each number among the operands, with the numbers of all replicas, of all workers where these deal the optimizer
+    out; no value if there is none.
 
     The operands must be truth values first, then numbers; ``otherwise`` must be given if there are truth values. A replica
     without examples, or whose shares are empty, may have none, but decides as all do.
@@ -281,8 +282,8 @@ def of_commit(program: Program, node: fx.Node) -> ValueType:
     if not numbers:
         return None
     dtype = functools.reduce(torch.promote_types, [kind[3] for kind in numbers])
-    shape = (len(numbers), program.num_replicas)
-    return ("tensor", shape, (program.num_replicas, 1), dtype, numbers[0][4])
+    num_columns = program.workers.num_all_replicas if program.deals_out else program.num_replicas
+    return ("tensor", (len(numbers), num_columns), (num_columns, 1), dtype, numbers[0][4])
 
 
 def _is_scalar(kind: ValueType) -> bool:

@@ -50,7 +50,7 @@ class CommitPoint:
         self._is_suspended = False
         self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
         self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
-        self._told: torch.Tensor | None = None  # the chief's numbers
+        self._told: torch.Tensor | None = None  # the numbers with which all workers go on
         self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
@@ -139,7 +139,8 @@ class CommitPoint:
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Returns when all replicas have arrived and the step takes place: a row with all replicas' numbers for each of this one.
+        """Returns when all replicas have arrived and the step takes place: a row with all replicas' numbers for each of this one,
+        or as workers tell them, see `mirrorc.runtime.workers.vote.Columns`.
 
         Raises:
             Aborted: the step is stopped.
@@ -149,10 +150,10 @@ class CommitPoint:
         met = self._met(replica)
         if not self._is_suspended:
             self._decide(TAKES_PLACE, met)
-        return self._of_chief(met)
+        return self._told_to_all(met)
 
-    def _of_chief(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """The numbers that all workers go on with: those of the chief, so that what follows from them has the same bits."""
+    def _told_to_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
+        """The numbers that all workers go on with, the same bits on all of them; of a process on its own, those of its replicas."""
         return met if self._told is None or met is None else self._told.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:

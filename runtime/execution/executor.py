@@ -43,6 +43,7 @@ from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.exchanges import exchanges_of
 from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.vote import Columns
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -82,8 +83,8 @@ class Executor:
         self._is_exchanged = team is not None  # others' rows come into the buckets
         self._progress = progress_of(program)
         if team is not None:
-            is_early, num_chiefs = self._progress is not None, program.workers.devices_per_worker[0]
-            self.commit.agree = functools.partial(team.vote, num_chiefs=num_chiefs, is_early=is_early)
+            is_early, columns = self._progress is not None, Columns.of(program)
+            self.commit.agree = functools.partial(team.vote, columns=columns, is_early=is_early)
             self.commit.hear = team.hear
         self.outputs = StepOutputs(program)
         self._binder = Binder(

@@ -6,7 +6,7 @@ import cmath
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import torch
@@ -57,14 +57,14 @@ class Fault:
         replica: the replica that has found it.
         place: where the examined elements begin in their bucket: replicas may have looked at the same ones.
         num_elements: how many of the elements that the replica has are not finite.
-        example: one of them.
+        example: one of them, as text.
     """
 
     variable: str
     replica: int
     place: int
     num_elements: int
-    example: complex
+    example: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iter
         elements = flat[own.start : own.stop]
         bad = elements[~elements.isfinite()]
         if bad.numel():
-            yield Fault(own.variable, replica, own.place, bad.numel(), bad[0].item())
+            yield Fault(own.variable, replica, own.place, bad.numel(), str(bad[0].item()))
 
 
 class CheckedCommit(CommitPoint):
@@ -104,6 +104,8 @@ class CheckedCommit(CommitPoint):
         self._num_truths: list[int] = []
         self._skips = False
         self._found: dict[int, list[Fault]] = {}  # by replica
+        buckets = () if program.accumulates else (bucket for bucket in program.buckets if bucket.part is None)
+        self._known_to_all = {slot.variable for bucket in buckets for slot in bucket.slots}  # whose sums each worker has
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)
@@ -135,14 +137,15 @@ class CheckedCommit(CommitPoint):
         """
         self._rendezvous.await_replicas(replica, self._all)
         if self._found and self.agree is None and not self._skips:
-            raise NonFiniteError(_with_remedy([*self._said_of_losses(), *self._said_of_gradients()]))
+            gradients = self._said_of_gradients(self._faults_of_gradients())
+            raise NonFiniteError(_with_remedy([*self._said_of_losses(), *gradients]))
         met = self._met(replica)
         self._decide(SKIPPED if self._found else TAKES_PLACE, met)
-        return False if self.is_skipped else self._of_chief(met)
+        return False if self.is_skipped else self._told_to_all(met)
 
     def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """Sums over all workers are the same on all of them; losses, and what is accumulated, are a worker's own."""
-        has_sound_sums = self._program.accumulates or not any(fault.variable for fault in self._all_faults())
+        """Sums that each worker has are the same on all of them; losses, parts of sums and what is accumulated are a worker's own."""
+        has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
     def _refuse(self) -> None:
@@ -152,17 +155,23 @@ class CheckedCommit(CommitPoint):
         assert self.hear is not None, "there are other workers"
         losses: list[str] = []
         gradients: list[str] = []
-        for name, text in self.hear(json.dumps([list(self._said_of_losses()), list(self._said_of_gradients())])):
+        sums: list[Fault] = []
+        own = [astuple(fault) for fault in self._faults_of_gradients()]
+        for name, text in self.hear(json.dumps([list(self._said_of_losses()), own])):
             of_losses, of_gradients = json.loads(text)
             losses += [f"{name}: {said}" for said in of_losses]
+            faults = [Fault(*fault) for fault in of_gradients]
             if self._program.accumulates:
-                gradients += [f"{name}: {said}" for said in of_gradients]
+                gradients += [f"{name}: {said}" for said in self._said_of_gradients(faults)]
             else:
-                gradients = gradients or of_gradients
-        raise NonFiniteError(_with_remedy([*losses, *gradients]))
+                sums += faults
+        raise NonFiniteError(_with_remedy([*losses, *gradients, *self._said_of_gradients(sums)]))
 
     def _all_faults(self) -> list[Fault]:
         return [fault for replica in sorted(self._found) for fault in self._found[replica]]
+
+    def _faults_of_gradients(self) -> list[Fault]:
+        return [fault for fault in self._all_faults() if fault.variable]
 
     def _said_of_losses(self) -> Iterator[str]:
         """Says what all replicas have found in losses."""
@@ -170,16 +179,16 @@ class CheckedCommit(CommitPoint):
             if not fault.variable:
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
-    def _said_of_gradients(self) -> Iterator[str]:
-        """Says what all replicas have found in gradients."""
-        found = self._all_faults()
+    def _said_of_gradients(self, found: Sequence[Fault]) -> Iterator[str]:
+        """Says what replicas, maybe of several workers, have found in gradients; where some have the same elements, these count
+        once."""
         names = {fault.variable for fault in found}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:
             own = [fault for fault in found if fault.variable == first]
             shape = self._program.variables[first].shape
             number, total = sum({fault.place: fault.num_elements for fault in own}.values()), math.prod(shape)
-            others = len(names - {"", first})
+            others = len(names - {first})
             more = f", and so is that of {counted(others, 'other variable')}" if others else ""
             yield (
                 f"the reduced gradient of {first!r} is not finite ({number} of {counted(total, 'element')}, such as "

@@ -1,4 +1,4 @@
-"""Knows which buckets a step has updated, where updates come before all sums are there and a lost connection may end it."""
+"""Knows which buckets a step has updated, where sums or new parameters come after its commit and a lost connection may end it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UpdateProgress:
     """Notes the updates of the step that runs, and the ends of what other workers have updated; devices do so from their threads.
 
     Args:
-        program: a LOWERED program that commits early.
+        program: a LOWERED program that commits early, or gathers new parameters.
     """
 
     def __init__(self, program: Program) -> None:
@@ -62,9 +62,10 @@ class UpdateProgress:
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """What notes the updates of a lowered program, if it commits early."""
-    commits = (node for graph in program.graphs() for node in calls_to(graph, ops.commit))
-    return UpdateProgress(program) if any(map(is_early, commits)) else None
+    """What notes the updates of a lowered program, if it commits early, or gathers what other workers have updated."""
+    nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
+    is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
+    return UpdateProgress(program) if is_due else None
 
 
 def is_noted(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ from mirrorc.runtime.workers.known_counts import KnownCounts
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
 from mirrorc.runtime.workers.opening import all_texts, await_all, measured_speed, open_lane
 from mirrorc.runtime.workers.progress import least_far
-from mirrorc.runtime.workers.vote import Vote
+from mirrorc.runtime.workers.vote import Columns, Vote
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
@@ -359,35 +359,37 @@ class Team:
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
-    def vote(self, own: Vote, *, num_chiefs: int, is_early: bool = False) -> tuple[bool, torch.Tensor | None]:
+    def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> tuple[bool, torch.Tensor | None]:
         """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
 
         Args:
             own: this worker's vote.
-            num_chiefs: how many replicas the chief has, each of which leaves as many numbers as one of this worker.
-            is_early: whether sums are still to come, and updates are made meanwhile, until `end_updates`.
+            columns: of the replicas with whose numbers all go on; each leaves as many as one of this worker.
+            is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Returns:
-            Whether the step takes place, as all say; and the numbers that the chief's replicas have left, [numbers of each,
-            replicas] float64, which reach the others as they are: they add zeros.
+            Whether the step takes place, as all say; and the numbers that these replicas have left, [numbers of each, columns]
+            float64, which reach all workers as they are: others add zeros.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
             CommunicationError: the workers have found something else in the same sums.
         """
         num_rows = 0 if own.numbers is None else len(own.numbers)
-        message = torch.zeros(2 + num_rows * num_chiefs, dtype=torch.float64)
+        message = torch.zeros(2 + num_rows * columns.num, dtype=torch.float64)
         message[0], message[1] = own.takes_place, own.has_sound_sums
-        if own.numbers is not None and self.cluster.is_chief:
-            message[2:] = own.numbers.reshape(-1)
+        if own.numbers is not None:
+            message[2:] = columns.filled(own.numbers).reshape(-1)
         self._stage, self._is_early = _VOTING, is_early
         self._watcher.own = self._watcher.own.ready()
         self._tell(lambda group: group.all_reduce(message))
         num_yes, num_sound = message[:2].tolist()
         if num_sound not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
-        self._stage = _UPDATING if is_early else _COMMITTED
-        return num_yes == self.cluster.num_workers, message[2:].view(num_rows, num_chiefs) if num_rows else None
+        takes_place = num_yes == self.cluster.num_workers
+        self._is_early = is_early and takes_place  # a step that is skipped updates nothing
+        self._stage = _UPDATING if self._is_early else _COMMITTED
+        return takes_place, message[2:].view(num_rows, columns.num) if num_rows else None
 
     def end_updates(self) -> None:
         """Called when this worker has all sums, and has updated; then it tells the others its loss."""

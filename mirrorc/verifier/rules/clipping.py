@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import GRADIENTS, Part
+from mirrorc.analysis.bucket_parts import GRADIENTS
 from mirrorc.analysis.clipping import (
     Measured,
     Norms,
     factor_of,
     gradient_takers,
+    measured_elements,
     norm_in,
     numbers_of,
     rescalings_for,
@@ -66,7 +67,7 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
     """What a step tells or scales gradients by is the norm of whole buckets: each element counts once, summed over all
-    replicas."""
+    replicas. Where workers have parts of sums, all exchange the norms of their parts."""
     norms = Norms(program)
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.tell, ops.clip_factor):
@@ -84,7 +85,7 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
                 )
                 continue
             for bucket in sorted(buckets):
-                if not _is_whole(program, bucket, [part for part in measured.parts if part and part.bucket == bucket]):
+                if not _is_whole(program, bucket, measured):
                     yield Violation(
                         f"{norm.name}, which {node.name} on {where(replica_of(node))} takes, does not count each element of "
                         f"bucket {bucket} once",
@@ -98,16 +99,19 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
     return frozenset(bucket for bucket in found if bucket is not None) if None not in found else None
 
 
-def _is_whole(program: Program, bucket: int, parts: Sequence[Part]) -> bool:
-    """Whether parts of a bucket hold each of its elements once, summed over all replicas, and changed alike."""
+def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
+    """Whether what is measured of a bucket are its elements, or those that this worker is to measure of them, each once, summed over
+    all replicas, and changed alike."""
+    parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)
-    place = 0
+    wanted = measured_elements(program, program.buckets[bucket], are_exchanged=measured.is_exchanged)
+    place = wanted.start
     for start, stop in spans:
         if start != place:
             return False
         place = stop
-    return are_sums and place == program.buckets[bucket].num_elements and len({part.steps for part in parts}) == 1
+    return are_sums and place == wanted.stop and len({part.steps for part in parts}) == 1
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
