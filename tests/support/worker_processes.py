@@ -110,9 +110,10 @@ def _run(given: dict[str, Any], number: int) -> Any:
 
     With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left` and
     `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``calls``, it makes calls of many kinds, see
-    `worker_habits.call`.
+    `worker_habits.call`; with ``habits``, see `sharded_habits.train`.
     """
     import lost_buckets
+    import sharded_habits
     import sharded_training
     import torch
     import worker_habits
@@ -135,6 +136,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
             return lost_buckets.train_through_a_lost_bucket(int(given["variables"]["RANK"]), given["lose"])
         if "shard" in given:
             return sharded_training.train(int(given["variables"]["RANK"]), given["shard"])
+        if "habits" in given:
+            return sharded_habits.train(int(given["variables"]["RANK"]), given["habits"])
         if "join" in given:
             return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
         if "calls" in given:

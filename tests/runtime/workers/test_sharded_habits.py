@@ -1,0 +1,100 @@
+"""Gradients are clipped, scaled and checked as in one process where each worker has the sum of its part of them alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import selections
+from sharded_habits import reference
+from worker_processes import LazyOutcomes, free_port, told
+
+SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
+STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [5, 2]], ["step", [3, 0]]]
+OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [1, 1, 4]], ["step", [0, 4, 1]], ["step", [2, 2, 2]]]
+ADDED: list[list[Any]] = [["accumulate", [3, 2, 2]], ["accumulate", [0, 3, 1]], ["step", [2, 2, 2]]]
+CASES: dict[str, dict[str, Any]] = {
+    "norm, 2 x 1": {"devices": [1, 1], "calls": STEPS, "bound": {"max": 0.1, "type": 2.0}},
+    "largest, 2 x 2": {"devices": [2, 2], "calls": STEPS, "bound": {"max": 0.01, "type": math.inf}},
+    "3-norm and value, accumulated": {
+        "devices": [1, 2, 1],
+        "calls": [OF_THREE[0], *ADDED, OF_THREE[1]],
+        "bound": {"max": 0.2, "type": 3.0},
+        "options": {**SMALL, "clip_grad_value": 0.02},
+    },
+    "groups": {
+        "devices": [1, 2, 1],
+        "calls": OF_THREE,
+        "groups": [[0, 2], [2, 3], [3, 6]],
+        "bound": [{"max": 0.1, "type": 2.0}, None, {"max": 0.02, "type": math.inf}],
+    },
+    "mixed": {"devices": [1, 1], "calls": STEPS, "is_mixed": True, "bound": {"max": 0.1, "type": 1.5}},
+    "mixed, 3 x (1, 2, 1)": {"devices": [1, 2, 1], "calls": OF_THREE, "is_mixed": True, "bound": {"max": 0.1, "type": 2.0}},
+    "scaled": {
+        "devices": [1, 2, 1],
+        "calls": [*OF_THREE[:2], ["step", [2, 3, 2], [1, "nan"]], *ADDED, ["step", [2, 3, 2], [2, "nan"]], OF_THREE[3]],
+        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
+        "bound": {"max": 0.1, "type": 2.0},
+    },
+    "scaled alone": {
+        "devices": [1, 1],
+        "calls": [STEPS[0], ["step", [2, 3], [1, "nan"]], *STEPS[1:]],
+        "scaler": {"init_scale": 8.0, "growth_interval": 3},
+        "options": {**SMALL, "microbatches": 2},
+    },
+    "checked": {
+        "devices": [1, 2, 1],
+        "calls": [OF_THREE[0], ["step", [2, 2, 2], [1, "nan"]], *OF_THREE[1:]],
+        "options": {**SMALL, "check_finite": True},
+    },
+    "skips": {
+        "devices": [1, 1],
+        "calls": [STEPS[0], ["step", [2, 2], [1, "nan"]], *STEPS[1:]],
+        "options": {**SMALL, "check_finite": "skip"},
+        "bound": {"max": 0.1, "type": 2.0},
+    },
+}
+CASES = {name: {"model": "mlp", "options": SMALL, **given} for name, given in CASES.items()}
+FAST = ("norm, 2 x 1", "groups", "mixed", "scaled", "checked")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases: dict[str, list[Any]] = {}
+    for name, given in CASES.items():
+        size, port = len(given["devices"]), free_port()
+        own = [{"variables": told(rank, size, port), "habits": given} for rank in range(size)]
+        cases[name] = [*own, *[None] * (3 - size)]
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+
+
+def is_near(own: Any, expected: Any) -> bool:
+    return own == pytest.approx(expected, rel=1e-10, abs=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+def test_steps_norms_and_state_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
+    given = CASES[case]
+    expected = reference(given)
+    for own in found[case][: len(given["devices"])]:
+        for loss, wanted in zip(own["losses"], expected["losses"], strict=True):
+            assert isinstance(loss, str) or is_near(loss, wanted)
+        norms, wanted = ([one for one in each["norms"] if not any(map(math.isnan, one))] for each in (own, expected))
+        assert len(norms) == len(wanted) and all(map(is_near, norms, wanted))
+        assert own["scales"] == expected["scales"]
+        for what in ("values", "state"):
+            assert own[what].keys() == expected[what].keys()
+            for name, values in expected[what].items():
+                assert is_near(own[what][name], values), name
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+def test_all_workers_decide_and_clip_by_the_same_bits(found: Mapping[str, Any], case: str) -> None:
+    first, *others = found[case][: len(CASES[case]["devices"])]
+    assert "= scatter_sums(" in first["program"]
+    for own in others:
+        for what in ("norms", "skipped", "scales", "values", "state"):
+            assert str(own[what]) == str(first[what]), what
