@@ -139,6 +139,8 @@ class JointCalls:
         updated = set(updated_as_a_whole(executor.program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         self._num_present = sum(number > 0 for number in num_examples)
+        planned = self._state.store.in_store(executor.program).buckets
+        deals_anew = self._state.optimizers.are_dealt_otherwise(planned)
         own = Header(
             call=self.team.num_calls,
             is_fresh=is_fresh,
@@ -156,6 +158,7 @@ class JointCalls:
             parameters=digest(repr(checksums_of(by_itself))) if by_itself and not is_fresh else 0,
             num_steps=self._num_steps,
             has_left=self.has_left,
+            deals_anew=deals_anew,
         )
         details = {
             "kind": lambda: {"the call": "step.accumulate()" if executor.program.accumulates else "the step itself"},
@@ -163,6 +166,9 @@ class JointCalls:
             "variables": lambda: self._variables.said,
             "parameters": lambda: checksums_of(by_itself),
             "hyperparameters": self._hyperparameters,
+            "deals_anew": lambda: {
+                "the optimizer's state": "a part for other buckets" if deals_anew else "other state"
+            },
         }
         self._agreed = agreed = self.team.meet(
             own, details, facts.row_counts if num_examples else no_rows(executor.program)
@@ -177,6 +183,8 @@ class JointCalls:
                 take_over_hyperparameters(
                     self.team, groups, self._options.scaler, agreed.source, has_left=self.has_left
                 )
+            if agreed.deals_anew:
+                self._state.optimizers.gather(self.team.gather)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
         if wrote and not agreed.has_source_written and self._taken is not None:

@@ -53,10 +53,6 @@ def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, An
             "workers gather new parameters when they have committed, so a connection that is lost then leaves parameters between "
             "two steps, which early_update=False promises not to do",
         ),
-        "bucket_cap_mb": (
-            asked["bucket_cap_mb"] == "auto",
-            "other bucket sizes, which workers would choose after their first steps, would deal the optimizer's state out anew",
-        ),
     }
     for option, (is_asked, why) in reasons.items():
         if is_asked:

@@ -182,7 +182,7 @@ class PlannedSizes:
         found: list[tuple[int, Executor, BucketSizes, Program]] = []
         for executor, (sizes, captured) in self._planned.items():
             steps = executor.recorder.steps() if executor.recorder is not None else ()
-            if captured is not None and captured.accumulation is Accumulation.NONE and steps:
+            if captured is not None and captured.accumulation is not Accumulation.ADDS and steps:
                 found.append((len(steps), executor, sizes, captured))
         if not found or self._plan is None:
             return {}, "", str(team.link)

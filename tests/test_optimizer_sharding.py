@@ -99,9 +99,7 @@ def test_gradients_are_sent_whole() -> None:
     ("options", "why"),
     [
         ({"exchange": "factors"}, "from factors, every worker makes whole gradients, and not its part"),
-        ({"clip_grad_norm": 1.0}, "each worker has the sums of its own part .* workers do not tell each other norms"),
         ({"early_update": False}, "which early_update=False promises not to do"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "does not know of others that are not finite"),
     ],
 )
 def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> None:
@@ -110,11 +108,25 @@ def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> 
         step_of(world=World(2), rank=0, **options)
 
 
-def test_bucket_sizes_that_are_chosen_later_are_refused() -> None:
-    asked = {"shard_optimizer": True, "passes": None, "disable_passes": (), "exchange": "auto", "clip_grad_norm": None}
-    asked |= {"check_finite": False, "early_update": True, "scaler": None, "bucket_cap_mb": "auto"}
-    with pytest.raises(ValueError, match=r"bucket_cap_mb= .*yet: other bucket sizes, which workers would choose after"):
-        sharding(World(2).worker(0), [Device("cpu:0", torch.device("cpu"))], asked)
+def test_every_worker_has_the_norms_of_all_parts() -> None:
+    for rank, parts in ((0, ["0 … 383"]), (1, ["384 … 575", "576 … 767"])):
+        _, program = prepared(rank=rank, clip_grad_norm=1.0)
+        text = program.to_text(fold=False)
+        assert "all devices of all workers exchange the norms at the commit" in text
+        assert all(f"# elements {part} of 1152" in text for part in parts)
+        assert "met: f32[1, 4] " in text
+        assert "= commit(b0_part_norm)  " in text and "# norms of all 4 devices of 3 workers" in text
+        assert "nothing stops the step" not in text and "only a lost connection stops the step any more" in text
+
+
+def test_what_is_not_finite_on_any_worker_ends_the_step() -> None:
+    _, program = prepared(scaler=torch.amp.GradScaler("cpu"), clip_grad_norm=1.0)
+    text = program.to_text(fold=False)
+    assert (
+        "-- unless all of this is finite on every device of all workers, the step ends here and returns its loss"
+        in text
+    )
+    assert "loss_is_finite" not in text and "= aten.div.Tensor(met_norm, loss_scale)" in text
 
 
 def test_gpus_are_refused() -> None:

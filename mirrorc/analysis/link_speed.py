@@ -25,6 +25,10 @@ class LinkSpeed:
         """How long it takes until each worker has the bytes of all, in a ring: W - 1 messages, each with those of one worker."""
         return (num_workers - 1) * (self.latency_seconds + num_bytes * self.seconds_per_byte)
 
+    def all_to_all_seconds(self, num_bytes: float, num_workers: int) -> float:
+        """How long it takes until each worker has its part of the bytes of all: it sends a W-th of its bytes to each other one."""
+        return (num_workers - 1) * (self.latency_seconds + num_bytes / num_workers * self.seconds_per_byte)
+
     def __str__(self) -> str:
         rate = f"{1 / self.seconds_per_byte / 1e6:.0f} MB/s" if self.seconds_per_byte else "unlimited bandwidth"
         return f"{rate} and {self.latency_seconds * 1e3:.2f} ms for a message"

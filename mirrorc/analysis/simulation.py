@@ -169,7 +169,7 @@ class _Run:
         """Notes that a device has launched something; when all have, it is sent to the other workers."""
         came = self._came.setdefault(_tag(node, replica), {})
         came[replica] = self.now[replica]
-        if node.target in ops.EXCHANGES and len(came) == len(self.replicas):
+        if node.target in ops.BETWEEN_WORKERS and len(came) == len(self.replicas):
             launched = max(came.values())
             begun = max(launched, self._free)
             self._free = begun + self._durations.flight_seconds(node)
@@ -178,7 +178,7 @@ class _Run:
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
         """When what a device has launched is there, or everyone has come who is needed; None if that is not known yet."""
-        if launch.target in ops.EXCHANGES:
+        if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})
         giver: Any = launch.kwargs.get("root", launch.kwargs.get("source"))

@@ -141,6 +141,10 @@ class ProgramDurations:
             if part_elements_of(node) is not None:  # the update makes them
                 return 0.0
             return self._seconds_of_products(bucket_of(node))
+        if node.target is ops.wait and _launch(node).target is ops.scatter_sums:
+            return self._seconds_of_adding(replica, node)
+        if node.target is ops.wait and _launch(node).target is ops.gather_parameters:
+            return 0.0  # they come to where they belong
         line = self._costs.lines.get(kind_of_call(self._program, node))
         return line.at(num_bytes_of_call(self._program, replica, node)) if line is not None else 0.0
 
@@ -160,10 +164,20 @@ class ProgramDurations:
         written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
         return (work * num_workers + written) / num_devices
 
+    def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
+        """What a device takes to add up what all workers have of the elements that it updates."""
+        num_bytes = num_bytes_of_call(self._program, replica, wait)
+        return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
+
     def flight_seconds(self, node: fx.Node) -> float:
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
         if node.target is ops.exchange:
             return self._costs.link.all_reduce_seconds(self._program.buckets[index].num_bytes, num_workers)
+        if node.target is ops.scatter_sums:
+            return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
+        if node.target is ops.gather_parameters:
+            part = self._program.buckets[index].num_bytes / num_workers
+            return self._costs.link.all_gather_seconds(part, num_workers)
         if node.target is ops.gather_factors:
             own = sum(map(factor_bytes, packs_of(self._program, index)))
             return self._costs.link.all_gather_seconds(own, num_workers)
@@ -198,7 +212,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
     """The size on which the time of a call depends, in bytes; 0 if it depends on none."""
-    if node.target in (ops.exchange, ops.commit):
+    if node.target in (ops.exchange, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:
         return sum(_num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
@@ -207,7 +221,8 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
         return sum(map(factor_bytes, packs_of(program, bucket.index)))
     if node.target is ops.pack:
         return bucket.num_bytes
-    start, stop = bucket.share(replica, program.num_replicas)
+    is_of_sum = node.target is ops.wait and _launch(node).target in ops.REDUCTIONS
+    start, stop = (bucket.share if is_of_sum else bucket.updated)(replica, program.num_replicas)
     return (stop - start) * bucket.dtype.itemsize
 
 

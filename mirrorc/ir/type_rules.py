@@ -259,9 +259,9 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row for each number among the operands, with the numbers of all replicas, of all workers where these deal the optimizer
-    out; no value if there is none.
+    """A row for each number among the operands, with those of all replicas; no value if there is none.
 
+    Where workers deal the optimizer out, these are the replicas of all workers.
     The operands must be truth values first, then numbers; ``otherwise`` must be given if there are truth values. A replica
     without examples, or whose shares are empty, may have none, but decides as all do.
     """

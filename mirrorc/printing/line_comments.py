@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.clipping import is_checked
+from mirrorc.analysis.clipping import is_checked, numbers_of
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.analysis.updates_in_parts import is_made_in_updates
@@ -137,10 +137,13 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     here = " on this worker" if program.workers.are_several else ""
     rest = f"nothing stops the step{here} any more"
     if is_early(commit):
-        who, rest = f"{who}, as on all other workers", "only a lost connection stops the step any more"
+        who = f"{who}, as on all other workers"
+    if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):
+        rest = "only a lost connection stops the step any more"
     lines = {commit: [f"{what} may be written from here on: {who}, and {rest}"]}
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
+        where = " on every device of all workers" if program.workers.are_several else where
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
         lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")
     waits = [
@@ -279,6 +282,11 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
             f"those of {program.workers.num_workers} workers, one product or sum of all"
         ),
         ops.step_optimizer: _own_step,
+        ops.commit: lambda program, node: (
+            f"norms of all {program.workers.num_all_replicas} devices of {program.workers.num_workers} workers"
+            if program.deals_out and numbers_of(node)
+            else ""
+        ),
     }
 )
 

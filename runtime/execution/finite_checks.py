@@ -105,7 +105,9 @@ class CheckedCommit(CommitPoint):
         self._skips = False
         self._found: dict[int, list[Fault]] = {}  # by replica
         buckets = () if program.accumulates else (bucket for bucket in program.buckets if bucket.part is None)
-        self._known_to_all = {slot.variable for bucket in buckets for slot in bucket.slots}  # whose sums each worker has
+        self._known_to_all = {
+            slot.variable for bucket in buckets for slot in bucket.slots
+        }  # whose sums each worker has
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)

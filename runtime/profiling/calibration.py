@@ -87,4 +87,4 @@ def _lines(program: Program, seconds: Sequence[Mapping[fx.Node, float]]) -> dict
 
 
 def _is_wait_between_workers(node: fx.Node) -> bool:
-    return node.target is ops.wait and node.all_input_nodes[0].target in ops.EXCHANGES
+    return node.target is ops.wait and node.all_input_nodes[0].target in ops.BETWEEN_WORKERS

@@ -22,7 +22,7 @@ class PredictedBucket:
 
     Attributes:
         index: the bucket's number.
-        kind: what launches it, `exchange` or `gather_factors`.
+        kind: what launches it, such as `exchange` or `gather_factors`.
         exposed_ms: the time.
     """
 

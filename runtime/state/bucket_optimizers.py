@@ -1,4 +1,7 @@
-"""Runs the user's optimizers: each on whole buckets if it is element-wise, otherwise by itself."""
+"""Runs the user's optimizers: each on whole buckets if it is element-wise, otherwise by itself.
+
+It is long, as all that a step asks about the state of the user's optimizers, whole or dealt out, is asked here.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +90,15 @@ class BucketOptimizers:
         """Whether buckets have the state that is dealt out to workers already, which the user has not replaced."""
         are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
+
+    def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the state is dealt out to workers, but for other buckets than these, so that it must be made whole first.
+
+        What the user has put in the place of a part is no state of these workers: `lay_out` refuses it.
+        """
+        own = [bucket for bucket in buckets if bucket.rule.elementwise]
+        are_others = self.are_sharded and own != [flat.bucket for flat in self._state.buckets]
+        return are_others and self.is_dealt and not self.is_stale()
 
     def adopt(self, laid: Laid) -> None:
         """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""

@@ -41,6 +41,7 @@ class Header:
         has_left: 1 if it makes no calls of its own any more, and takes part in those of others, see `mirrorc.step.Step.join`.
         num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
         known: digest of all the numbers of rows that workers have told it.
+        deals_anew: 1 if it has a part of the optimizer's state for other buckets than its program has.
     """
 
     call: int
@@ -62,6 +63,7 @@ class Header:
     num_counts: int = 0
     counts: int = 0
     known: int = 0
+    deals_anew: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         """The numbers, [fields] int64."""
@@ -95,6 +97,7 @@ class Agreement:
         has_source_written: whether that worker's user has written since the last step.
         tells_hyperparameters: whether it tells its hyperparameters to workers that have left, which have others.
         is_over: whether all have left.
+        deals_anew: whether all make the optimizer's state whole, to deal it out anew.
     """
 
     num_examples: int
@@ -110,6 +113,7 @@ class Agreement:
     has_source_written: bool
     tells_hyperparameters: bool
     is_over: bool
+    deals_anew: bool
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
@@ -129,7 +133,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     ends = any(one.num_kept_calls for one in said)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
     is_other = not is_over and any(one.kind not in (kind_of(accumulation), BESIDES) for one in said)
-    of_programs = () if is_other else ("schedule", "parameters")
+    of_programs = () if is_other else ("schedule", "parameters", "deals_anew")
     of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
     for name in ("call", "kind", "variables", *of_values):
         other = next((rank for rank, one in enumerate(said) if _differs(one, said[source], name)), None)
@@ -152,6 +156,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         has_source_written=has_written,
         tells_hyperparameters=tells,
         is_over=is_over,
+        deals_anew=not (is_other or takes_over or is_over) and bool(said[source].deals_anew),
     )
     return found, "", -1
 

@@ -47,11 +47,13 @@ _IN_WORDS = {
     "hyperparameters": "the hyperparameters of their optimizers",
     "modes": "which of their modules are in training mode",
     "parameters": "parameters that each of them has updated by itself, with an optimizer that is not element-wise",
+    "deals_anew": "what they have of the optimizer's state, which is to be dealt out anew",
 }
 _HOST = torch.device("cpu")
 _REMEDIES = {
     "parameters": "The optimizer does not give the same numbers everywhere, or something has written on one worker alone: load a "
-    "checkpoint of model and optimizer on all workers"
+    "checkpoint of model and optimizer on all workers",
+    "deals_anew": "Load it on all workers, or on none",
 }
 _OF_LIVE_ONES = ("kind", "hyperparameters", "schedule")  # those who have left take these over, or do not know them
 _RESTART = "End all workers, and start them again from a checkpoint"

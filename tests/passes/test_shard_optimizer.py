@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, targets
 
 from mirrorc import World
+from mirrorc.analysis.clipping import Norms
 from mirrorc.analysis.worker_schedule import schedule_hash, worker_schedule
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Elements
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.passes import ReduceOverWorkers, ShardOptimizer, default_pipeline
+from mirrorc.passes import ClipGradients, ReduceOverWorkers, ShardOptimizer, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -131,11 +132,46 @@ def test_a_program_that_is_to_be_sharded_needs_the_pass() -> None:
         run_passes(captured(World(2), 0), pipeline, [Verify()])
 
 
-def test_a_norm_of_parts_is_no_norm_of_the_gradient() -> None:
-    """`mirrorc.compile` refuses the option; a pipeline of one's own is refused by the verifier."""
-    pipeline = default_pipeline(over_workers=True, shard_optimizer=True, max_grad_norm=1.0, **SMALL_BUCKETS)  # type: ignore[arg-type]
-    with pytest.raises(VerifyError, match="norms_count_every_element_once"):
-        run_passes(captured(World(2), 0), pipeline, [Verify()])
+@pytest.mark.parametrize("rank", range(3))
+def test_all_workers_exchange_the_norms_of_their_parts(rank: int) -> None:
+    """Of a bucket that each worker updates whole, each measures as many elements as another one."""
+    program = ReduceOverWorkers(needs_all_sums="clip_grad_norm").run(
+        run_until(captured(World(3), rank), "share-parameters")
+    )
+    first, *others = program.buckets
+    program = program.evolve(buckets=(dataclasses.replace(first, rule=MUON), *others))
+    clipped = ClipGradients(1.0).run(ShardOptimizer().run(program))
+    graph = clipped.mirrored_graph
+    (own,) = targets(graph, torch.ops.aten.slice.Tensor)
+    length = first.num_elements // 3
+    assert own.args[1:] == (0, rank * length, (rank + 1) * length)
+    for commit in targets(graph, ops.commit):
+        assert commit.meta["val"].shape == (1, 3)
+    measured = [Norms(clipped).of(norm) for norm in targets(graph, ops.norm) if norm.args[0].target is ops.commit]  # type: ignore[union-attr]
+    assert measured
+    for one in measured:
+        assert one is not None and one.is_exchanged
+        spans = sorted((p.bucket, s.start, s.stop) for p in one.parts if p is not None for s in p.spans)
+        for bucket in clipped.buckets:
+            found = [(start, stop) for index, start, stop in spans if index == bucket.index]
+            part = bucket.part or Elements(rank * length, (rank + 1) * length)
+            assert (found[0][0], found[-1][1]) == (part.start, part.stop)
+            assert sum(stop - start for start, stop in found) == part.stop - part.start
+
+
+def test_a_group_that_every_worker_updates_whole_is_measured_by_each() -> None:
+    program = ReduceOverWorkers(needs_all_sums="clip_grad_norm").run(
+        run_until(captured(World(2), 1), "share-parameters")
+    )
+    first, *others = program.buckets
+    whole = dataclasses.replace(MUON, group=1)
+    program = program.evolve(buckets=(dataclasses.replace(first, rule=whole), *others))
+    clipped = ClipGradients((1.0, 2.0)).run(ShardOptimizer().run(program))
+    norms = [node for node in targets(clipped.mirrored_graph, ops.norm) if node.args[0].target is not ops.commit]  # type: ignore[union-attr]
+    parts = [Norms(clipped).of(norm) for norm in norms]
+    exchanged = [any(user.target is ops.commit for user in norm.users) for norm in norms]
+    assert sorted(zip(exchanged, [len(one.parts) for one in parts if one], strict=True)) == [(False, 1), (True, 2)]
+    assert not targets(clipped.mirrored_graph, torch.ops.aten.slice.Tensor)
 
 
 def test_what_is_computed_of_a_sum_is_computed_of_the_part() -> None:

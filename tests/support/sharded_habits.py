@@ -41,8 +41,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     Args:
         rank: of this worker.
         given: ``model``, ``devices``, and what `made` and `scaler_of` take; ``calls`` as for `worker_habits.call`, with ``"nan"``
-            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``.
+            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``; ``favoured`` as for
+            `worker_training.train`.
     """
+    worker_training.favour(given)
     model, optimizers = made(given, seed=rank)
     scaler = scaler_of(given)
     options = {"shard_optimizer": True, "backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
@@ -113,7 +115,9 @@ def reference(given: dict[str, Any]) -> dict[str, Any]:
             if bound is not None:
                 bounds = list(zip(groups, bound, strict=True)) if isinstance(bound, list) else [(parameters, bound)]
                 norms = [
-                    nn.utils.clip_grad_norm_(own, one["max"], one["type"]).item() for own, one in bounds if one is not None
+                    nn.utils.clip_grad_norm_(own, one["max"], one["type"]).item()
+                    for own, one in bounds
+                    if one is not None
                 ]
                 found["norms"].append(norms)
             if value is not None:

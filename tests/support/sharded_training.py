@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from worker_training import batch, made, values_of
+from worker_training import batch, favour, made, values_of
 
 import mirrorc
 from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
@@ -92,6 +92,7 @@ EVENTS: dict[str, Callable[[_Training], Any]] = {
     "load": _Training.load,
     "clear": lambda training: training.optimizer.state.clear(),
     "shift": _Training.shift,
+    "write": lambda training: nn.init.zeros_(training.model[0].bias),
     "freeze": lambda training: training.freeze(True),
     "free": lambda training: training.freeze(False),
     "move": _Training.move,
@@ -106,9 +107,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         rank: of this worker.
-        given: as for `worker_training.train`, with ``events``: a step, the rank or None for all, and what happens there;
+        given: as for `worker_training.train`, with ``favoured`` and ``events``: a step, the rank or None for all, and what happens there;
             ``ends`` if the first error ends it.
     """
+    favour(given)
     training = _Training(rank, given)
     losses: list[Any] = []
     said: list[str] = []

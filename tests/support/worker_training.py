@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -168,6 +168,11 @@ def predicted_to_favour(sizes: Sequence[float]) -> Callable[..., dict[Any, float
 _predicted = planned_sizes.predicted_milliseconds
 
 
+def favour(given: Mapping[str, Any]) -> None:
+    """Predicts as a case says with ``favoured``, or as mirrorc does."""
+    planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
+
+
 def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Adds ``over_nccl`` to what is given: then workers train over the link between GPUs, for which gloo works."""
 
@@ -191,7 +196,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             predicted to be best.
     """
     global _is_full, _ends_there
-    planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
+    favour(given)
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     if rank == given.get("stepped"):  # its state is another one than the chief's
         model(torch.randn(3, 5, dtype=torch.float64)).sum().backward()
