@@ -7,6 +7,7 @@ import pytest
 from golden_programs import (
     CAPTURED,
     CHECKED,
+    DEALT,
     FACTORS,
     GOLDEN,
     MODELS,
@@ -16,6 +17,7 @@ from golden_programs import (
     WORKER,
     captured_text,
     checked_text,
+    dealt_text,
     difference,
     factors_text,
     golden_program,
@@ -27,7 +29,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, WORKER, FACTORS, CAPTURED]
+FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -59,6 +61,8 @@ def golden_text(file: str) -> str:
         return checked_text()
     if file == FACTORS:
         return factors_text()
+    if file == DEALT:
+        return dealt_text()
     if file == WORKER:
         return worker_text()
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)

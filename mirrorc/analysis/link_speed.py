@@ -26,7 +26,7 @@ class LinkSpeed:
         return (num_workers - 1) * (self.latency_seconds + num_bytes * self.seconds_per_byte)
 
     def all_to_all_seconds(self, num_bytes: float, num_workers: int) -> float:
-        """How long it takes until each worker has its part of the bytes of all: it sends a W-th of its bytes to each other one."""
+        """How long it takes until each worker has its part of the bytes of all: each sends a W-th of its bytes to each other."""
         return (num_workers - 1) * (self.latency_seconds + num_bytes / num_workers * self.seconds_per_byte)
 
     def __str__(self) -> str:

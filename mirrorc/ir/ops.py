@@ -363,8 +363,9 @@ def commit(*found: Any, otherwise: str | None = None, early: bool = False, repli
     What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
     If a truth value among the operands of any replica is false, no replica goes on: ``otherwise`` says whether the step then
     raises an error (``raise``) or returns its loss (``skip``). Numbers among the operands are exchanged: the result has a row
-    for each, with the numbers of all replicas in order; of the replicas of all workers where each has a part of the sums. An ``early`` commit comes before sums over several workers, whose
-    buckets are in flight: a lost connection can still fail the step then, and it may have updated a part of its buckets.
+    for each, with the numbers of all replicas in order; of those of all workers, where each has a part of the sums. An ``early``
+    commit comes before sums over several workers, whose buckets are in flight: a lost connection can still fail the step then,
+    and it may have updated a part of its buckets.
     """
 
 

@@ -153,7 +153,7 @@ class CommitPoint:
         return self._told_to_all(met)
 
     def _told_to_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """The numbers that all workers go on with, the same bits on all of them; of a process on its own, those of its replicas."""
+        """The numbers that all workers go on with, of the same bits; those of its own replicas in a process on its own."""
         return met if self._told is None or met is None else self._told.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:

@@ -146,7 +146,7 @@ class CheckedCommit(CommitPoint):
         return False if self.is_skipped else self._told_to_all(met)
 
     def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """Sums that each worker has are the same on all of them; losses, parts of sums and what is accumulated are a worker's own."""
+        """Sums that each worker has are the same on all; losses, parts of sums and what is accumulated are a worker's own."""
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 

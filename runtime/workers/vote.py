@@ -38,15 +38,14 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """Those of a program: of all workers' replicas where each worker has a part of the sums; else the chief's, who has all."""
+        """Those of a program: of all workers' replicas where each worker has a part of the sums; else of the chief's."""
         workers = program.workers
         if program.deals_out:
             return cls(workers.num_all_replicas, workers.first_replica)
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 
     def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What this worker adds to the numbers, [numbers of each, columns] float64: its own, and zeros, which leave others as they
-        are."""
+        """What this worker adds to the numbers, [numbers of each, columns] float64: its own, and zeros in other columns."""
         columns = torch.zeros(len(numbers), self.num, dtype=torch.float64)
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers

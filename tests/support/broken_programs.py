@@ -154,17 +154,30 @@ def over_workers(
     return "lower-devices", mutate
 
 
-def dealt_out(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+def dealt_out(
+    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any
+) -> Mutation:
     """As `over_workers`, of a program whose workers each update a part of every bucket."""
 
     def mutate(_: Program) -> Program:
         workers = dataclasses.replace(World(3, (1, 2, 1)).worker(1), shards_optimizer=True)
         captured = handmade(2, WEIGHTS).evolve(workers=workers)
-        program = every_stage(captured, over_workers=True, shard_optimizer=True, **CAPS)[pass_name]
+        program = every_stage(captured, over_workers=True, shard_optimizer=True, **CAPS, **options)[pass_name]
         verify(program)
         return change(program) or program
 
     return "lower-devices", mutate
+
+
+def clip_by_the_own_norm(graph: fx.Graph) -> None:
+    """A device bounds its gradients by the norm of its own shares, and not by that of all workers' parts."""
+    factor, own = first(graph, ops.clip_factor), first(graph, ops.norm)
+    set_args(factor, (own,))
+
+
+def measure_a_share_twice(graph: fx.Graph) -> None:
+    norm = first(graph, ops.norm)
+    set_args(norm, (*norm.args, norm.args[0]))
 
 
 def update_the_part_of_another_worker(program: Program) -> Program:
@@ -961,7 +974,11 @@ BAD: dict[str, list[Mutation]] = {
         after_accumulation(reduce_what_was_packed),
         after_accumulation(lambda graph: repeat(graph, first(graph, ops.add_accumulated))),
     ],
-    "norms_count_every_element_once": [clipped(measure_one_share_less)],
+    "norms_count_every_element_once": [
+        clipped(measure_one_share_less),
+        dealt_out(on_all_devices(clip_by_the_own_norm), max_grad_norm=1.0),
+        dealt_out(on_all_devices(measure_a_share_twice), max_grad_norm=1.0),
+    ],
     "gradients_are_clipped_alike": [
         clipped(scale_by_the_norm),
         clipped(lambda graph: with_kwargs(first(graph, ops.clip_factor), max_norm=2.0)),

@@ -46,6 +46,7 @@ CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is comp
 WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three workers, which has two of four devices
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one of two workers that send factors
+DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -259,6 +260,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield CHECKED, checked_text()
     yield WORKER, worker_text()
     yield FACTORS, factors_text()
+    yield DEALT, dealt_text()
     yield CAPTURED, captured_text()
 
 
@@ -275,10 +277,19 @@ def worker_text() -> str:
 
 def factors_text() -> str:
     """The lowered program of one of two workers that send each other factors in place of all gradients that have some."""
+    return _text_of_worker(exchange="factors")
+
+
+def dealt_text() -> str:
+    """The lowered program of one of two workers that each update a part of every bucket, with gradients that are clipped."""
+    return _text_of_worker(shard_optimizer=True, clip_grad_norm=1.0)
+
+
+def _text_of_worker(**asked: Any) -> str:
     golden = MODELS["digits"]
     model = golden.make().train()
-    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
-    where = {"world": World(2), "rank": 1, "exchange": "factors", "backend": "eager"}
+    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets, **asked}
+    where = {"world": World(2), "rank": 1, "backend": "eager"}
     with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
         return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
 

@@ -1,4 +1,4 @@
-"""Workers of which one loses a bucket when all have committed early and updated the first one: what they say, how they go on."""
+"""Workers of which one loses a bucket when all have committed and updated the first one: what they say, how they go on."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 _LONGEST_SECONDS = 60.0
 
 
-def _hold_back(step: Any, strike: Callable[[list[Any]], None]) -> None:
-    """Lets the step's next call send its first bucket alone; then, in a thread, calls ``strike`` with what ends the others."""
+def _hold_back(step: Any, strike: Callable[[list[Any]], None], num_passing: int) -> None:
+    """Lets the step's next call send so many messages of buckets; then, in a thread, calls ``strike`` with what ends others."""
     lane = step._joint.team._lanes[1]
     real, held, num_sent = lane.launch, [], 0
 
     def launch(collective: Any, done: Any) -> None:
         nonlocal num_sent
         num_sent += 1
-        if num_sent == 1:
+        if num_sent <= num_passing:
             real(collective, done)
             return
         held.append(done)
@@ -78,7 +78,8 @@ def _said(use: Callable[[], Any]) -> str:
 
 def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers; in the third step, worker ``culprit`` sends its first bucket alone, and then ``strikes``, or
-    sends all, and fails in its second ``update``.
+    sends all, and fails in its second ``update``. Where the optimizer is dealt out, it sends all sums, and the new parameters
+    of the first bucket that is gathered.
 
     Args:
         rank: of this worker.
@@ -102,10 +103,16 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
 
         train(0)
         train(1)
+        is_dealt = "gather_parameters" in str(step.program)
+        num_passing = len(step.program.buckets) + 1 if is_dealt else 1
+        step.gather_optimizer_state()  # nothing to do where each worker has all of it
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
         def has_updated() -> bool:
-            return step._last._progress.told().startswith("bucket 0 of ")
+            told = step._last._progress.told()
+            return (
+                f"bucket {len(step.program.buckets) - 1} of " in told if is_dealt else told.startswith("bucket 0 of ")
+            )
 
         def tell() -> None:
             _until(has_updated)
@@ -124,7 +131,7 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             if rank == given["culprit"] and is_of_buckets:
-                _hold_back(step, strike)
+                _hold_back(step, strike, num_passing)
             elif rank == given["culprit"]:
                 stack.enter_context(_failing_update())
             told: dict[str, Any] = {"failed": _said(lambda: train(2)), "seconds": time.monotonic() - began}

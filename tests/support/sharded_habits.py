@@ -1,4 +1,4 @@
-"""What workers do in tests whose optimizer is dealt out to them while gradients are clipped, scaled and checked; and in PyTorch."""
+"""Workers to whom the optimizer is dealt out, with gradients that are clipped, scaled and checked; and the same in PyTorch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     Args:
         rank: of this worker.
         given: ``model``, ``devices``, and what `made` and `scaler_of` take; ``calls`` as for `worker_habits.call`, with ``"nan"``
-            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``; ``favoured`` as for
-            `worker_training.train`.
+            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``;
+            ``favoured`` as for `worker_training.train`.
     """
     worker_training.favour(given)
     model, optimizers = made(given, seed=rank)

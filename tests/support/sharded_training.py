@@ -107,8 +107,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         rank: of this worker.
-        given: as for `worker_training.train`, with ``favoured`` and ``events``: a step, the rank or None for all, and what happens there;
-            ``ends`` if the first error ends it.
+        given: as for `worker_training.train`, with ``favoured``; ``events``: a step, the rank or None for all, and what happens
+            there; ``ends`` if the first error ends it.
     """
     favour(given)
     training = _Training(rank, given)

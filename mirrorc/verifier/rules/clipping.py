@@ -100,8 +100,8 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
 
 
 def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
-    """Whether what is measured of a bucket are its elements, or those that this worker is to measure of them, each once, summed over
-    all replicas, and changed alike."""
+    """Whether what is measured of a bucket are its elements, or those of them that this worker is to measure, each once, summed
+    over all replicas, and changed alike."""
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)

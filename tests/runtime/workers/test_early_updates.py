@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,17 @@ CASES: dict[str, dict[str, Any]] = {
     "2 x 2, the chief": {"devices": [2, 2], "sizes": [[4, 3]], "culprit": 0, "optimizer": "SGD"},
     "(1, 2, 1)": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 1},
 }
+
+DEALT: dict[str, dict[str, Any]] = {  # new parameters are lost, and not sums
+    "dealt out, 2 x 1": {"devices": [1, 1], "sizes": [[4, 3]], "culprit": 1, "options": {"shard_optimizer": True}},
+    "dealt out, clipped, (1, 2, 1)": {
+        "devices": [1, 2, 1],
+        "sizes": [[3, 4, 2]],
+        "culprit": 1,
+        "options": {"shard_optimizer": True, "clip_grad_norm": 0.1},
+    },
+}
+LOST = CASES | DEALT
 
 
 def each(size: int, **given: Any) -> list[Any]:
@@ -69,7 +81,7 @@ def test_early_updates_give_the_same_bits(trained: dict[str, Any], case: str) ->
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder, other = tmp_path_factory.mktemp("cut"), tmp_path_factory.mktemp("update")
-    given = cases(folder, "cut", CASES) | {"update": cases(other, "update", {"it": CASES["2 x 1"]})["it"]}
+    given = cases(folder, "cut", LOST) | {"update": cases(other, "update", {"it": CASES["2 x 1"]})["it"]}
     return outcomes(folder, given, limit_seconds=200)
 
 
@@ -113,9 +125,23 @@ def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two
         assert "the cable is cut" in own["failed"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DEALT)
+def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two_steps(
+    found: dict[str, Any], case: str
+) -> None:
+    for own in found[case][: len(DEALT[case]["devices"])]:
+        assert own["failed"].startswith("CommunicationError: training call 3 has failed: ")
+        assert "the cable is cut" in own["failed"]
+        assert re.search(
+            r"It had committed: parameters are between those before and those after this step: bucket (\d) of (\d) were updated, "
+            r"buckets 0.* in part\. Load a checkpoint into model and optimizer on all workers, and call the step again\.$",
+            own["failed"],
+        )
+
+
+@pytest.mark.parametrize("case", LOST)
 def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: dict[str, Any], case: str) -> None:
-    for own in found[case][: len(CASES[case]["devices"])]:
+    for own in found[case][: len(LOST[case]["devices"])]:
         for use, error in own["refused"].items():
             assert "parameters are between those before and those after a step" in error, use
             assert use == "step" or error.startswith("ExecutionError: "), use
@@ -123,14 +149,14 @@ def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: dict[str,
             "Still to be restored: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
             in (own["refused"]["evaluate"])
         )
-        assert own["half"].endswith(f"Still to be restored: the state of {CASES[case].get('optimizer', 'AdamW')}")
+        assert own["half"].endswith(f"Still to be restored: the state of {LOST[case].get('optimizer', 'AdamW')}")
         assert set(own["restored"].values()) == {"nothing"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LOST)
 def test_training_goes_on_from_what_was_restored(found: dict[str, Any], case: str) -> None:
-    losses, values = reference({**CASES[case], "model": "mlp"}, range(4))
-    for own in found[case][: len(CASES[case]["devices"])]:
+    losses, values = reference({**LOST[case], "model": "mlp"}, range(4))
+    for own in found[case][: len(LOST[case]["devices"])]:
         assert own["losses"] == pytest.approx(losses, rel=1e-12)
         for name, value in values.items():
             assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name

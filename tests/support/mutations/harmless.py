@@ -16,6 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
 from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rules.programs import written_buckets
 from mutations.places import (
     IN_FLIGHT,
     insert_like,
@@ -117,7 +118,8 @@ def update_late(program: Program) -> Iterator[Edit]:
     """An update, a store or a write is the last of all operations."""
     for node in placed_nodes(program, *_WRITES):
         end = node.graph.output_node()
-        if node.next is not end:
+        gathered = {bucket_of(launch) for launch in calls_to(node.graph, ops.gather_parameters)}
+        if node.next is not end and gathered.isdisjoint(written_buckets(node)):
             yield partial(end.prepend, node)
 
 

@@ -295,6 +295,10 @@ def handmade_sources() -> Iterator[Source]:
     alike = World(2, 2).worker(1)
     scaled = caps | {"over_workers": True, "scales_loss": True, "max_grad_norm": 1.0}
     yield Source("pairs, scaled and clipped, worker 1 of 2", handmade(2, pairs).evolve(workers=alike), scaled)
+    for n in (1, 2):
+        dealt = replace(World(2, n).worker(1), shards_optimizer=True)
+        captured = handmade(n, mixed).evolve(workers=dealt)
+        yield Source(f"own optimizer and AdamW, dealt out on {n}", captured, scaled | {"shard_optimizer": True})
     for n, model, names in (
         (1, Products(), ("weights.0", "weights.2", "head.weight")),
         (2, Tables(), ("one.weight", "two.weight", "head.weight")),
