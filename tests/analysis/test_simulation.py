@@ -154,7 +154,8 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
     assert link.all_reduce_seconds(100, 2) == 2 * (1.0 + 25.0)
     assert link.all_reduce_seconds(100, 4) == 6 * (1.0 + 12.5)
     assert link.all_gather_seconds(100, 4) == 3 * (1.0 + 50.0)
-    assert link.all_reduce_seconds(100, 1) == link.all_gather_seconds(100, 1) == 0.0
+    assert link.all_to_all_seconds(100, 4) == 3 * (1.0 + 12.5)
+    assert link.all_reduce_seconds(100, 1) == link.all_gather_seconds(100, 1) == link.all_to_all_seconds(100, 1) == 0.0
 
 
 @pytest.mark.parametrize("num_workers", [2, 5])

@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirrorc
 from mirrorc import CaptureError
+from mirrorc.ir.buckets import Elements
+from mirrorc.runtime.state.dealt_state import DealtState, watch_dealt_state
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
 KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}
@@ -211,6 +213,23 @@ def test_process_group() -> None:
         compiled(model, SGD(model.parameters()), workers=None).close()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sharded_optimizer() -> None:
+    model = net()
+    options = {"world": mirrorc.World(2, 2), "rank": 1, "shard_optimizer": True}
+    with compiled(model, ADAMW(model.parameters()), **options) as step:
+        (bucket,) = step.prepare(X, target=Y).buckets
+        assert bucket.part == Elements(bucket.num_elements // 2, bucket.num_elements)
+    optimizer = ADAMW(model.parameters())
+    optimizer.state[model[0].weight] = {"exp_avg": DealtState(torch.float64)}  # as the step of a worker leaves it
+    watch_dealt_state(optimizer)
+    with pytest.raises(mirrorc.ExecutionError, match=quoted("sharded-optimizer")):
+        optimizer.state_dict()
+    with Pair(make=ADAMW, shard_optimizer=True) as pair:  # in a process on its own it changes nothing
+        pair.train(2)
+        pair.step.gather_optimizer_state()
+        assert pair.optimizer.state_dict()["state"].keys() == pair.plain_optimizer.state_dict()["state"].keys()
 
 
 def test_torch_compile() -> None:

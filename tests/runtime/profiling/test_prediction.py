@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from tiny_programs import Weight, handmade
@@ -14,7 +14,7 @@ from mirrorc.analysis.simulation import Simulation, simulate
 from mirrorc.analysis.step_costs import Line, Pace, UnknownCostError, num_bytes_of_call, works_of_regions
 from mirrorc.analysis.work import Machine
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, region_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, region_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -28,9 +28,11 @@ LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-8)
 WEIGHTS = tuple(Weight(f"layer{number}", (256 * (number + 1), 256)) for number in range(6))  # 256 KiB to 1.5 MiB
 
 
-def program_of(devices: int, cap_mb: float, first_mb: float = 0.5) -> Program:
-    captured = handmade(devices, WEIGHTS).evolve(workers=World(2, devices).worker(0))
-    return run_passes(captured, default_pipeline(over_workers=True, bucket_cap_mb=cap_mb, first_bucket_mb=first_mb))
+def program_of(devices: int, cap_mb: float, first_mb: float = 0.5, *, is_dealt: bool = False) -> Program:
+    workers = replace(World(2, devices).worker(0), shards_optimizer=is_dealt)
+    sizes = {"bucket_cap_mb": cap_mb, "first_bucket_mb": first_mb}
+    pipeline = default_pipeline(over_workers=True, shard_optimizer=is_dealt, **sizes)  # type: ignore[arg-type]
+    return run_passes(handmade(devices, WEIGHTS).evolve(workers=workers), pipeline)
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,16 @@ class Truth:
             return 3 * self.works[region_of(node)]
         if node.target in (ops.update, ops.pack):
             return 2e-5 + 1e-9 * num_bytes_of_call(self.program, replica, node)
+        if (
+            node.target is ops.wait and node.all_input_nodes[0].target is ops.scatter_sums
+        ):  # it adds one part to the other
+            start, stop = self.program.buckets[bucket_of(node)].updated(replica, self.program.num_replicas)
+            return 3 * 4 * (stop - start) * MACHINE.seconds_per_byte
         return 3e-5 if node.target is ops.commit else 0.0
 
     def flight_seconds(self, node: fx.Node) -> float:
-        return LINK.all_reduce_seconds(self.program.buckets[int(node.kwargs["bucket"])].num_bytes, 2)  # type: ignore[call-overload]
+        whole = LINK.all_reduce_seconds(self.program.buckets[bucket_of(node)].num_bytes, 2)
+        return whole if node.target is ops.exchange else whole / 2  # sums of parts, or new parameters
 
 
 def truth(program: Program) -> Simulation:
@@ -67,11 +75,12 @@ def recorded(program: Program, *, warms_up: bool = False) -> RecordedStep:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("learned", [0.5, 2.0])
-def test_steps_of_other_plans_are_foretold(devices: int, learned: float) -> None:
-    known = program_of(devices, learned)
+@pytest.mark.parametrize("is_dealt", [False, True])
+def test_steps_of_other_plans_are_foretold(devices: int, learned: float, is_dealt: bool) -> None:
+    known = program_of(devices, learned, is_dealt=is_dealt)
     costs = costs_of_steps(known, [recorded(known)], MACHINE, LINK)
     for cap, first in ((0.5, 0.5), (1.0, 0.5), (2.0, 2.0), (25.0, 1.0), (25.0, 25.0)):
-        program = program_of(devices, cap, first)
+        program = program_of(devices, cap, first, is_dealt=is_dealt)
         assert predict(program, costs).step_ms == pytest.approx(1e3 * truth(program).seconds, rel=0.02), (cap, first)
 
 

@@ -114,3 +114,20 @@ def test_all_workers_decide_and_clip_by_the_same_bits(found: Mapping[str, Any], 
     for own in others:
         for what in ("norms", "skipped", "scales", "values", "state"):
             assert str(own[what]) == str(first[what]), what
+
+
+def test_what_is_not_finite_on_one_worker_is_one_error_on_all(found: Mapping[str, Any]) -> None:
+    """It counts the elements of all workers' parts, of which none has all."""
+    (error,) = {own["losses"][1] for own in found["checked"]}
+    assert error.startswith("NonFiniteError: worker 1 (") and "): the loss on cpu:0 is nan; " in error
+    assert (
+        "the reduced gradient of '0.weight' is not finite (65 of 65 elements, such as nan), and so is that of 5 other"
+        in error
+    )
+    assert "No parameter was changed" in error
+
+
+@pytest.mark.slow
+def test_skipped_steps_leave_no_worker_behind(found: Mapping[str, Any]) -> None:
+    for own in found["skips"][:2]:
+        assert own["skipped"] == [0, 1, 1, 1, 1] and "otherwise=skip" in own["program"]
