@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {name: {"model": "mlp", "options": SMALL, **given} for name, given in CASES.items()}
-FAST = ("norm, 2 x 1", "groups", "mixed", "scaled", "checked")
+FAST = ("groups", "mixed", "scaled", "checked")
 
 
 @pytest.fixture(scope="module")
