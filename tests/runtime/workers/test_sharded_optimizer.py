@@ -162,7 +162,7 @@ def test_state_that_is_not_of_one_kind_is_not_dealt_anew(found: Mapping[str, Any
         assert error.startswith(
             "CommunicationError: workers differ in what they have of the optimizer's state, which is to be dealt out anew: "
         )
-        assert "has the optimizer's state other state" in error and "worker 1 (" in error
+        assert "has the optimizer's state: other state" in error and "worker 1 (" in error
         assert error.endswith("No parameter was changed. Load it on all workers, or on none.")
 
 
