@@ -174,13 +174,26 @@ def _run_all(folder: Path, number: int, num_processes: int, num_ended: int) -> N
         _meet(folder, "end", number, num_processes)  # the store of a case lives in one of them
 
 
+def _warm_up() -> None:
+    """Makes what the first trace and the first passes of a process make for all later ones.
+
+    Without gradients: autograd refuses to work in a process that was forked after it has.
+    """
+    from tiny_programs import captured_model, every_stage, handmade
+    from torch import nn
+
+    captured_model(nn.Linear(4, 3), evaluates=True)
+    every_stage(handmade(2))
+
+
 def _main() -> None:
-    """Forks the processes, so that what takes long, the import of torch, is done once."""
+    """Forks the processes, so that what takes long, the import of torch and first traces, is done once."""
     import lost_buckets  # noqa: F401
     import sharded_training  # noqa: F401
     import worker_habits  # noqa: F401
     import worker_training  # noqa: F401
 
+    _warm_up()
     folder, num_processes, num_ended = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     children = []
     for number in range(num_processes):

@@ -11,8 +11,8 @@ import torch
 from worker_habits import reference
 from worker_processes import LazyOutcomes, free_port, told
 
-STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [5, 2]], ["step", [3, 0]]]
-OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [1, 1, 4]], ["step", [0, 4, 1]], ["step", [2, 2, 2]]]
+STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [4, 3]], ["step", [1, 2]], ["step", [4, 0]]]
+OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 1, 2]], ["step", [0, 4, 2]], ["step", [3, 5, 2]]]
 CASES: dict[str, dict[str, Any]] = {
     "whole, 2 x 1": {"optimizer": "whole", "devices": [1, 1], "calls": [*STEPS, ["accumulate", [2, 1]], STEPS[0]]},
     "whole, 2 x 2": {
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "drifts": {"optimizer": "drifts", "devices": [1, 1], "calls": STEPS[:2]},
     "skips": {
         "devices": [1, 2, 1],
-        "calls": [OF_THREE[0], ["step", [2, 2, 2], [1, "nan"]], ["step", [0, 3, 2], [2, "nan"]], OF_THREE[1]],
+        "calls": [OF_THREE[0], ["step", [3, 5, 2], [1, "nan"]], ["step", [0, 5, 2], [2, "nan"]], OF_THREE[1]],
         "options": {"check_finite": "skip", "clip_grad_norm": 0.1},
     },
     "refuses": {
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "compares": {"devices": [1, 2], "calls": [*STEPS, *STEPS], "options": {"check_replicas_every": 2}},
     "bad memory": {
         "devices": [1, 1],
-        "calls": [*STEPS[:2], ["step", [4, 2], [1, "flip parameter"]], ["step", [2, 2]], ["step", [2, 2]]],
+        "calls": [*STEPS[:2], ["step", [4, 2], [1, "flip parameter"]], ["step", [4, 2]], ["step", [4, 2]]],
         "options": {"check_replicas_every": 2},
     },
     "bad state": {

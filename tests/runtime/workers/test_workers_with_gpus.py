@@ -16,9 +16,9 @@ from mirrorc.runtime.workers.exchanges import ExchangesOfGpus
 from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
 
 CASES: dict[str, dict[str, Any]] = {
-    "mlp": {"model": "mlp", "sizes": [[4, 4], [5, 2]], "stepped": 1},
+    "mlp": {"model": "mlp", "sizes": [[4, 4], [4, 2]], "stepped": 1},
     "random": {"model": "random", "sizes": [[3, 6]], "optimizer": "SGD"},
-    "bound": {"model": "mlp", "sizes": [[0, 4], [2, 3]], "options": {"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}},
+    "bound": {"model": "mlp", "sizes": [[0, 4], [2, 4]], "options": {"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}},
     "recovers": {
         "model": "mlp",
         "sizes": [[4, 4]],
