@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,7 +73,7 @@ def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
     assert len(warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 1)))[0]) == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
 @pytest.mark.parametrize("options", [{}, {"weight": torch.tensor([1.0, 2.0, 3.0, 4.0]), "label_smoothing": 0.1}])
 def test_a_shard_without_targets_gives_no_gradient_and_a_loss_that_is_not_a_number(
     backend: str, options: dict[str, Any]

@@ -96,9 +96,13 @@ def lockstep(way: str, check_finite: Any) -> Lockstep:
     return both
 
 
+RARE_WAYS = ("one bucket", "mirrored", "copies", "by itself, alone", "by itself, mirrored")
+
+
 def ways(*usual: str) -> list[Any]:
-    """All ways; those that are not usual are for slow runs."""
-    return [pytest.param(way, marks=() if way in usual else pytest.mark.slow) for way in WAYS]
+    """All ways; those that are not usual are for slow runs, or for exhaustive ones."""
+    marks = {way: pytest.mark.exhaustive if way in RARE_WAYS else pytest.mark.slow for way in WAYS}
+    return [pytest.param(way, marks=() if way in usual else marks[way]) for way in WAYS]
 
 
 @pytest.mark.parametrize("way", ways("threads"))
@@ -157,7 +161,7 @@ def test_a_first_step_may_be_skipped(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways())
 def test_checks_change_no_bit(way: str) -> None:
     found: list[State] = []
     for check_finite in (False, True, "skip"):
@@ -250,7 +254,9 @@ def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
         assert calls == ["before", "after"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.complex64, *slow((torch.bfloat16,), (torch.float32,), (torch.float64,))]
+)
 def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
     """All elements are looked at if their sum is not finite; the largest numbers are."""
 

@@ -78,8 +78,9 @@ class Pair:
 @pytest.mark.parametrize(
     ("way", "num_devices", "norm_type"),
     [
-        ("shares", 1, 2.0), ("shares", 4, math.inf), ("one bucket", 3, 0.5), ("by itself", 2, 2.0),
+        ("shares", 4, math.inf), ("one bucket", 3, 0.5), ("by itself", 2, 2.0),
         *slow(
+            ("shares", 1, 2.0),
             ("copies", 2, 3.0), ("skipped if need be, mirrored", 2, 2.0),
             ("shares", 2, 2.0), ("shares", 3, 1.0), ("mirrored", 2, 2.0), ("foreach", 2, 2.0), ("fused", 3, 2.0),
             ("by itself, mirrored", 3, 1.5), ("checked", 2, 2.0), ("exact order", 2, 2.0), ("inductor", 2, 2.0),

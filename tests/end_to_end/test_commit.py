@@ -146,7 +146,7 @@ def alarm(frame: Any) -> None:
     too_long(signal.SIGTERM, frame)
 
 
-@pytest.mark.parametrize("stride", [83, pytest.param(19, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [149, pytest.param(19, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.slow), "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
     """It is raised as it is. Only replicas that run in the caller's thread may be torn by it, once committed, and it says so."""

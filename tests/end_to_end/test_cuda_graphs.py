@@ -160,8 +160,7 @@ def decays_from_step_6(model: nn.Module, optimizer: torch.optim.Optimizer, i: in
         (gives_the_rate_as_a_tensor, 1),
         (loads_the_model, 1),
         (loads_the_optimizer, 2),
-        (empties_the_optimizer, 2),
-        (decays_from_step_6, 2),
+        *slow((empties_the_optimizer, 2), (decays_from_step_6, 2)),
     ],
 )
 @pytest.mark.parametrize("kind", [OPTIMIZERS["adamw"], *slow((OPTIMIZERS["sgd"],))], ids=["adamw", "sgd"])

@@ -129,15 +129,15 @@ needs_blocks = pytest.mark.skipif(
 )
 
 
-def on_devices(num_devices: list[int], also: dict[str, int]) -> list[Any]:
-    """Each model on each number of devices; all are slow but the models of ``also`` on one number each."""
+def on_devices(num_devices: list[int], also: dict[str, int], rare: int) -> list[Any]:
+    """Each model on each number of devices; all are slow, or exhaustive on a ``rare`` number, but ``also`` on one number each."""
     return [
         pytest.param(
             name,
             number,
             marks=[
                 *([needs_blocks] if name == "conv" else []),
-                *([] if also.get(name) == number else [pytest.mark.slow]),
+                *([] if also.get(name) == number else [pytest.mark.exhaustive if number == rare else pytest.mark.slow]),
             ],
         )
         for name in MODELS
@@ -145,12 +145,12 @@ def on_devices(num_devices: list[int], also: dict[str, int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2, 3], {"gpt": 3, "conv": 2}))
+@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2, 3], {"conv": 2}, rare=2))
 def test_what_is_told_agrees_with_what_is_measured(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices))
 
 
-@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {}))
+@pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {}, rare=1))
 def test_compiled_regions_take_what_inductors_code_takes(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices, backend="inductor"))
 

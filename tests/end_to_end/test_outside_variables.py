@@ -150,7 +150,7 @@ def test_what_is_done_to_a_critic_between_turns_is_seen_by_the_generator(monkeyp
     own.close()
 
 
-@pytest.mark.parametrize("options", ["one memory", "two memories"], indirect=True)
+@pytest.mark.parametrize("options", ["two memories", *slow(("one memory",))], indirect=True)
 def test_a_critic_that_normalizes_by_its_batch_keeps_statistics_of_each_replica(options: dict[str, Any]) -> None:
     """The generator's step writes them, and the critic's own; in eval mode none does. One device has those of PyTorch."""
     one, plain = Game(1, normalizes=True), Game(normalizes=True)

@@ -137,7 +137,7 @@ class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-d
         return super().run(program)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [3, *slow((1,), (2,))])
 def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int) -> None:
     clip = mirrorc.after("insert-update", ClipBuckets(0.01))
     found, program = trained(num_devices, steps=1, dtype=torch.float64, add_passes=[clip])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_losses, assert_same_training, train_mirrored, train_on_one_device
-from selections import slow, slow_but
+from selections import exhaustive, slow, slow_but
 from torch import nn
 
 import mirrorc
@@ -53,10 +53,11 @@ def batches(num_examples: int = 5, dtype: torch.dtype = torch.float64) -> list[d
 
 
 FAST = [("LSTM", "two layers of two directions", 2), ("GRU", "no bias", 1), ("RNN", "plain", 3)]
-OTHERS = [case for case in product(KINDS, OPTIONS, (1, 2, 3)) if case not in FAST]
+SLOW = [case for case in product(KINDS, OPTIONS, (2,)) if case not in FAST]
+OTHERS = [case for case in product(KINDS, OPTIONS, (1, 3)) if case not in FAST]
 
 
-@pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *slow(*OTHERS)])
+@pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *slow(*SLOW), *exhaustive(*OTHERS)])
 def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
     torch.manual_seed(0)
     model = Net(KINDS[kind], has_states=num_devices == 2, **OPTIONS[options]).double()
@@ -87,7 +88,7 @@ def targets(program: Program) -> list[str]:
     return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("LSTM", "onednn_lstm"), ("GRU", "gru"), ("RNN", "rnn")])
+@pytest.mark.parametrize(("kind", "name"), [("LSTM", "onednn_lstm"), ("GRU", "gru"), *slow(("RNN", "rnn"))])
 def test_a_layer_is_one_operator_however_long_the_sequences_are(kind: str, name: str) -> None:
     model = Net(KINDS[kind], num_layers=2)
     with mirrorc.compile(model, 1, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:

@@ -60,7 +60,7 @@ def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = 
         return step.program, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("link", ["shared-memory", "copy"])
+@pytest.mark.parametrize("link", slow_but(["copy"], ["shared-memory", "copy"]))
 @pytest.mark.parametrize("num_devices", slow_but([3], [2, 3]))
 def test_a_ring_sums_like_an_all_reduce(num_devices: int, link: str) -> None:
     program, found = trained(num_devices, link, [mirrorc.after("lower-collectives", Ring())])

@@ -63,8 +63,8 @@ def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
     ("num_devices", "sizes", "options", "memories"),
     [
         (3, (6, 1), {}, "one"),
-        (2, (4,), {"microbatches": 2}, "two"),
         *slow(
+            (2, (4,), {"microbatches": 2}, "two"),
             (1, SIZES, {}, "one"),
             (2, SIZES, {}, "two"),
             (3, SIZES, {}, "one"),

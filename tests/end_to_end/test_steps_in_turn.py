@@ -92,8 +92,9 @@ def new_memory(net: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "num_devices", "options"),
     [
-        (torch.optim.AdamW, 2, {}), (torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}),
-        *slow((torch.optim.AdamW, 1, {}), (torch.optim.Adadelta, 2, {})),
+        (torch.optim.AdamW, 2, {}),
+        *slow((torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {})),
+        *slow((torch.optim.Adadelta, 2, {})),
         *slow((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
     ],
 )  # fmt: skip

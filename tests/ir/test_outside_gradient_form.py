@@ -9,6 +9,7 @@ from typing import Any, Self
 import pytest
 import torch
 from saved_programs import assert_same, reload
+from selections import slow_but
 from tiny_programs import captured_model, run_up_to, targets
 from torch import fx, nn
 from torch.nn import functional as F
@@ -183,7 +184,7 @@ class ClipGradients:
         return program
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [2, 3]))
 @pytest.mark.parametrize("way", ["shares", "pack", "at once"])
 def test_it_runs(row_sum: Symbol, num_devices: int, way: str) -> None:
     """By shares; whole, in each replica's bucket; or whole, for an operator of a user's pass. As on one device."""

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from selections import slow
 from tiny_programs import captured_model, targets
 from torch import nn
 
@@ -96,8 +95,9 @@ def test_only_compiled_code_gets_it() -> None:
     assert "gelu_by_sigmoid" not in backend_named("eager").preferences(cpu)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), *slow((torch.bfloat16, 2e-2))])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_compiled_gelus_are_the_same_numbers_with_the_pass_and_without(dtype: torch.dtype, tolerance: float) -> None:
     trained = []
     for without in ((), ("decompose-gelu",)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -107,11 +108,10 @@ def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
-        (1, {}),
-        (2, {"dtype": torch.float32}),
         (3, {}),
         (2, {"microbatches": 2}),
         (2, {"accumulates": True}),
+        *slow((1, {}), (2, {"dtype": torch.float32})),
     ],
     ids=str,
 )

@@ -42,7 +42,10 @@ def as_printed(line: PrintedLine) -> str:
     return line.text + (f" # {line.comment}" if line.comment else "")
 
 
-@pytest.mark.parametrize("models", [tuple(SMALL_MODELS), *slow((tuple(sorted(LARGE_MODELS)),))], ids=["small", "large"])
+OTHER_MODELS = tuple(sorted({*SMALL_MODELS, *LARGE_MODELS} - {"mlp", "conv"}))
+
+
+@pytest.mark.parametrize("models", [("mlp", "conv"), *slow((OTHER_MODELS,))], ids=["two", "others"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_nothing_is_lost_in_reading_any_program_of_any_stage(form: dict[str, bool], models: tuple[str, ...]) -> None:
     assert {program.stage for program in programs(models).values()} == set(Stage)

@@ -23,7 +23,7 @@ from saved_programs import (
     reload,
     stages_of,
 )
-from selections import slow
+from selections import slow_but
 from tiny_programs import SMALL_BUCKETS, captured_two_layers, every_stage
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -58,18 +58,21 @@ def assert_kept_at_every_stage(program: Program, directory: Path, **options: Any
     verify(found)
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, "gpt2", *slow(*((name,) for name in sorted(LARGE_MODELS - {"gpt2"})))])
+FAST_MODELS = ("mlp", "conv", "noisy", "gpt2")
+
+
+@pytest.mark.parametrize("name", slow_but(FAST_MODELS, [*SMALL_MODELS, *sorted(LARGE_MODELS)]))
 def test_a_model_is_kept_at_every_stage(name: str, tmp_path: Path) -> None:
     assert_kept_at_every_stage(captured(name), tmp_path)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("name", ["conv", "dropout"])
+@pytest.mark.parametrize("name", slow_but(["conv"], ["conv", "dropout"]))
 def test_a_model_is_kept_on_fewer_devices(name: str, num_devices: int, tmp_path: Path) -> None:
     assert_kept_at_every_stage(on_devices(captured(name), num_devices), tmp_path, **SMALL_BUCKETS)
 
 
-@pytest.mark.parametrize("name", HANDMADE)
+@pytest.mark.parametrize("name", slow_but(("uneven", "own optimizer", "two dtypes"), HANDMADE))
 def test_passes_make_of_a_loaded_program_what_they_make_of_the_saved_one(name: str, tmp_path: Path) -> None:
     passes = default_pipeline(**SMALL_BUCKETS)
     stages = [HANDMADE[name](), *every_stage(HANDMADE[name](), **SMALL_BUCKETS).values()]

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test `make test` runs, and which are for `make test-slow`."""
+"""Which cases of a parametrized test `make test` runs, and which are for `make test-slow`, or for `make test-all`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 def slow(*cases: tuple[Any, ...]) -> list[Any]:
     """Cases of a parametrized test, marked slow; each is a tuple of its arguments."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def exhaustive(*cases: tuple[Any, ...]) -> list[Any]:
+    """The same, for `make test-all` alone."""
+    return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:

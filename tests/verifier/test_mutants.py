@@ -10,7 +10,7 @@ from mutations.programs import handmade_sources, model_sources
 from mirrorc.verifier import verifier
 
 HANDMADE_QUOTA, MODEL_QUOTA = 2, 1  # mutants of a kind, of handmade programs in all and of each model
-SMALL_MODELS, LARGE_MODELS = ("mlp", "conv"), ("resnet", "gpt2", "bert", "vit")
+SMALL_MODELS, LARGE_MODELS = ("mlp",), ("conv", "resnet", "gpt2", "bert", "vit")
 
 
 def examine_models(names: Sequence[str], report: Report) -> None:

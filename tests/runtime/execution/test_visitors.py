@@ -34,7 +34,7 @@ def trained(**options: Any) -> list[Any]:
     "options",
     [
         {"clip_grad_norm": 0.02, "check_finite": "skip"},
-        {"clip_grad_value": 0.001},
+        pytest.param({"clip_grad_value": 0.001}, marks=pytest.mark.slow),
         pytest.param({"clip_grad_value": 0.001, "check_finite": "skip"}, marks=pytest.mark.slow),
         pytest.param({"clip_grad_norm": mirrorc.ClipGradNorm(0.1, math.inf)}, marks=pytest.mark.slow),
     ],
