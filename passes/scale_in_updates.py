@@ -24,7 +24,8 @@ class ScaleInUpdates:
         update(g, bucket=0, replica=0)
 
     torch's fused kernels divide each gradient that they read by a number, the inverse of the factor. To scale a gradient before
-    would read and write it once more: of AdamW's seven passes over memory, that makes nine.
+    would read and write it once more: of AdamW's seven passes over memory, that makes nine. Products that are made right before
+    the update are multiplied by the factor as they are made.
 
     Needs: updates in their final form, and links, which say where a sum lies: it comes after lower-collectives.
     Guarantees: an optimizer gets the same gradient up to its last bit. A gradient in memory that other replicas read, one that
@@ -40,7 +41,9 @@ class ScaleInUpdates:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     changes_bits: str = field(
-        default="a gradient is divided by the inverse of its factor, which rounds otherwise than a product", init=False
+        default="a gradient is divided by the inverse of its factor, or made times the factor, which rounds otherwise than a "
+        "product",
+        init=False,
     )
     trains_only: ClassVar = True
     updates_only: ClassVar = True

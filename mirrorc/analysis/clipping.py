@@ -187,3 +187,18 @@ def lies_in_own_memory(value: Any) -> bool:
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
     return launch.target is ops.reduce_scatter or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
+
+
+def asked_of_late_share(wait: fx.Node) -> Any:
+    """What is asked before the commit of a share that may be made behind it, when updates take it: `norm`, if its 2-norm is,
+    `is_finite`, if that alone; None if it may not."""
+    is_asked = {user: user.target in (ops.norm, ops.is_finite) for user in wait.users}
+    takers = [user for user, asks in is_asked.items() if not asks]
+    if wait.all_input_nodes[0].target is not ops.reduce_scatter or len(takers) in (0, len(is_asked)):
+        return None
+    if any(taker.target not in (ops.update, ops.scale) for taker in takers):
+        return None
+    norms = [user for user in wait.users if user.target is ops.norm]
+    if any(float(norm.kwargs["norm_type"]) != 2.0 for norm in norms):  # type: ignore[arg-type]
+        return None
+    return ops.norm if norms else ops.is_finite

@@ -20,6 +20,11 @@ def part_elements_of(wait: fx.Node) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
+def is_looked_at(update: fx.Node) -> bool:
+    """Whether something else looks at the share that an update takes, before it is updated with."""
+    return len(update.all_input_nodes[0].users) > 1
+
+
 def is_made_in_updates(gradient: fx.Node) -> bool:
     """Whether the shares of a factored gradient are left to the updates that take them."""
     launches = [launch for pack in gradient.users for launch in pack.users]

@@ -71,3 +71,8 @@ def scale_each(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies each tensor by a 0-d one, in place, in one call for all."""
     if targets:
         torch._foreach_mul_(targets, factor)
+
+
+def norms_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in one call for all."""
+    return list(torch._foreach_norm(tensors)) if tensors else []

@@ -10,8 +10,9 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import UnmadeShare
+from mirrorc.runtime.state.gradient_shares import Leaves, UnmadeShare
 from mirrorc.runtime.state.share_pieces import Visit, visit_parts
+from mirrorc.runtime.state.unmade_products import UnmadeProducts
 
 
 class Communicator:
@@ -92,6 +93,16 @@ class Communicator:
         """What this replica's share of a sum is made of, when all of it is there, of a bucket in which gradients are left as
         factors."""
         raise self._not_carried("shares that are left to updates")
+
+    def wait_and_leave(
+        self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
+    ) -> tuple[torch.Tensor, UnmadeProducts | None]:
+        """As `wait_and_visit`, for a visit that only looks; ``leaves`` says which products of factors may be left unmade.
+
+        Returns:
+            The share, and those products; None if all are made.
+        """
+        return self.wait_and_visit(bucket, replica, pending, visit), None
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over

@@ -12,8 +12,9 @@ from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_share
+from mirrorc.runtime.state.gradient_shares import Leaves, UnmadeShare, make_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, add_visited
+from mirrorc.runtime.state.unmade_products import UnmadeProducts, unmade_products
 
 
 @register_communicator
@@ -65,6 +66,20 @@ class SharedMemoryCommunicator(Communicator):
         bounds = share_bounds(buckets[0].tensor.numel(), len(self.devices), replica)
         return UnmadeShare(tuple(buckets), buckets[replica].pieces, *bounds)
 
+    def wait_and_leave(
+        self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
+    ) -> tuple[torch.Tensor, UnmadeProducts | None]:
+        """See `Communicator`."""
+        rendezvous = self._rendezvous[("reduce_scatter", bucket)]
+        rendezvous.await_replicas(replica, range(len(self.devices)))
+        if not isinstance(rendezvous.tensors[0], FactoredBucket):
+            return self._made_share(rendezvous.tensors, replica, visit), None
+        buckets: tuple[FactoredBucket, ...] = tuple(rendezvous.tensors)
+        left = make_share(buckets, replica, visit, leaves)
+        whole = buckets[0].tensor
+        start, stop = share_bounds(whole.numel(), len(self.devices), replica)
+        return whole[start:stop], unmade_products(left, buckets, (start, stop), visit) if left else None
+
     def release(self) -> None:
         """See `Communicator`."""
         for rendezvous in self._rendezvous.values():
@@ -78,7 +93,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def _sum_share(self, rendezvous: Rendezvous, replica: int, visit: Visit | None = None) -> torch.Tensor:
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        buckets = rendezvous.tensors
+        return self._made_share(rendezvous.tensors, replica, visit)
+
+    def _made_share(self, buckets: Sequence[Any], replica: int, visit: Visit | None) -> torch.Tensor:
         is_factored = isinstance(buckets[0], FactoredBucket)
         whole = buckets[0].tensor if is_factored else buckets[0]
         start, stop = share_bounds(whole.numel(), len(self.devices), replica)

@@ -27,7 +27,8 @@ from mirrorc.runtime.codegen.graph_function import Constant, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
-from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, examined
+from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
+from mirrorc.runtime.execution.late_shares import LateShare, leaving, what_is_left
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
@@ -60,6 +61,7 @@ class Binder:
     Attributes:
         parts: which parts of buckets the program's values hold.
         visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
+        late: for a wait, what it may leave unmade of its share until an update takes it.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
         summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
     """
@@ -81,7 +83,13 @@ class Binder:
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
+        self.late: dict[Any, LateShare] = {}
         self.parts = BucketParts(program)
+
+    def forget_late_shares(self) -> None:
+        """Drops what a step that was skipped, or has failed, has left unmade of its shares."""
+        for late in self.late.values():
+            late.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
         """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
@@ -250,6 +258,10 @@ class Binder:
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:
             self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
+            leaves = what_is_left(node)
+            if leaves is not None:
+                late = self.late[node] = LateShare()
+                return leaving(communicator, bucket, replica, list(visitors.values()), leaves, late)
             return visiting(communicator, bucket, replica, list(visitors.values()))
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
@@ -265,10 +277,11 @@ class Binder:
         return wait
 
     @binds(ops.is_finite)
-    def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined]:
+    def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined | ExaminedShare]:
         visitor = self.visitors.get((node.args[0], node))
         if isinstance(visitor, SumVisitor):
-            return lambda value, **_: Examined(value, visitor.total())
+            late = self.late.get(node.args[0])
+            return lambda value, **_: ExaminedShare(value, visitor, late)
         return lambda value, **_: examined(value)
 
     @binds(ops.commit)

@@ -16,6 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding import Binder, binds
+from mirrorc.runtime.execution.late_shares import LateShare
 from mirrorc.runtime.execution.visitors import BoundVisitor, NormVisitor, norm_of
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.gradient_shares import UnmadeShare, forget_what_is_written
@@ -54,9 +55,13 @@ def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., tor
         return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
 
     visitors = [binder.visitors.get((value, node)) for value in node.args]
+    late = [binder.late[value] for value in node.args if value in binder.late]
 
     def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
         found: list[torch.Tensor] = []
+        of_products = LateShare.measure(late)
+        if of_products is not None:
+            found.append(torch.tensor(of_products, dtype=dtype))
         for value, visitor in zip(values, visitors, strict=True):
             if isinstance(visitor, NormVisitor):
                 found += visitor.norms
@@ -82,19 +87,29 @@ def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., to
 @binds(ops.update)
 def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
+    late = binder.late.get(node.args[0])
     part_elements: Any = node.kwargs.get("part_elements")
-    if part_elements is not None:
+    if part_elements is not None and late is None:
         return _updating_in_parts(binder, replica, optimizer, part_elements)
+    late = late or LateShare()
     if scaling_factor(node) is None:
-        return lambda gradient, **_: optimizer.update(gradient)
+
+        def update_as_it_is(gradient: torch.Tensor, **_: Any) -> None:
+            late.make()
+            optimizer.update(gradient)
+
+        return update_as_it_is
     scale = _scaling(binder, node)
 
     def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
-        divisor = _divisor(factor) if optimizer.divides_gradients else None
-        if divisor is None:
+        number = _usual(factor) if optimizer.divides_gradients else None
+        if number is None:
             optimizer.update(scale(gradient, factor))
+        elif late.make_scaled(number):
+            optimizer.update(gradient)
         else:
-            optimizer.update_divided(gradient, divisor)
+            late.make()
+            optimizer.update_divided(gradient, 1.0 / number)
 
     return update
 
@@ -115,13 +130,13 @@ def _updating_in_parts(
     return update
 
 
-def _divisor(factor: torch.Tensor) -> float | None:
-    """The inverse of a factor, if a kernel on the host's side may divide gradients by it with the same result."""
+def _usual(factor: torch.Tensor) -> float | None:
+    """The number of a factor, if a kernel on the host's side may divide gradients by its inverse with the same result."""
     if factor.device.type != "cpu":
         return None
     number = factor.item()
     is_usual = number != 1.0 and _SMALLEST <= abs(number) <= 1 / _SMALLEST
-    return 1.0 / number if is_usual else None
+    return number if is_usual else None
 
 
 def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
@@ -129,6 +144,7 @@ def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
     if not lies_in_own_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
+    late = binder.late.get(node.args[0], LateShare())
     part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
@@ -138,6 +154,7 @@ def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
         scale_each([gradient[start:stop] for start, stop in slots], factor)
 
     def scale(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> torch.Tensor:
+        late.make()
         if factor.device.type != "cpu":
             scale_slots(gradient, factor)  # to look at the factor would wait for the GPU
             return gradient

@@ -250,6 +250,7 @@ class Executor:
             self.state.finish()
         for communicator in self._communicators.values():
             communicator.release()
+        self._binder.forget_late_shares()
         loss = self._losses.total(done, weights)
         if self.is_interleaved == self.trial.interleaves and seconds:
             self.trial.record(seconds)
@@ -333,6 +334,7 @@ class Executor:
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return
         self._forget_step()
+        self._binder.forget_late_shares()
         with self._stopping:
             self.commit.begin_afresh()
             for communicator in self._communicators.values():

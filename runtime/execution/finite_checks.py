@@ -20,7 +20,8 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.printing.wording import counted
 from mirrorc.runtime.execution.commit import SKIPPED, TAKES_PLACE, CommitPoint
-from mirrorc.runtime.execution.visitors import sum_of
+from mirrorc.runtime.execution.late_shares import LateShare
+from mirrorc.runtime.execution.visitors import SumVisitor, sum_of
 from mirrorc.runtime.workers.vote import Vote
 
 
@@ -41,11 +42,31 @@ def examined(value: torch.Tensor) -> Examined:
     return Examined(value, sum_of(value))
 
 
-def sums_are_finite(given: Sequence[Examined], *, at_once: bool) -> bool:
+def sums_are_finite(given: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
     """Whether all sums are finite. A GPU is asked for all of them at once, because each question waits for it."""
     if at_once and given:
         return bool(torch.stack([one.total.isfinite() for one in given]).all().item())
     return all(cmath.isfinite(one.total.item()) for one in given)
+
+
+@dataclass(frozen=True)
+class ExaminedShare:
+    """A share that was added up in parts, if it has any, except for products that are left unmade.
+
+    Attributes:
+        value: the share.
+        visitor: has added up its parts.
+        late: what has the products; None if all are made.
+    """
+
+    value: torch.Tensor
+    visitor: SumVisitor
+    late: LateShare | None
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum of all that is made."""
+        return self.visitor.total()
 
 
 @dataclass(frozen=True)
@@ -124,7 +145,11 @@ class CheckedCommit(CommitPoint):
     def arrive_with(self, replica: int, *found: Any) -> None:
         """As `arrive`, with what the replica has examined before the numbers."""
         given, numbers = found[: self._num_truths[replica]], found[self._num_truths[replica] :]
+        late = [one.late for one in given if isinstance(one, ExaminedShare) and one.late is not None]
+        LateShare.settle(late)
         if not sums_are_finite(given, at_once=self._devices[replica].is_asynchronous):
+            for share in late:  # elements are looked at, and what is not made yet is of an earlier step
+                share.make()
             pairs = zip(self._ranges[replica], given, strict=True)
             faults = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]
             if faults:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
-from mirrorc.analysis.clipping import lies_in_own_memory
+from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory
 from mirrorc.analysis.factored_gradients import (
     factor_values,
     factored_slots,
@@ -23,7 +23,7 @@ from mirrorc.analysis.factored_gradients import (
     stays_factored,
 )
 from mirrorc.analysis.sent_factors import factor_bytes, factors_of_shares, packs_of
-from mirrorc.analysis.updates_in_parts import part_elements_of
+from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
@@ -35,6 +35,7 @@ from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.unmade_products import bytes_to_measure
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class _Walk:
         self.device = program.devices[replica].torch_device
         self.names = PrintedValues(program, self.graph)
         self.ledger = Ledger()
+        self.joined: dict[fx.Node, int] = {}  # the bytes of factors with which shares are made when they are taken
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
         self.kept = 0
 
@@ -266,21 +268,30 @@ class _Walk:
     def _has_other_devices(self) -> bool:
         return not share_one_memory(self.program.devices)
 
-    def _temporary_bytes(self, pack: fx.Node) -> int:
-        """The temporary bytes that a device needs to make its share of a bucket with factored gradients."""
+    def _temporary_bytes(self, pack: fx.Node, *, is_measured: bool = False) -> int:
+        """The temporary bytes that a device needs to make its share of a bucket with factored gradients, or to measure it."""
         index = bucket_of(pack)
         first = pack_of_gradients(self.program, index)  # this device may have no examples
         if not left_to_shares(first):
             return 0
         factors = factors_of_shares(self.program, index)
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
-        return temporary_bytes(pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas), factors)
+        pieces = pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas)
+        return bytes_to_measure(pieces, factors) if is_measured else temporary_bytes(pieces, factors)
 
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # the value is kept until the commit, which looks at it if need be
 
-    @accounts(ops.norm, ops.clip_factor, ops.microbatch_seed)
+    @accounts(ops.norm)
+    def _norm(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        for value in node.all_input_nodes:
+            if value.target is ops.wait and asked_of_late_share(value) is ops.norm and self.device.type == "cpu":
+                pack = value.all_input_nodes[0].all_input_nodes[0]
+                self.joined[value] = self._temporary_bytes(pack, is_measured=True)
+        return self._new(node), 3 * sum(self.joined.values())  # with those of 64 bits, if they are needed
+
+    @accounts(ops.clip_factor, ops.microbatch_seed)
     def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._new(node), 0
 
@@ -297,8 +308,11 @@ class _Walk:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.updated(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
+        joined = sum(self.joined.values())
+        self.joined.pop(node.all_input_nodes[0], None)
         number: Any = node.kwargs.get("part_elements")
         if number is None:
-            return (), round(self.temporary_bytes[bucket.index] * (stop - start))
-        of_part = self.temporary_bytes[bucket.index] * min(number, stop - start)
-        return (), round(of_part) + self._temporary_bytes(pack_of_gradients(self.program, bucket.index))
+            return (), joined + round(self.temporary_bytes[bucket.index] * (stop - start))
+        pack = pack_of_gradients(self.program, bucket.index)
+        to_multiply = 0 if is_looked_at(node) else self._temporary_bytes(pack)
+        return (), joined + round(self.temporary_bytes[bucket.index] * min(number, stop - start)) + to_multiply

@@ -19,7 +19,14 @@ from mirrorc.runtime.state.share_pieces import (
     Take,
     Visit,
     makes_shares_of,
+    visit_parts,
 )
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""The factors of matrix products that are added up."""
+
+Size = tuple[int, int, int]
+"""Rows and columns of a sum of products, and the number of rows of all its factors together."""
 
 
 @dataclass
@@ -64,58 +71,84 @@ class ProductPiece(Rectangle):
 
         One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
         """
-        pairs = self._pairs(factors)
-        _add_products(pairs, total.view(-1, pairs[0][1].shape[1]))
+        self.multiply(self._pairs(factors), total)
 
-    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Multiplies and visits some rows after the other."""
-        pairs = self._pairs(self.factors_in(buckets))
-        width = pairs[0][1].shape[1]
+    def multiply(self, pairs: Pairs, total: torch.Tensor, factor: float = 1.0) -> None:
+        """Writes the sum of the products of `pairs`, times a factor; as `add_up`."""
+        joined = _joined(pairs)
+        _add_products(joined, total.view(-1, joined[0][1].shape[1]), factor)
+
+    def multiply_visited(self, pairs: Pairs, total: torch.Tensor, visit: Visit) -> None:
+        """As `multiply`; multiplies and visits some rows after the other."""
+        joined = _joined(pairs)
+        width = joined[0][1].shape[1]
         num_rows = max(CACHED_ELEMENTS // width, 1)
         out = total.view(-1, width)
         for start in range(0, len(out), num_rows):
             rows = slice(start, start + num_rows)
-            _add_products([(left[rows], right) for left, right in pairs], out[rows])
+            _add_products([(left[rows], right) for left, right in joined], out[rows])
             visit(out[rows].view(-1))
 
     def make_parts(self, buckets: Sequence[FactoredBucket], memory: torch.Tensor, take: Take) -> None:
         """Multiplies some rows after the other."""
-        pairs = self._pairs(self.factors_in(buckets))
+        self.multiply_parts(self.pairs(buckets), memory, take)
+
+    def multiply_parts(self, pairs: Pairs, memory: torch.Tensor, take: Take, factor: float = 1.0) -> None:
+        """As `make_parts`, of the factors that `pairs` gives, times a number."""
+        joined = _joined(pairs)
         all_rows, width = self._sizes()
         num_rows = memory.numel() // width
         for first in range(0, all_rows, num_rows):
-            rows = [(left[first : first + num_rows], right) for left, right in pairs]
+            rows = [(left[first : first + num_rows], right) for left, right in joined]
             part = memory[: len(rows[0][0]) * width]
-            _add_products(rows, part.view(-1, width))
+            _add_products(rows, part.view(-1, width), factor)
             take(self.start + first * width, part)
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """See `Piece`."""
-        num_inner = sum(left.shape[1] for own in factors for left, _ in own[self.factored])
-        return elements_of_part(*self._sizes(), num_inner, num_elements)
+        size = self.size([part for own in factors for part in own[self.factored]])
+        return elements_of_part(*size, num_elements)
 
-    def _pairs(self, factors: Sequence[Factors]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The factors of the products that are added up, for this rectangle."""
-        pairs = [(left[self.rows], right[:, self.columns]) for left, right in factors]
-        (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
-        if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
-            return pairs
-        left = torch.cat([left.t() for left, _ in pairs]).t()
-        return [(left, torch.cat([right for _, right in pairs]))]
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        self.multiply_visited(self.pairs(buckets), total, visit)
+
+    def size(self, factors: Sequence[Factors]) -> Size:
+        """The size of what `add_up` writes of these factors."""
+        return *self._sizes(), sum(left.shape[1] for left, _ in factors)
+
+    def pairs(self, buckets: Sequence[FactoredBucket]) -> Pairs:
+        """The factors of the products that are added up, for this rectangle; ``buckets`` as `make` takes them."""
+        return self._pairs(self.factors_in(buckets))
+
+    def _pairs(self, factors: Sequence[Factors]) -> Pairs:
+        width = self.columns.stop - self.columns.start
+        return [
+            (left[self.rows], right if right.shape[1] == width else right[:, self.columns]) for left, right in factors
+        ]
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        m, n = self._sizes()
-        lefts = [left for own in factors for left, _ in own[self.factored]]
-        num_inner = sum(left.shape[1] for left in lefts)
-        is_copied = _is_one_product(m, n, num_inner, len(lefts))
-        return num_inner * (m + n) * lefts[0].itemsize if is_copied else 0
+        own = [part for replica in factors for part in replica[self.factored]]
+        m, n, num_inner = self.size(own)
+        return num_inner * (m + n) * own[0][0].itemsize if _is_one_product(m, n, num_inner, len(own)) else 0
 
 
-def _add_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> None:
-    """Writes the sum of matrix products."""
-    torch.mm(*pairs[0], out=out)
+def _joined(pairs: Pairs) -> Pairs:
+    """The factors of one product, or of one for each part."""
+    (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
+    if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
+        return pairs
+    left = torch.cat([left.t() for left, _ in pairs]).t()
+    return [(left, torch.cat([right for _, right in pairs]))]
+
+
+def _add_products(pairs: Pairs, out: torch.Tensor, factor: float = 1.0) -> None:
+    """Writes the sum of matrix products, each times a factor."""
+    if factor == 1.0:
+        torch.mm(*pairs[0], out=out)
+    else:
+        torch.addmm(out, *pairs[0], beta=0.0, alpha=factor, out=out)
     for left, right in pairs[1:]:
-        torch.addmm(out, left, right, out=out)
+        torch.addmm(out, left, right, alpha=factor, out=out)
 
 
 def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
@@ -166,6 +199,18 @@ class TablePiece(Rectangle):
             out.index_add_(0, places, rows)
             found.append(places)
         self.written = found
+
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        """Visits the rows that this step writes; the others are zero."""
+        self.make(buckets, total)
+        out = total.view(self.rows.stop - self.rows.start, -1)
+        places = torch.cat(list(self.written or ())).unique()
+        if 2 * len(places) > len(out):
+            visit_parts(total, visit)
+            return
+        rows = out[places]
+        visit_parts(rows.view(-1), visit)
+        out[places] = rows  # they may have been written
 
     def forget(self) -> None:
         self.written = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket
-from mirrorc.runtime.state import factored_pieces  # noqa: F401 - registers its classes
+from mirrorc.runtime.state.factored_pieces import ProductPiece, Size
 from mirrorc.runtime.state.share_pieces import (
     FactoredBucket,
     Factors,
@@ -19,6 +19,9 @@ from mirrorc.runtime.state.share_pieces import (
     Visit,
     makes_shares_of,
 )
+
+Leaves = Callable[[Size, torch.dtype], bool]
+"""Says whether a product of that size and type is left unmade."""
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
@@ -56,15 +59,34 @@ def forget_what_is_written(pieces: Sequence[Piece]) -> None:
         piece.forget()
 
 
-def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
+def make_share(
+    buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None, leaves: Leaves | None = None
+) -> list[ProductPiece]:
     """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
 
     Args:
         buckets: of all replicas, in order.
         replica: whose share.
         visit: called with each part of the share when it is made, in order.
+        leaves: says which products are left unmade; None for none.
+
+    Returns:
+        These products.
     """
-    make_pieces(buckets[replica].pieces, buckets, visit)
+    made: list[Piece] = []
+    dtype = buckets[replica].tensor.dtype
+    left: list[ProductPiece] = []
+    for piece in buckets[replica].pieces:
+        if (
+            leaves is not None
+            and isinstance(piece, ProductPiece)
+            and leaves(piece.size(piece.factors_in(buckets)), dtype)
+        ):
+            left.append(piece)
+        else:
+            made.append(piece)
+    make_pieces(made, buckets, visit)
+    return left
 
 
 def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:

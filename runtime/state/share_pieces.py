@@ -16,7 +16,8 @@ CACHED_ELEMENTS = 2**18
 """As many elements as a processor keeps at hand, 1 MiB of 32 bits each: what is done with them next need not fetch them."""
 
 Visit = Callable[[torch.Tensor], None]
-"""What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies."""
+"""What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies. Rows of
+a table that are zero may be left out."""
 
 Take = Callable[[int, torch.Tensor], None]
 """What is done with each part of a share: it is given the part's first element, counted from the bucket's, and the part, 1-D."""
@@ -151,6 +152,12 @@ def visit_parts(total: torch.Tensor, visit: Visit) -> None:
 
 def add_visited(others: Sequence[torch.Tensor], total: torch.Tensor, visit: Visit) -> None:
     """Adds tensors to the first one, in order, and visits each part of the sum when it is made; all are 1-D."""
+    if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
+        for other in others:
+            total.add_(other)
+        if total.numel():
+            visit(total)
+        return
     for start in range(0, total.numel(), CACHED_ELEMENTS):
         part = total[start : start + CACHED_ELEMENTS]
         for other in others:

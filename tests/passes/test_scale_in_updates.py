@@ -69,6 +69,6 @@ def test_it_says_what_it_did() -> None:
     said = [remark.text for remark in scaled(2, ClipGradients(1.0)).remarks if remark.by == "scale-in-updates"]
     assert said == [
         "the updates of 3 buckets scale their gradients as they read them",
-        "this changes bits, as a gradient is divided by the inverse of its factor, which rounds otherwise than a product; "
-        "exact_order=True leaves the pass out",
+        "this changes bits, as a gradient is divided by the inverse of its factor, or made times the factor, which rounds "
+        "otherwise than a product; exact_order=True leaves the pass out",
     ]

@@ -33,6 +33,13 @@ def test_each_source_is_copied_into_its_target() -> None:
     internals.copy_each([], [])
 
 
+def test_norms_of_each_are_those_of_all_elements_whatever_the_strides() -> None:
+    tensors = [torch.randn(3, 4).t(), torch.randn(5), torch.randn(6, 7)[1:3], torch.full((2,), torch.nan)]
+    for one, tensor in zip(internals.norms_of_each(tensors), tensors, strict=True):
+        torch.testing.assert_close(one, tensor.flatten().norm(), equal_nan=True)
+    assert internals.norms_of_each([]) == []
+
+
 def test_scale_each_writes_in_place_whatever_the_dtypes() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         targets = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype)]

@@ -1,0 +1,158 @@
+"""Products that are made behind the commit are what would be made before it, and nobody looks at them too soon."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.runtime.execution import binding
+from mirrorc.runtime.state.unmade_products import UnmadeProducts
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+}
+
+
+def trained(optimizer: str, num_devices: int, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """Norms and parameters of four steps, of which the third is not finite if that is checked."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(200, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3)).to(dtype)
+    found: list[torch.Tensor] = []
+    if "scaler" in options:
+        options = options | {"scaler": torch.amp.GradScaler("cpu", init_scale=options["scaler"])}
+    made = OPTIMIZERS[optimizer](net.parameters())
+    with mirrorc.compile(net, num_devices, optimizer=made, loss_fn=F.mse_loss, backend="eager", **options) as step:
+        for i, size in enumerate((4, 5, 4, 6)):
+            x, target = torch.randn(size, 200, dtype=dtype), torch.randn(size, 3, dtype=dtype)
+            target[3, 2] = math.nan if i == 2 and ("check_finite" in options or "scaler" in options) else 1.0
+            step(x, target=target)
+            found += [step.grad_norm] if "clip_grad_norm" in options else []
+    return [*found, *(p.detach().clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_left"),
+    [
+        ({"clip_grad_norm": 0.02, "check_finite": "skip"}, True),
+        ({"clip_grad_norm": 1e6, "microbatches": 2}, True),
+        ({"check_finite": "skip"}, True),
+        ({"scaler": 1024.0}, True),
+        ({"scaler": 1024.0, "clip_grad_norm": 0.02}, True),
+        ({"clip_grad_norm": 0.02, "exact_order": True}, False),
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(0.1, math.inf)}, False),
+        ({"clip_grad_value": 0.001, "check_finite": "skip"}, False),
+    ],
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_made_late_is_what_would_be_made_at_once(
+    options: dict[str, Any], is_left: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "scaler" in options and optimizer == "SGD":
+        options = options | {"clip_grad_norm": 1e6}
+    left: list[UnmadeProducts] = []
+    leave = binding.LateShare.leave
+
+    def noting(late: Any, unmade: UnmadeProducts | None) -> None:
+        left.extend([unmade] if unmade is not None else [])
+        leave(late, unmade)
+
+    monkeypatch.setattr(binding.LateShare, "leave", noting)
+    found = trained(optimizer, 2, torch.float32, **options)
+    assert bool(left) == is_left
+    monkeypatch.setattr(binding, "what_is_left", lambda wait: None)
+    for one, other in zip(found, trained(optimizer, 2, torch.float32, **options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_the_norm_and_the_steps_are_those_of_one_device(num_devices: int) -> None:
+    """With 64 bits, of which only what is finite is told by factors."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(120, 90), nn.Tanh(), nn.Linear(90, 120), nn.Tanh(), nn.Linear(120, 3)).double()
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, fused=True) for one in (net, plain)]
+    with mirrorc.compile(
+        net,
+        num_devices,
+        optimizer=optimizers[0],
+        loss_fn=F.mse_loss,
+        backend="eager",
+        clip_grad_norm=0.01,
+        check_finite=True,
+    ) as step:
+        for size in (7, 5, 9):
+            x, target = torch.randn(size, 120).double(), torch.randn(size, 3).double()
+            step(x, target=target)
+            optimizers[1].zero_grad()
+            F.mse_loss(plain(x), target).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            optimizers[1].step()
+            torch.testing.assert_close(step.grad_norm, norm, rtol=1e-12, atol=0.0)
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class WithRoot(nn.Module):
+    """Has a parameter whose gradient is infinite at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(200, 200)
+        self.root = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.root.sqrt()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
+def test_what_is_not_made_yet_is_not_called_infinite(options: dict[str, Any]) -> None:
+    """The memory of a product holds what an earlier step has left there."""
+    net = WithRoot()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, target = torch.randn(4, 200), torch.zeros(4, 200)
+    with mirrorc.compile(
+        net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite=True, **options
+    ) as step:
+        with pytest.raises(mirrorc.NonFiniteError, match=r"'layer\.weight' is not finite .* so is that of 2 other"):
+            step(x * math.nan, target=target)
+        with pytest.raises(mirrorc.NonFiniteError, match=r"gradient of 'root' is not finite \(1 of 1 element") as told:
+            step(x, target=target)
+    assert "other variable" not in str(told.value)
+
+
+@pytest.mark.parametrize("largest", [1e20, 1e15])
+def test_products_of_finite_factors_may_overflow(largest: float) -> None:
+    """They are looked at when they may, and a step whose products do not overflow in the end is made."""
+    net = nn.Linear(200, 200, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    x, target = torch.full((4, 200), largest), torch.zeros(4, 200)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.detach() * 0 + (output - output.detach()) * 1e22 + target).mean()
+
+    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", check_finite="skip") as step:
+        step(x, target=target)
+        assert step.num_skipped == (1 if largest == 1e20 else 0)
+
+
+def test_what_a_skipped_step_has_left_is_forgotten() -> None:
+    net = nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    forgotten: list[object] = []
+    forget = binding.LateShare.forget
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(binding.LateShare, "forget", lambda late: (forgotten.append(late), forget(late)))
+        with mirrorc.compile(
+            net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite="skip"
+        ) as step:
+            step(torch.randn(4, 200), target=torch.full((4, 200), math.inf))
+            assert step.num_skipped == 1
+    assert len(forgotten) >= 2
