@@ -141,12 +141,10 @@ def test_products_are_made_times_a_factor(factor: float) -> None:
     for replica in range(2):
         make_share(made, replica)
     pieces = make_share(scaled, 0, nothing, lambda size, dtype: size[0] > 9)
-    half = made[0].tensor.numel() // 2
-    half = -(-half // 16) * 16 if pieces[-1].stop > half else max(half, pieces[-1].stop)
-    unmade = unmade_products(pieces, scaled, (0, pieces[-1].stop), nothing)
+    end = scaled[0].pieces[-1].stop
+    unmade = unmade_products(pieces, scaled, (0, end), nothing)
     assert unmade.are_most
     unmade.make_scaled(factor)
-    end = pieces[-1].stop
     torch.testing.assert_close(scaled[0].tensor[:end], made[0].tensor[:end] * factor, rtol=1e-5, atol=1e-6)
     if factor == 0.25:
         assert torch.equal(scaled[0].tensor[:end], made[0].tensor[:end] * factor)
@@ -165,11 +163,10 @@ def test_products_are_left_where_their_factors_are_smaller() -> None:
 
 def test_joined_factors_are_counted() -> None:
     buckets = buckets_of([(40, 60), (4, 4)], [1, 1])
-    factors = [bucket.factors for bucket in buckets]
-    assert bytes_to_measure(buckets[0].pieces, factors) + bytes_to_measure(buckets[1].pieces, factors) > 0
-    for bucket in buckets:
-        unmade = left_unmade(buckets, buckets.index(bucket), is_measured_by_factors) if bucket is buckets[0] else None
+    for replica, bucket in enumerate(buckets):
+        unmade = left_unmade(buckets, replica, is_measured_by_factors)
+        counted = bytes_to_measure(bucket.pieces, [one.factors for one in buckets])
+        assert (unmade is not None) == (counted > 0)
         if unmade is not None:
             norm_of_products([unmade])
-            joined = sum(f.nbytes for one in unmade.products for pair in one.pairs for f in pair)
-            assert joined == bytes_to_measure(bucket.pieces, factors)
+            assert counted == sum(f.nbytes for one in unmade.products for pair in one.pairs for f in pair)
