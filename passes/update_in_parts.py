@@ -30,7 +30,8 @@ class UpdateInParts:
 
     Needs: links, which say who makes shares: it comes after lower-collectives, and after all passes that look at sums.
     Guarantees: an optimizer gets the same gradients but for the order in which a product of fewer rows is added up. Waits that
-        anything else takes, and devices that run kernels behind the host's back, are left alone.
+        anything else takes are left alone, but for those of which only a 2-norm or whether all is finite is asked before the
+        commit, as are devices that run kernels behind the host's back.
 
     Attributes:
         part_elements: how many elements of a product are made at a time, at most. 2 MiB of 32 bits were fastest on an AMD EPYC

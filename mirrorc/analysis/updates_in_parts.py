@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from mirrorc.analysis.clipping import asked_of_late_share
 from mirrorc.analysis.factored_gradients import left_to_shares
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -39,9 +40,9 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
         return f"it takes {wait.name}, which is no wait for a share"
-    if list(wait.users) != [update]:
+    if is_looked_at(update) and asked_of_late_share(wait) is None:
         return f"{next(user for user in wait.users if user is not update).name} takes {wait.name} as well"
-    if len(update.args) > 1:
+    if len(update.args) > 1 and not is_looked_at(update):
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"

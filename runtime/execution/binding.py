@@ -252,7 +252,7 @@ class Binder:
             return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
             return lambda pending, **_: communicator.wait_parameters(bucket, replica)
-        if part_elements_of(node) is not None:
+        if part_elements_of(node) is not None and len(node.users) == 1:
             return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}

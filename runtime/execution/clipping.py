@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import slots_in
 from mirrorc.analysis.clipping import lies_in_own_memory, scaling_factor
+from mirrorc.analysis.updates_in_parts import is_looked_at
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
@@ -87,23 +88,28 @@ def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., to
 @binds(ops.update)
 def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
-    late = binder.late.get(node.args[0])
     part_elements: Any = node.kwargs.get("part_elements")
-    if part_elements is not None and late is None:
-        return _updating_in_parts(binder, replica, optimizer, part_elements)
-    late = late or LateShare()
+    parts = _Parts(binder, replica, optimizer, part_elements) if part_elements is not None else None
+    if parts is not None and not is_looked_at(node):
+        return parts.update
+    late = binder.late.get(node.args[0], LateShare())
     if scaling_factor(node) is None:
 
         def update_as_it_is(gradient: torch.Tensor, **_: Any) -> None:
-            late.make()
-            optimizer.update(gradient)
+            if parts is None or not parts.update_with(late):
+                late.make()
+                optimizer.update(gradient)
 
         return update_as_it_is
     scale = _scaling(binder, node)
 
     def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
         number = _usual(factor) if optimizer.divides_gradients else None
-        if number is None:
+        if number is None and factor.device.type == "cpu" and factor.item() == 1.0:
+            number = 1.0
+        if number is not None and parts is not None and parts.update_with(late, number):
+            return
+        if number in (None, 1.0):
             optimizer.update(scale(gradient, factor))
         elif late.make_scaled(number):
             optimizer.update(gradient)
@@ -114,20 +120,37 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
     return update
 
 
-def _updating_in_parts(
-    binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int
-) -> Callable[..., None]:
-    """The function that makes a share in parts, and updates with each of them."""
-    reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
+class _Parts:
+    """Makes shares in parts, and updates with each of them at once.
 
-    def update(share: UnmadeShare, **_: Any) -> None:
-        if not share.is_in_parts(part_elements):
-            optimizer.update(share.make())
-            return
-        memory = reserved.block(replica, OF_PARTS, (part_elements,), dtype)
-        optimizer.of_parts.update(functools.partial(share.make_parts, memory))
+    Args:
+        binder: has the memory for parts.
+        replica: whose share.
+        optimizer: of the share.
+        part_elements: of the memory.
+    """
 
-    return update
+    def __init__(self, binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int) -> None:
+        self._reserved, self._replica, self._optimizer = binder.state.reserved, replica, optimizer
+        self._num_elements = part_elements
+
+    def update(self, share: UnmadeShare, **_: Any) -> None:
+        """Updates with a share that nothing else takes."""
+        if share.is_in_parts(self._num_elements):
+            self._optimizer.of_parts.update(functools.partial(share.make_parts, self._memory()))
+        else:
+            self._optimizer.update(share.make())
+
+    def update_with(self, late: LateShare, factor: float = 1.0) -> bool:
+        """Updates with a share that was looked at, times a finite factor, if its products are left; returns whether it has."""
+        unmade = late.take_in_parts(self._num_elements)
+        if unmade is not None:
+            self._optimizer.of_parts.update(functools.partial(unmade.make_parts, self._memory(), factor))
+        return unmade is not None
+
+    def _memory(self) -> torch.Tensor:
+        dtype = self._optimizer.parameter.dtype
+        return self._reserved.block(self._replica, OF_PARTS, (self._num_elements,), dtype)
 
 
 def _usual(factor: torch.Tensor) -> float | None:

@@ -47,6 +47,13 @@ class LateShare:
             self._unmade.make()
             self._unmade = None
 
+    def take_in_parts(self, num_elements: int) -> UnmadeProducts | None:
+        """Gives what is left, if it can be made in parts in a memory of so many elements; then it is left to the caller."""
+        if self._unmade is None or not self._unmade.are_in_parts(num_elements):
+            return None
+        unmade, self._unmade = self._unmade, None
+        return unmade
+
     def make_visited(self) -> None:
         """Makes what is left, and has it visited as if the wait had made it."""
         if self._unmade is not None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mirrorc.analysis.updates_in_parts import elements_of_part
 from mirrorc.runtime.state.factored_pieces import Pairs, ProductPiece, Size
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece, Visit
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece, Take, Visit
 from mirrorc.torch_internals import norms_of_each
 
 _SPARED = 16.0  # of the largest number: what rounding may add to a bound
@@ -84,6 +85,40 @@ class UnmadeProducts:
         """Whether they have more elements than the rest of the share."""
         start, stop = self.bounds
         return 2 * sum(one.piece.stop - one.piece.start for one in self.products) > stop - start
+
+    def are_in_parts(self, num_elements: int) -> bool:
+        """Whether `make_parts` makes any of them in a memory of so many elements."""
+        return any(elements_of_part(*one.size, num_elements) for one in self.products)
+
+    def make_parts(self, memory: torch.Tensor, factor: float, take: Take) -> None:
+        """Makes them times a factor, in parts, which are taken with those of the rest of the share, in order.
+
+        Args:
+            memory: in which large products are made, one part after the other, 1-D; all else lies in the bucket.
+            factor: a finite one.
+            take: gets the first element of each part, counted from the share's, and the part.
+        """
+        start, stop = self.bounds
+        end = start
+
+        def take_lying(last: int) -> None:
+            for first in range(end, last, memory.numel()):
+                take(first - start, self.whole[first : min(first + memory.numel(), last)])
+
+        for one in self.products:
+            piece = one.piece
+            if factor != 1.0:
+                self.whole[end : piece.start].mul_(factor)
+            if elements_of_part(*one.size, memory.numel()):
+                take_lying(piece.start)
+                piece.multiply_parts(one.pairs, memory, lambda first, part: take(first - start, part), factor)
+            else:
+                piece.multiply(one.pairs, self.whole[piece.start : piece.stop], factor)
+                take_lying(piece.stop)
+            end = piece.stop
+        if factor != 1.0:
+            self.whole[end:stop].mul_(factor)
+        take_lying(stop)
 
     def make_scaled(self, factor: float) -> None:
         """Makes them times a finite factor, and multiplies the rest of the share by it."""

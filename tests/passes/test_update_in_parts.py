@@ -77,7 +77,8 @@ def test_updates_of_products_make_them() -> None:
         {"min_factored_elements": 2**30},
         {"part_elements": 2**20},  # all products are small against that
         {"part_elements": 10},  # and all rows longer than this
-        {"max_grad_norm": 1.0},  # all elements are measured before the first update
+        {"max_grad_norm": 1.0, "grad_norm_type": 1.0},  # all elements are measured before the first update
+        {"max_grad_norm": 1.0, "max_grad_value": 0.1},  # or bounded
     ],
 )
 def test_what_it_leaves_alone(changes: dict[str, Any]) -> None:
@@ -113,6 +114,31 @@ def test_rows_of_other_workers_are_looked_at_when_they_are_there() -> None:
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="part_elements=0 must be at least 1"):
         UpdateInParts(0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_norm": 0.1}, {"clip_grad_norm": 1e6}, {"check_finite": True}, {"scaler": True}]
+)
+def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -> None:
+    """In 32 bits, in which norms of products follow from their factors; bound or not, scaled or not."""
+    torch.manual_seed(0)
+    first, found = nn.Sequential(nn.Linear(40, 400), nn.Tanh(), nn.Linear(400, 400), nn.Linear(400, 3)), []
+    for left_out in ([], ["update-in-parts"]):
+        model = copy.deepcopy(first)
+        given = options | ({"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)} if "scaler" in options else {})
+        with mirrorc.compile(
+            model,
+            2,
+            optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+            loss_fn=F.cross_entropy,
+            backend="eager",
+            disable_passes=left_out,
+            **given,
+        ) as step:
+            losses = [step(**batch).item() for batch in batches(8, 9, 8, dtype=torch.float32)]
+            assert (2**19 in parts_of(step.program)) is not bool(left_out)
+        found.append((losses, list(model.parameters())))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

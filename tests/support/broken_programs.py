@@ -357,8 +357,8 @@ def in_parts(change: Callable[[fx.Graph], None], pass_name: str = "lower-devices
 def look_at_what_is_made_in_parts(graph: fx.Graph) -> None:
     wait = first(graph, ops.update).args[0]
     with graph.inserting_after(wait):
-        found = graph.call_function(ops.is_finite, (wait,), {"replica": 0})
-    found.meta["val"] = torch.ones((), dtype=torch.bool)
+        found = graph.call_function(ops.norm, (wait,), {"norm_type": 1.0})
+    found.meta["val"] = wait.meta["val"].norm()
 
 
 def change_of(change: Callable[[fx.Graph], None]) -> Callable[[Program], Program]:

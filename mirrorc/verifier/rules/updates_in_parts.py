@@ -14,8 +14,8 @@ from mirrorc.verifier.rules.programs import Violation, scopes
 
 @rule(since=Stage.UPDATED)
 def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
-    """An update that makes its gradient in parts takes a share of a bucket with factors, which nothing else takes: there is no
-    gradient that anything else could read, measure or scale. It makes at least one element at a time."""
+    """An update that makes its gradient in parts takes a share of a bucket with factors, and nothing else asks of it what these
+    do not tell: there is no gradient that anything else could read or scale. It makes at least one element at a time."""
     for where, graph, _ in scopes(program):
         for update in calls_to(graph, ops.update):
             number = update.kwargs.get("part_elements")
