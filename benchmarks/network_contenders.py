@@ -21,20 +21,31 @@ NUM_WORKERS = 2
 _NUM_THREADS = 1
 
 
-def _mirrorc(workload: Workload, is_compiled: bool, **sizes: Any) -> StepFunction:
+def _mirrorc(workload: Workload, is_compiled: bool, *, is_cut: bool = False, **options: Any) -> StepFunction:
     import mirrorc
+    from mirrorc.runtime.codegen.backends import backend_named
 
     model = workload.make_model()
+    if is_cut:  # forward, where it first needs buckets in flight
+        preferred = backend_named("inductor" if is_compiled else "eager").preferences(torch.device("cpu"))
+        asked = {**preferred, "cuts_for_next_step": True, "over_workers": True, "overlap_next_step": True}
+        options["passes"] = mirrorc.passes.default_pipeline(**asked)
     step = mirrorc.compile(
         model,
         devices=["cpu"],
         optimizer=adamw(model),
         loss_fn=workload.loss_fn,
         backend="inductor" if is_compiled else "eager",
-        **sizes,
+        **options,
     )
     x, y = workload.make_batch(workload.per_replica)
-    return lambda: step(x, target=y)
+
+    def run() -> Any:
+        return step(x, target=y)
+
+    if options.get("overlap_next_step"):
+        run.finish = step.synchronize  # type: ignore[attr-defined]
+    return run
 
 
 def _ddp(
@@ -61,6 +72,8 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc": (_mirrorc, {}),
     "mirrorc 4 MB": (_mirrorc, {"bucket_cap_mb": 4.0}),
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
+    "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
+    "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
     "DDP 1 MB": (_ddp, {"cap_mb": 1}),
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),
     "DDP 25 MB": (_ddp, {"cap_mb": 25}),

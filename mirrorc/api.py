@@ -18,6 +18,7 @@ from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
+from mirrorc.next_step import check_overlap
 from mirrorc.optimizer_groups import check_optimizers
 from mirrorc.optimizer_sharding import sharding
 from mirrorc.option_kinds import (
@@ -93,6 +94,7 @@ def compile(
     exchange: Exchange = "auto",
     early_update: bool = True,
     shard_optimizer: bool = False,
+    overlap_next_step: bool = False,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -168,6 +170,10 @@ def compile(
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`. Gradients are sent whole then.
+        overlap_next_step: over several workers, return with the loss while the last buckets are in flight; the next call waits
+            for each, and updates it, where forward first reads its parameters. Calls of the model, of ``state_dict`` and
+            ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
+            the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -188,6 +194,7 @@ def compile(
         program_workers = joined_workers(cluster, parsed, longest_wait)
     check_world(program_workers, parsed, asked)
     program_workers = sharding(program_workers, parsed, asked)
+    check_overlap(program_workers, parsed, asked)
     check_link(link, parsed)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
@@ -218,6 +225,7 @@ def compile(
             check_finite=check_finite,
             over_workers=program_workers.are_several,
             early_update=early_update,
+            overlap_next_step=overlap_next_step,
             shard_optimizer=shard_optimizer,
             **preferred,
         )
@@ -257,6 +265,7 @@ def compile(
         program_workers=program_workers,
         cluster=cluster,
         exchange=exchange,
+        overlap_next_step=overlap_next_step and program_workers.are_several,
         remarks=tuple(remarks),
     )
     step = Step(chosen, model_state)

@@ -28,6 +28,7 @@ from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.torn_state import TornState
 from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.header import BESIDES, Agreement, Header, digest, kind_of
 from mirrorc.runtime.workers.lane import LostConnectionError
@@ -100,11 +101,27 @@ class JointCalls:
             with self.team.call(lambda: self._state.is_whole, self._torn):
                 yield
         finally:
-            torn = self._state.torn
-            if torn is not None and torn is not known:
-                torn.guard(self._options.model, self.optimizers.optimizers)
+            self._guard_torn(known)
             if self.team.have_parted and not had_parted:
                 self._state.accumulated.clear()  # some workers have used theirs; all go on from a checkpoint
+
+    def _guard_torn(self, known: TornState | None) -> None:
+        """Guards what a step has left between two steps; ``known``: what was guarded before."""
+        torn = self._state.torn
+        if torn is not None and torn is not known:
+            torn.guard(self._options.model, self.optimizers.optimizers)
+
+    @contextlib.contextmanager
+    def rest_of_call(self) -> Iterator[None]:
+        """A block that does what is left of a call that has returned; see `Team.rest_of_call`."""
+        known, had_parted = self._state.torn, self.team.have_parted
+        try:
+            with self.team.rest_of_call(self._torn):
+                yield
+        finally:
+            self._guard_torn(known)
+            if self.team.have_parted and not had_parted:
+                self._state.accumulated.clear()
 
     def _torn(self) -> str:
         """Which buckets a step has updated that has left parameters between two steps; empty if none has."""
@@ -187,6 +204,7 @@ class JointCalls:
                 self._state.optimizers.gather(self.team.gather)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
+        self._state.finish_last()
         if wrote and not agreed.has_source_written and self._taken is not None:
             warnings.warn(
                 f"what was written to parameters, buffers or the optimizer's state of worker {self.team.cluster.rank} since the "
@@ -328,6 +346,8 @@ class JointCalls:
             loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
             dtype: of losses.
         """
+        if self._options.overlap_next_step and not executor.program.accumulates:
+            self.team.leave_buckets()
         self.team.end_updates()
         total = torch.zeros((), dtype=torch.float64)
         if loss is not None:

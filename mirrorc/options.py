@@ -51,6 +51,7 @@ class StepOptions:
     program_workers: workers.Workers  # the joined ones, those of world=, or none besides this process
     cluster: Cluster | None  # the workers that have joined
     exchange: Exchange  # how workers send gradients
+    overlap_next_step: bool  # whether a step of several workers may return with buckets in flight
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 
 

@@ -198,6 +198,7 @@ class Specializer:
 
     def _compile(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
+        self._state.finish_last()
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()

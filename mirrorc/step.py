@@ -20,7 +20,7 @@ from mirrorc.capture.arguments import Call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.signature import Signature
-from mirrorc.errors import ExecutionError
+from mirrorc.errors import ExecutionError, MirrorcError
 from mirrorc.exclusive_calls import ExclusiveCalls
 from mirrorc.gathered_state import gather_state
 from mirrorc.gradient_habits import GradientHabits
@@ -33,6 +33,7 @@ from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.options import StepOptions
 from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
+from mirrorc.rest_of_step import RestOfStep
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
@@ -81,8 +82,11 @@ class Step(StepReports):
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
         self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
+        self._rest: RestOfStep | None = None
         if self._joint is not None:
             self._specializer.work_together(self._joint.team)
+            if options.overlap_next_step:
+                self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
         self._signature = Signature(
             options.model,
             options.loss_fn,
@@ -135,6 +139,24 @@ class Step(StepReports):
             )
         return self._exclusively(lambda: self._train_jointly(args, kwargs, Purpose.ACCUMULATION))
 
+    def synchronize(self) -> None:
+        """Returns when nothing of the last call is left to do: with ``overlap_next_step=True``, when all buckets are updated.
+
+        Call it before you read or copy parameters, or the optimizer's state, by yourself: ``copy.deepcopy(model)``,
+        ``torch.save(model)``, an average of weights. Calls of the model and of ``state_dict`` do it. Without that option it does
+        nothing.
+
+        Raises:
+            CommunicationError: another worker has failed; parameters are between two steps.
+            ExecutionError: parameters or the optimizer's state were written while buckets were in flight; or a call runs in
+                another thread.
+        """
+        if self._rest is not None and self._rest.is_left:
+            self._exclusively(self._rest.finish)
+
+    def _is_in_flight(self) -> bool:
+        return self._rest is not None and self._rest.is_left
+
     def join(self) -> AbstractContextManager[None]:
         """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
@@ -151,6 +173,7 @@ class Step(StepReports):
             CommunicationError: at the end, if another worker fails; the update that was under way was not made.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
+        self.synchronize()
         take_part = functools.partial(self._exclusively, self._take_part)
         return until_all_have_left(self._joint, take_part, lambda: self._calls.is_closed)
 
@@ -166,6 +189,7 @@ class Step(StepReports):
             CommunicationError: another worker fails, or makes another call.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
+        self.synchronize()
         if self._joint is not None and self._options.program_workers.shards_optimizer:
             self._exclusively(functools.partial(gather_state, self._joint, self._state))
 
@@ -180,6 +204,7 @@ class Step(StepReports):
         optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
         and names of variables, in a dict of one level with always the same keys. All workers have the same.
         """
+        self.synchronize()
         return self._choices.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,21 +292,30 @@ class Step(StepReports):
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if self._joint is None:
             return self._train(args, kwargs, purpose)
-        with self._joint.call(), self._specializer.asked():
-            return self._train(args, kwargs, purpose)
+        try:
+            with self._joint.call(), self._specializer.asked():
+                return self._train(args, kwargs, purpose)
+        finally:
+            if self._rest is not None:
+                self._rest.end_call()
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
-        self._state.begin_use()
+        goes_on = self._rest is not None and purpose is Purpose.STEP
+        self._state.begin_use(goes_on=goes_on)
+        if self._rest is not None and goes_on:
+            self._rest.begin_next()
         if purpose.updates:
             self._habits.refuse_gradients_of_others()
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
         found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
         self._calls.check_open()  # compiling takes long
+        if self._rest is not None:
+            self._rest.finish_unless(found.executor)
         if self._joint is not None:
             self._shadow_call = without_examples(call)
             if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
@@ -381,6 +415,8 @@ class Step(StepReports):
         stream = self._joint.one_stream(executor.program) if self._joint and is_joint else contextlib.nullcontext()
         with stream:
             loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
+        if self._rest is not None and is_joint:
+            self._rest.note(self, executor, self._pool)
         if self._joint is not None and is_joint:
             assert found.loss_dtype is not None, "a training step has a loss"
             return self._joint.finish(executor, loss, found.loss_dtype)
@@ -402,10 +438,21 @@ class Step(StepReports):
         self._close()
 
     def _close(self) -> None:
+        try:
+            if not (
+                self._calls.is_closed or self._calls.is_any_running
+            ):  # a call that runs is stopped, and finishes the last one
+                self.synchronize()
+        finally:
+            self._close_now()
+
+    def _close_now(self) -> None:
         self._calls.close(lambda: self._last.interrupt() if self._last is not None else None, self._end_threads)
 
     def _end_threads(self) -> None:
         self._habits.close()
+        if self._rest is not None:
+            self._rest.close()
         self._state.optimizers.user_steps.forget(self._habits.warn_of_idle_step)
         self._state.close()
         if self._joint is not None:
@@ -425,4 +472,8 @@ class Step(StepReports):
         else:
             if self._joint is not None and error is not None:
                 self._joint.team.note_why(error)
-            self._close()
+            try:
+                self._close()
+            except MirrorcError as failure:  # of the last step; what has ended the block is raised
+                if error is not None:
+                    error.add_note(str(failure))

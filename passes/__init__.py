@@ -17,6 +17,7 @@ from mirrorc.passes.lay_channels_last import LayChannelsLast
 from mirrorc.passes.lower_collectives import LowerCollectives
 from mirrorc.passes.lower_devices import LowerDevices
 from mirrorc.passes.outline_regions import OutlineRegions
+from mirrorc.passes.overlap_next_step import OverlapNextStep
 from mirrorc.passes.pack_gradients import PackGradients
 from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.plan_buckets import PlanBuckets
@@ -47,6 +48,7 @@ __all__ = [
     "LowerCollectives",
     "LowerDevices",
     "OutlineRegions",
+    "OverlapNextStep",
     "PackGradients",
     "PlaceGradients",
     "PlanBuckets",
@@ -85,6 +87,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
     "reduce-over-workers": ReduceOverWorkers,
+    "overlap-next-step": OverlapNextStep,
     "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
@@ -118,6 +121,8 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
+    overlap_next_step: bool = False,
+    cuts_for_next_step: bool = True,
     shard_optimizer: bool = False,
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
@@ -140,10 +145,14 @@ def default_pipeline(
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
+        overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
+        cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
+            `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
         shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
+    is_cut = overlap_next_step and over_workers and cuts_for_next_step
     needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
@@ -151,8 +160,8 @@ def default_pipeline(
         ReadRowElements(),
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
-        PlanBuckets(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb),
-        OutlineRegions(),
+        PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need=is_cut),
+        OutlineRegions(cuts_forward=is_cut),
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
         *([AccumulateMicrobatches()] if microbatches > 1 else []),
@@ -165,6 +174,7 @@ def default_pipeline(
         ScheduleOverlap(),
         ShareParameters(),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
+        *([OverlapNextStep()] if overlap_next_step else []),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,

@@ -1,12 +1,13 @@
-"""Cuts the captured graph into regions: the forward, and one piece of backward for each bucket."""
+"""Cuts the captured graph into regions: the forward, whole or in pieces, and one piece of backward for each bucket."""
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 from mirrorc.analysis.backward import first_of_backward
 from mirrorc.analysis.cuts import moved_before_cuts
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to, region_title
@@ -45,15 +47,20 @@ class OutlineRegions:
     A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
     Likewise what is gathered for the caller.
 
+    Where the last buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`), forward is cut before it
+    first reads a parameter of each of them: ``fwd_0`` has what comes before, and goes on meanwhile.
+
     Needs: a bucket plan.
     Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, and checks and gathers of
         these.
 
     Attributes:
         min_bytes: smaller values pass a cut, whatever reads them.
+        cuts_forward: whether forward is cut where it first reads parameters of the buckets that become ready last.
     """
 
     min_bytes: int = 2**20
+    cuts_forward: bool = False
     name: str = field(default="outline-regions", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
@@ -61,7 +68,7 @@ class OutlineRegions:
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
         graphs = tuple(
-            _outline(graph, _pieces(graph, program, self.min_bytes), pool.of_shard(i))
+            _outline(graph, _pieces(graph, program, self.min_bytes, cuts_forward=self.cuts_forward), pool.of_shard(i))
             for i, graph in enumerate(program.shard_graphs)
         )
         outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
@@ -73,9 +80,13 @@ def _remark(program: Program) -> str:
     calls = Counter(str(node.kwargs["region"]) for g in program.shard_graphs for node in calls_to(g, ops.call_region))
     backward = [name for name in calls if program.regions[name].phase == "backward"]
     num_pieces = sum(calls[name] for name in backward)
+    num_forward, num_graphs = sum(calls.values()) - num_pieces, len(program.shard_graphs)
+    forward = counted(num_forward, "forward")
+    if num_forward > num_graphs:
+        forward = f"{num_forward} pieces of forward, cut where it first reads parameters of the buckets that come last"
     said = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
-        f"{counted(len(program.buckets), 'bucket')}, and {counted(sum(calls.values()) - num_pieces, 'forward')}"
+        f"{counted(len(program.buckets), 'bucket')}, and {forward}"
     )
     if len(program.shard_graphs) > 1:
         said += f", for {len(program.shard_graphs)} shard shapes together"
@@ -101,9 +112,8 @@ class _RegionPool:
         self._shard = shard
         return self
 
-    def add(self, piece: int, graph: fx.Graph) -> str:
-        """The name of the region with this body; ``piece``: the place among the pieces of its graph, 0 for the forward."""
-        phase = "backward" if piece else "forward"
+    def add(self, piece: int, phase: str, graph: fx.Graph) -> str:
+        """The name of the region with this body; ``piece``: the place among the pieces of its graph."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
             name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], piece)
@@ -134,8 +144,9 @@ def _body_key(graph: fx.Graph) -> Any:
     return tuple(lines)
 
 
-def _outline(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]], pool: _RegionPool) -> fx.Graph:
+def _outline(graph: fx.Graph, cut: _Cut, pool: _RegionPool) -> fx.Graph:
     outer = fx.Graph()
+    pieces = [*cut.forward, *cut.backward]
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node.target is ops.read:
@@ -145,11 +156,12 @@ def _outline(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]], pool: _Region
     gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
         if nodes:
-            region = _call(outer, nodes, used_outside, values, pool, i)
+            name = functools.partial(pool.add, i, "forward" if i < len(cut.forward) else "backward")
+            region = _call(outer, nodes, used_outside, values, name)
             results = [node for node in nodes if node in used_outside]
             found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
             region.kwargs = {**region.kwargs, "gradients": found}
-        if i == 0:
+        if i == len(cut.forward) - 1:
             for node in calls_to(graph, *ops.OF_FORWARD):
                 values[node] = copy_node(outer, node, values)
     output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
@@ -157,13 +169,21 @@ def _outline(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]], pool: _Region
     return outer
 
 
-def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> list[list[fx.Node]]:
+@dataclass(frozen=True)
+class _Cut:
+    """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty."""
+
+    forward: Sequence[Sequence[fx.Node]]
+    backward: Sequence[Sequence[fx.Node]] = ()
+
+
+def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: bool) -> _Cut:
     """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
     if first is None:
-        return [body]
+        return _Cut([body])
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -186,7 +206,27 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> list[list[fx.N
             piece = 1 + min(bisect.bisect_left(ends, position[node]), len(ends) - 1)
         piece_of[node] = piece
     piece_of |= moved_before_cuts(piece_of, min_bytes)
-    return [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
+    pieces = [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
+    late = [bucket for bucket, end in zip(program.buckets, ends, strict=True) if end == ends[-1]]
+    forward = _cut_before_reads(graph, pieces[0], late) if cuts_forward else [pieces[0]]
+    return _Cut(forward, pieces[1:])
+
+
+def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
+    """Cuts the forward before it first reads a parameter of each of some buckets. Parts of results stay with what gives them."""
+    place = {node: i for i, node in enumerate(forward)}
+    reads: dict[str, list[fx.Node]] = {}
+    for read in calls_to(graph, ops.read):
+        reads.setdefault(str(read.kwargs["variable"]), []).append(read)
+    cuts = []
+    for bucket in buckets:
+        users = [user for slot in bucket.slots for read in reads.get(slot.variable, ()) for user in read.users]
+        cuts.append(min((place[user] for user in users if user in place), default=len(forward)))
+    cuts.sort()
+    pieces: list[list[fx.Node]] = [[] for _ in range(len(cuts) + 1)]
+    for node in forward:
+        pieces[bisect.bisect_right(cuts, place[_source(node)])].append(node)
+    return pieces
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -207,10 +247,9 @@ def _call(
     nodes: Sequence[fx.Node],
     used_outside: set[fx.Node],
     values: dict[fx.Node, fx.Node],
-    pool: _RegionPool,
-    piece: int,
+    name_of: Callable[[fx.Graph], str],
 ) -> fx.Node:
-    """Moves nodes into a region and puts a call of it into the outer graph."""
+    """Moves nodes into a region, which is named by its body, and puts a call of it into the outer graph."""
     body = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     members = set(nodes)
@@ -224,7 +263,7 @@ def _call(
         inside[node] = copy_node(body, node, inside)
     results = [node for node in nodes if node in used_outside]
     body.output(tuple(inside[node] for node in results))
-    region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": pool.add(piece, body)})
+    region = call(outer, ops.call_region, tuple(values[n] for n in inputs), {"region": name_of(body)})
     region.meta = _call_meta(results, nodes)
     for i, node in enumerate(results):
         values[node] = add_node(outer, "call_function", operator.getitem, (region, i), {}, node.name)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from mirrorc.analysis.sent_factors import sent_factors
+from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, SentFactors, Slot
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import UpdateRule, Variable
-from mirrorc.printing.wording import counted
+from mirrorc.printing.wording import counted, numbered
 
 _Kind = tuple[torch.dtype, UpdateRule, bool]
 """What all gradients of a bucket have alike: dtype, update rule, and whether workers send their factors."""
 
+_NUM_LATE = 4  # buckets, about, of gradients that come when forward needs their parameters
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
 
@@ -30,7 +33,14 @@ class PlanBuckets:
     if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`). It is cut at variable boundaries: a gradient that
     would take it over its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets
     are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a part of every
-    bucket alone, buckets are padded to lengths that make these parts equal. The graph stays as it is::
+    bucket alone, buckets are padded to lengths that make these parts equal.
+
+    Where the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), those that come last, up
+    to a third of all bytes, are numbered in the order in which forward reads their parameters, so that each arrives when it is
+    needed; all of them become ready when backward ends. A third, because forward takes about a third of a step: the lane has as
+    much time for these as for the others. Their cap is a quarter of that, as forward waits for the first of them.
+
+    The graph stays as it is::
 
         output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
 
@@ -44,10 +54,12 @@ class PlanBuckets:
     Attributes:
         bucket_cap_mb: cap of a bucket, in MiB.
         first_bucket_mb: cap of bucket 0, in MiB.
+        by_need: whether the last buckets are numbered in the order in which forward reads their parameters.
     """
 
     bucket_cap_mb: float = 25.0
     first_bucket_mb: float = 1.0
+    by_need: bool = False
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
@@ -64,30 +76,37 @@ class PlanBuckets:
         as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
         closed: list[list[Variable]] = []
         opened: list[str] = []
-        num_bytes: dict[_Kind, int] = {}
         gradients = _gradients(program)
         position = {name: i for i, name in enumerate(gradients)}
+        late = _last_third(program, gradients) if self.by_need else {}
+        late_cap = sum(late.values()) / _NUM_LATE
         for name in gradients:
             variable = program.variables[name]
             assert variable.update is not None, f"{name} has a gradient that nothing uses"
             key = (variable.dtype, variable.update, name in as_factors)
             members = open_buckets.setdefault(key, [])
             cap_mb = self.first_bucket_mb if not closed else self.bucket_cap_mb
-            num_bytes[key] = num_bytes.get(key, 0) + _num_bytes(variable)
-            if members and num_bytes[key] > cap_mb * 2**20:
-                num_bytes[key] = _num_bytes(variable)
-                opened.append(f"{name} opens a new bucket: with it the last would be over {cap_mb:g} MiB")
+            why = _why_new(members, variable, late, cap_mb * 2**20, late_cap) if members else ""
+            if why:
+                opened.append(f"{name} opens a new bucket: {why}")
                 closed.append(members)
                 members = open_buckets[key] = []
             members.append(variable)
         closed.extend(members for members in open_buckets.values() if members)
         closed.sort(key=lambda members: position[members[-1].name])
+        closed = _last_by_need(program, closed, late) if late else closed
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
         buckets = tuple(_bucket(i, members, as_factors, unit) for i, members in enumerate(closed))
         planned = program.evolve(buckets=buckets).with_remarks(*opened, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds {alike}"
-        return planned.with_remarks(self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []))
+        needed = [bucket.index for bucket in buckets if bucket.slots[0].variable in late]
+        by_need = (
+            f"{numbered('bucket', needed)}, a third of all bytes, in the order in which forward reads their parameters"
+        )
+        return planned.with_remarks(
+            self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []), *([by_need] if len(needed) > 1 else [])
+        )
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
         """Says what was planned, and by which rule buckets are closed."""
@@ -104,6 +123,44 @@ def _gradients(program: Program) -> list[str]:
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     return list(output["gradients"])
+
+
+def _why_new(
+    members: Sequence[Variable], variable: Variable, late: Collection[str], cap: float, late_cap: float
+) -> str:
+    """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
+    before = sum(map(_num_bytes, members))
+    if before + _num_bytes(variable) > cap:
+        return f"with it the last would be over {cap / 2**20:g} MiB"
+    if variable.name not in late:
+        return ""
+    if members[-1].name not in late:
+        return "it is the first of those that come when forward needs their parameters"
+    return f"the last has {late_cap / 2**20:.3g} MiB" if before >= late_cap else ""
+
+
+def _last_third(program: Program, gradients: Sequence[str]) -> dict[str, int]:
+    """The gradients that come last in backward, up to a third of all bytes, and the bytes of each."""
+    sizes = {name: _num_bytes(program.variables[name]) for name in gradients}
+    found: dict[str, int] = {}
+    for name in reversed(gradients):
+        if found and 3 * (sum(found.values()) + sizes[name]) > sum(sizes.values()):
+            break
+        found[name] = sizes[name]
+    return found
+
+
+def _last_by_need(program: Program, closed: Sequence[list[Variable]], late: Collection[str]) -> list[list[Variable]]:
+    """The buckets, those of late gradients in the order in which forward reads their parameters, behind all others."""
+    graph = program.shard_graphs[0]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = {
+        str(read.kwargs["variable"]): min((place[user] for user in read.users), default=len(place))
+        for read in calls_to(graph, ops.read)
+    }
+    early = [members for members in closed if members[0].name not in late]
+    needed = [members for members in closed if members[0].name in late]
+    return [*early, *sorted(needed, key=lambda members: min(first[member.name] for member in members))]
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:

@@ -21,6 +21,8 @@ ORDER = (
     "mirrorc/api",
     "mirrorc/step",
     "mirrorc/joined_calls",
+    "mirrorc/rest_of_step",  # over several workers
+    "mirrorc/read_guards",  # of models and optimizers
     "mirrorc/gathered_state",  # of several workers
     "mirrorc/joint_calls",  # of several workers
     "mirrorc/kept_gradients",
@@ -43,6 +45,7 @@ ORDER = (
     "mirrorc/microbatches",
     "mirrorc/worlds",
     "mirrorc/optimizer_sharding",  # over workers
+    "mirrorc/next_step",  # over workers
     "mirrorc/batch_parts",  # of workers
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",

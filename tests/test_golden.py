@@ -12,6 +12,7 @@ from golden_programs import (
     GOLDEN,
     MODELS,
     NUM_DEVICES,
+    OVERLAP,
     UPDATE,
     VERSIONS,
     WORKER,
@@ -21,6 +22,7 @@ from golden_programs import (
     difference,
     factors_text,
     golden_program,
+    overlap_text,
     versions,
     worker_text,
 )
@@ -29,7 +31,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, CAPTURED]
+FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, OVERLAP, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -63,6 +65,8 @@ def golden_text(file: str) -> str:
         return factors_text()
     if file == DEALT:
         return dealt_text()
+    if file == OVERLAP:
+        return overlap_text()
     if file == WORKER:
         return worker_text()
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)

@@ -439,6 +439,19 @@ def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
 
+@operation(Kind.GATHER, since=Stage.SCHEDULED, effects=(Effect.HANDS_OVER,), gives=nothing, stem="hand_over")
+def hand_over(*, replica: int) -> None:
+    """Gives the step's caller its loss: what comes behind is done in the next call, or by `mirrorc.step.Step.synchronize`.
+
+    What comes behind are waits for buckets in flight, and their updates.
+    """
+
+
+@operation(Kind.WAIT, since=Stage.SCHEDULED, effects=(Effect.AWAITS,), gives=nothing, stem="await_update_b{bucket}")
+def await_update(*, bucket: int, replica: int) -> None:
+    """Does what the step before has left to do until all replicas have updated a bucket; nothing if nothing is left."""
+
+
 FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 """Operations that give a gradient as factors."""
 

@@ -104,8 +104,20 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """The lines above nodes that explain slots, factored gradients, and from where on parameters may be written."""
-    return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
+    """The lines above nodes that explain slots, factored gradients, from where on parameters may be written, and what is left to
+    the next step."""
+    return {
+        **_of_slots(program, graph),
+        **_of_factors(program, graph),
+        **_of_writing(program, graph),
+        **_of_handing_over(graph),
+    }
+
+
+def _of_handing_over(graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    begin = next(calls_to(graph, ops.hand_over), None)
+    text = "the caller has its loss here: the next call does what follows, as far as it awaits it, or step.synchronize() does"
+    return {begin: [text]} if begin is not None else {}
 
 
 def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
@@ -271,6 +283,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather: lambda program, node: _gathered(node),
         ops.pack: _packed,
         ops.update: _updated,
+        ops.await_update: lambda program, node: "what the step before has left",
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.scatter_sums: lambda program, node: (
             f"summed over {program.workers.num_workers} workers, each gets its part"

@@ -32,7 +32,7 @@ class Backend(ABC):
         return {}
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """The options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device."""
+        """The options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device, or keep its bits."""
         return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for

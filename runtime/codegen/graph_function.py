@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
 
 from torch import fx
@@ -28,7 +28,10 @@ class GraphFunction:
         title: as given to `generate`.
         marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
             each of these calls.
+        hands_over: whether it is a generator that yields its output before it is done, see `HandOver`.
     """
+
+    hands_over = False
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ def generate(
     boxed: Callable[[fx.Node], bool] = lambda _: False,
     clock: Clock | None = None,
     pauses: Callable[[fx.Node], bool] = lambda _: False,
+    told: Mapping[fx.Node, int] = MappingProxyType({}),
 ) -> GraphFunction:
     """Generates the function of a graph.
 
@@ -75,12 +79,13 @@ def generate(
         title: shown in tracebacks.
         graph: placeholders, calls, and an output.
         bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`;
-            for one in two parts, a `Meeting`.
+            for one in two parts, a `Meeting`; and a `HandOver` where the output is yielded.
         boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
         clock: marks the end of every call; None for a function without marks.
         pauses: whether the generated function yields before a call, or within a `Meeting`, which makes it a generator.
+        told: what a function that hands over yields behind calls after that.
     """
-    return _Generator(graph, bind, boxed, clock, pauses).generate(title)
+    return _Generator(graph, bind, boxed, clock, pauses, told).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -115,6 +120,10 @@ class Meeting:
         self.arrive, self.leave, self.may_end = arrive, leave, may_end
 
 
+class HandOver:
+    """A call at which the function yields its output, and goes on when it is asked for more; it marks nothing from there on."""
+
+
 class _Generator:
     def __init__(
         self,
@@ -123,8 +132,10 @@ class _Generator:
         boxed: Callable[[fx.Node], bool],
         clock: Clock | None,
         pauses: Callable[[fx.Node], bool],
+        told: Mapping[fx.Node, int],
     ) -> None:
         self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
+        self.told, self.hands_over = told, False
         self.marked: list[fx.Node] = []
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
@@ -148,7 +159,9 @@ class _Generator:
             self._emit(f"    {', '.join(self.names[n] for n in placeholders)}, = args; args.clear()", None)
         for node in self.graph.nodes:
             self._emit_node(node)
-        return GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked, self.calls)
+        made = GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked, self.calls)
+        made.hands_over = self.hands_over
+        return made
 
     def _emit(self, line: str, node: fx.Node | None) -> None:
         self.lines.append(line)
@@ -156,8 +169,7 @@ class _Generator:
 
     def _emit_node(self, node: fx.Node) -> None:
         if node.op == "output":
-            if self.clock is not None:
-                self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
+            self._note()
             self._emit(f"    return {self._show(node.args[0])}", node)
         elif node.op != "placeholder" and not self._is_unpacked(node):
             bound = self.bind(node)
@@ -169,6 +181,11 @@ class _Generator:
             function = f"f_{name}"
             if isinstance(bound, Meeting):
                 self._emit_meeting(node, name, bound)
+                return
+            if isinstance(bound, HandOver):
+                self._note()
+                self.clock, self.hands_over = None, True
+                self._emit(f"    yield {self._show(self.graph.output_node().args[0])}", node)
                 return
             self.namespace[function], self.calls[function] = bound, node
             if self.boxed(node):
@@ -184,6 +201,13 @@ class _Generator:
                 self._free(
                     [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
                 )
+                if node in self.told:
+                    self._emit(f"    yield {self.told[node]}", node)
+
+    def _note(self) -> None:
+        """Notes all marks of the call; without a clock, does nothing."""
+        if self.clock is not None:
+            self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
 
     def _emit_boxed(self, node: fx.Node, function: str) -> None:
         self._emit(f"    box = [{', '.join(self._show(a) for a in node.args)}]", None)

@@ -44,11 +44,12 @@ class InductorBackend(Backend):
     def preferences(self, device: torch.device) -> dict[str, bool]:
         """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh.
 
-        Everywhere it fuses elementwise operators with what reads their result.
+        Everywhere it fuses elementwise operators with what reads their result, so that numbers are rounded otherwise where a
+        region is cut otherwise.
         """
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
-        return {**super().preferences(device), **own}
+        return {**super().preferences(device), **own, "cuts_for_next_step": False}
 
     def prepare(self, device: torch.device) -> None:
         if device.type == "cpu":

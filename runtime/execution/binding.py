@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import bucket_of, is_compute
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.graph_function import Constant, Meeting
+from mirrorc.runtime.codegen.graph_function import Constant, HandOver, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit import CommitPoint
@@ -57,6 +57,7 @@ class Binder:
         commit: where the replicas decide on a step.
         outputs: what the replicas hand to the caller.
         progress: notes the updates of a program that commits early; None for any other.
+        await_update: called with a replica and a bucket where the step before must have updated the bucket.
 
     Attributes:
         parts: which parts of buckets the program's values hold.
@@ -76,7 +77,9 @@ class Binder:
         commit: CommitPoint,
         outputs: StepOutputs,
         progress: UpdateProgress | None = None,
+        await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
     ) -> None:
+        self._await_update = await_update
         self.program, self.regions, self.state = program, regions, state
         self._constants, self._communicators, self._commit = constants, communicators, commit
         self._outputs, self._progress = outputs, progress
@@ -294,6 +297,19 @@ class Binder:
 
             return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
+
+    @binds(ops.hand_over)
+    def _bind_hand_over(self, replica: int, node: fx.Node) -> HandOver:
+        return HandOver()
+
+    @binds(ops.await_update)
+    def _bind_await_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        bucket, await_update = bucket_of(node), self._await_update
+
+        def run(**_: Any) -> None:
+            await_update(replica, bucket)
+
+        return run
 
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:

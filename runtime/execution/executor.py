@@ -9,12 +9,13 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from mirrorc.analysis.handed_over import handed_over
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
@@ -34,6 +35,7 @@ from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
+from mirrorc.runtime.execution.tail import Tail
 from mirrorc.runtime.execution.update_progress import progress_of
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulated_gradients import Examples
@@ -43,7 +45,7 @@ from mirrorc.runtime.state.gradient_shares import forget_what_is_written
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.exchanges import exchanges_of
 from mirrorc.runtime.workers.team import Team
-from mirrorc.runtime.workers.vote import Columns
+from mirrorc.runtime.workers.vote import Columns, Vote
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -63,6 +65,7 @@ class Executor:
     Attributes:
         commit: decides whether a step takes place.
         outputs: what the last step has given beside its loss.
+        tail: what is left of the last step, which has returned; None if nothing is.
     """
 
     def __init__(
@@ -83,12 +86,24 @@ class Executor:
         self._is_exchanged = team is not None  # others' rows come into the buckets
         self._progress = progress_of(program)
         if team is not None:
-            is_early, columns = self._progress is not None, Columns.of(program)
-            self.commit.agree = functools.partial(team.vote, columns=columns, is_early=is_early)
-            self.commit.hear = team.hear
+            agree = functools.partial(self._agree, team, Columns.of(program))
+            self.commit.agree, self.commit.hear = agree, team.hear
+        first = next(iter(program.device_graphs.values())).graph
+        self._late_buckets = tuple(handed_over(first))
+        self._parts: list[Any] = []  # the rest of a step that hands over, of each replica
+        self.tail: Tail | None = None
+        self._hands_over = False  # whether the step that runs does
         self.outputs = StepOutputs(program)
         self._binder = Binder(
-            program, regions, state, constants, self._communicators, self.commit, self.outputs, self._progress
+            program,
+            regions,
+            state,
+            constants,
+            self._communicators,
+            self.commit,
+            self.outputs,
+            self._progress,
+            self._await_update,
         )
         self._functions: list[GraphFunction] = []
         self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
@@ -125,10 +140,30 @@ class Executor:
         bind = self._binder.bind
         return [
             generate(
-                name, module.graph, functools.partial(bind, r), boxed=is_region_call, clock=clocks[r], pauses=pauses
+                name,
+                module.graph,
+                functools.partial(bind, r),
+                boxed=is_region_call,
+                clock=clocks[r],
+                pauses=pauses,
+                told={node: bucket for bucket, node in handed_over(module.graph).items()},
             )
             for r, (name, module) in enumerate(self.program.device_graphs.items())
         ]
+
+    def _agree(self, team: Team, columns: Columns, own: Vote) -> tuple[bool, torch.Tensor | None]:
+        """Called by one replica when all have come to the commit, so that nothing is left of the step before."""
+        self.tail = None
+        if self._progress is not None:
+            self._progress.begin()
+        return team.vote(own, columns=columns, is_early=self._progress is not None)
+
+    def _await_update(self, replica: int, bucket: int) -> None:
+        """Returns when the step before has updated a bucket, whose hyperparameters are those of this step from then on."""
+        if self.tail is not None:
+            self.tail.await_update(replica, bucket)
+            assert isinstance(self.state, StepState), "a program that awaits updates trains"
+            self.state.optimizers.sync_bucket(bucket, replica)
 
     def run(
         self,
@@ -172,7 +207,9 @@ class Executor:
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
-        if self._progress is not None:
+        self._parts = [None] * self.program.num_replicas
+        self._hands_over = bool(self._late_buckets) and not self._is_fresh
+        if self._progress is not None and self.tail is None:
             self._progress.begin()
         results: list[tuple[bool, Any] | None] = []
         loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
@@ -196,6 +233,61 @@ class Executor:
         if guard.raised is not None:
             raise guard.raised
         return loss
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether optimizers make their state in the step that begins, which can be undone, so it is done when it returns."""
+        return isinstance(self.state, StepState) and self.state.optimizers.is_fresh
+
+    def finish_tail(self, pool: DevicePool) -> BaseException | None:
+        """Does what is left of the last step; the step's state then counts what the step has written.
+
+        Returns:
+            What has interrupted the caller meanwhile, though all is done, and is to be raised; None for nothing.
+
+        Raises:
+            ExecutionError, CommunicationError: it has failed, and parameters are between two steps.
+        """
+        tail = self.tail
+        if tail is None:
+            return None
+        interruption = None
+        if not (tail.is_done or tail.failures):
+            jobs = [functools.partial(tail.finish, replica) for replica in range(self.program.num_replicas)]
+            try:
+                pool.run(jobs, lambda: self._abort_tail() if tail.failures else None)  # an interrupt stops nothing
+            except BaseException as error:
+                if not tail.is_done:
+                    self._tear(tail, {0: error})
+                    note_if_torn(error, self.program, True, self._torn)
+                    raise
+                interruption = error
+        if not tail.is_done:
+            self._tear(tail, tail.failures)
+            raise explain_failure(self.program, tail.failures, True, self._torn)
+        self._end_tail()
+        return interruption
+
+    def _end_tail(self) -> None:
+        assert isinstance(self.state, StepState), "a program that hands over trains"
+        completed(self.state.finish_updates)
+        self.tail = None
+
+    def _abort_tail(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.abort_kept()
+
+    def _tear(self, tail: Tail, failures: Mapping[int, BaseException]) -> None:
+        """Records that what is left of the last step has failed: parameters are between two steps."""
+        assert self._progress is not None and isinstance(self.state, StepState), (
+            "a program that hands over commits early"
+        )
+        self.tail = None
+        self._abort_tail()
+        for communicator in self._communicators.values():
+            communicator.begin_afresh()
+        self.state.abandon(has_committed=True)
+        self.state.tear(self._progress.told())
 
     def _is_done(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
         """Whether the step has taken place on all replicas, or was skipped by all."""
@@ -242,6 +334,12 @@ class Executor:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
+        if self._hands_over and not self.commit.is_skipped:
+            for communicator in self._communicators.values():
+                communicator.keep(self._late_buckets)
+            self.tail = self.tail or Tail(
+                self._parts, self._late_buckets, self.program.devices, self._timeout_seconds, self._let_go
+            )
         if self.commit.is_skipped:
             self.state.skip(number)
             self._forget_step()
@@ -255,6 +353,10 @@ class Executor:
         if self.is_interleaved == self.trial.interleaves and seconds:
             self.trial.record(seconds)
         return loss
+
+    def _let_go(self, bucket: int) -> None:
+        for communicator in self._communicators.values():
+            communicator.let_go(bucket)
 
     def _choose_way(self) -> None:
         """Chooses threads or interleaving; if the last step was of the other mode or of another program, forgets its records."""
@@ -285,10 +387,23 @@ class Executor:
         """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
         values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
         call = seen(self._functions[replica])
-        loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
+        if self._late_buckets:
+            loss = self._run_to_hand_over(replica, call(values))
+        else:
+            loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
+
+    def _run_to_hand_over(self, replica: int, part: Iterator[Any]) -> torch.Tensor | None:
+        """Runs a replica's step until it gives its loss, or to its end, if the step does not hand over."""
+        loss: torch.Tensor | None = next(part)
+        if self._hands_over:
+            self._parts[replica] = part
+        else:
+            for _ in part:
+                pass
+        return loss
 
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """Runs a replica's step on a CPU in the caller's thread."""
@@ -312,6 +427,8 @@ class Executor:
         self.commit.stop()
         self._forget_step()
         self.commit.abort()
+        if self.tail is not None:
+            self.tail.wake()
         for communicator in self._communicators.values():
             communicator.abort()
 

@@ -55,6 +55,8 @@ class UpdateProgress:
         whole = sorted(bucket for bucket, number in self._wanted.items() if done[bucket] == number)
         in_part = sorted(set(self._begun) - set(whole))
         number, verb = f"of {self._num_buckets}", "was" if len(whole or in_part) == 1 else "were"
+        if not self._begun:
+            return f"none {number} buckets was updated"
         if not whole:
             return f"{numbered('bucket', in_part)} {number} {verb} updated in part"
         more = f", {numbered('bucket', in_part)} in part" if in_part else ""

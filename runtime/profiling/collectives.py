@@ -21,7 +21,7 @@ class Launch:
     Attributes:
         replica: the device's number.
         node: the node that launches it.
-        wait: the node that waits for it; None on a device that only sends.
+        wait: the node that waits for it; None on a device that only sends, and where the next step waits.
         sources: the calls that make the value that is launched.
         awaited: the launches that its wait needs, its own or those of other devices, each with the device's number.
     """
@@ -66,17 +66,17 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
                 part = (node.kwargs.get("chunk"), node.kwargs.get("round"))
                 groups.setdefault((*key, *part), []).append((replica, node))
     return [
-        Collective(kind, bucket, link, tuple(_launch(replica, node, members) for replica, node in members), *part)
+        Collective(kind, bucket, link, tuple(_launch(step, replica, node, members) for replica, node in members), *part)
         for (kind, bucket, link, *part), members in groups.items()
     ]
 
 
-def _launch(replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
+def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
     giver = node.kwargs.get("root", node.kwargs.get("source"))
     awaited = [
         (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)
     ]
-    wait = next((user for user in node.users if user.target is ops.wait), None)
+    wait = next((user for user in node.users if user.target is ops.wait and user in step.call_of), None)
     return Launch(replica, node, wait, tuple(sources_of(node)), tuple(awaited) or ((replica, node),))
 
 

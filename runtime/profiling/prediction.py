@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mirrorc.analysis.handed_over import handed_over
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.analysis.simulation import Simulation, simulate
 from mirrorc.analysis.step_costs import StepCosts, UnknownCostError
@@ -81,7 +82,10 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations takes."""
+    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations takes, or
+    what the step leaves to the next one, which hides a part of that."""
+    if handed_over(program.graphs()[0]):
+        return None
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -142,8 +142,11 @@ class BucketOptimizers:
             if bucket.rule.elementwise
         )
 
-    def sync_hyperparameters(self) -> None:
+    def sync_hyperparameters(self, besides: Collection[int] = ()) -> None:
         """Takes over hyperparameters that changed since the last step.
+
+        Args:
+            besides: buckets that the last step has not updated yet; `sync_bucket` does it for these.
 
         Raises:
             ValueError: they require state that is not there.
@@ -152,12 +155,24 @@ class BucketOptimizers:
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
         if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
             return
-        if self._state.buckets and self._switches != state_switches(self.groups.hyperparameters):
+        if self.needs_check:
             self._check_state(self._state.buckets)
             self._note_whether_fresh()
-        for own in self._state.optimizers.values():
-            own.sync()
+        for (bucket, _), own in self._state.optimizers.items():
+            if bucket not in besides:
+                own.sync()
         self._hyperparameters = held
+
+    def sync_bucket(self, bucket: int, replica: int) -> None:
+        """Takes over hyperparameters for a replica's updates of a bucket that `sync_hyperparameters` has left out."""
+        own = self._state.optimizers.get((bucket, replica))
+        if own is not None:  # a replica's share may be empty
+            own.sync()
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether hyperparameters have changed that decide which state there must be."""
+        return bool(self._state.buckets) and self._switches != state_switches(self.groups.hyperparameters)
 
     def _write_rates(self) -> None:
         """Writes the learning rates into the tensors that captured updates read."""

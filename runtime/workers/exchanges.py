@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,18 @@ class Exchanges(Communicator):
         }
         self._gatherings: dict[int, Gathering] = {}
         self._sharded.release()
+
+    def keep(self, buckets: Collection[int]) -> None:
+        """See `Communicator`."""
+        self._joint.kept = set(buckets)
+
+    def let_go(self, bucket: int) -> None:
+        """See `Communicator`."""
+        self._joint.kept.discard(bucket)
+
+    def abort_kept(self) -> None:
+        """See `Communicator`."""
+        self._joint.abort_kept()
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """See `Communicator`."""

@@ -79,6 +79,7 @@ class Team:
 
     Attributes:
         stop: stops the step that runs, unless it is committed; called in another thread.
+        finish_rest: does what is left of a call that has returned, in `rest_of_call`, while connections are still open.
         num_calls: how many training calls have begun.
         link: how fast the link between the workers is, as measured when it was opened; None before.
         timeout_seconds: as given.
@@ -101,6 +102,11 @@ class Team:
         self._failures: list[Failure] = []  # which others have published, in their order
         self._stage = _BEFORE
         self._is_early = False  # whether the step that runs commits before all sums are there
+        self._left_by = (
+            0  # the number of the call that has returned with buckets in flight, maybe of others alone; 0 for none
+        )
+        self.finish_rest: Callable[[], object] = _nothing
+        self._is_in_call = self._is_in_rest = False
         self.have_parted = False
         self._why_over = ""  # why no further step can be made
         self._are_all_raising = False
@@ -127,8 +133,8 @@ class Team:
         self._last_call[0] = self.num_calls
         self._stage, self._is_early, self._are_all_raising = _BEFORE, False, False
         self._watcher.own = self._watcher.own.begun(self.num_calls)
-        if self._why_over:
-            raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
+        self._refuse_if_over()
+        self._is_in_call = True
         try:
             self._open()
             yield
@@ -138,8 +144,83 @@ class Team:
                 raise
             raise raised from error
         finally:
-            self.stop = _nothing
+            self.stop, self._is_in_call = _nothing, False
             self._watcher.own = self._watcher.own.ended()
+
+    def _refuse_if_over(self) -> None:
+        if self._why_over:
+            raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
+
+    def leave_buckets(self) -> None:
+        """Called when the call that is about to return leaves buckets in flight."""
+        self._left_by = self.num_calls
+
+    @contextmanager
+    def rest_of_call(self, torn: Callable[[], str]) -> Iterator[None]:
+        """A block that does what is left of a call that has returned; within the next call, or between two.
+
+        Args:
+            torn: which buckets that call has updated; asked when the block has failed.
+
+        Raises:
+            CommunicationError: the block has failed; names the worker that is behind it, the bucket and the call. It ends the
+                next call of the other workers.
+        """
+        self._is_in_rest = True
+        try:
+            failure = next((one for one in self._failures if one.ends(self._number_of_next)), None)
+            if failure is not None and not failure.leaves_rest:
+                self._cut()
+            yield
+        except BaseException as error:
+            raised = self._explain_rest(error, torn)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            self._is_in_rest = False
+
+    @property
+    def _number_of_next(self) -> int:
+        """The number of the call that runs, or of the next one."""
+        return self.num_calls + (not self._is_in_call)
+
+    def _cut(self) -> None:
+        for lane in list(self._lanes):
+            lane.cut()
+
+    def _explain_rest(self, error: BaseException, torn: Callable[[], str]) -> BaseException:
+        """The error to raise where what is left of a call has failed; the other workers know of it, or are told."""
+        number = self._left_by
+        if not self._is_in_call:  # it is this worker's next call, which all others find failed
+            self.num_calls += 1
+            self._last_call[0] = self.num_calls
+            self._stage, self._is_early = _BEFORE, False
+        elif number == self.num_calls:
+            self._why_over = "a connection broke when this worker had told the others that the step takes place"
+        was_known = self._failure
+        if isinstance(error, LostConnectionError | StepStoppedError):
+            known = was_known or self._judge(error)
+            told = self._text(known)
+        else:
+            text = f"it raised {_WHAT_IS_SAID_ONCE.sub('', _in_short(error))}"
+            is_final = bool(self._why_over)
+            known = Failure(self.cluster.rank, self.num_calls, text, is_final, before_end=True)
+            told = f"{self.cluster.workers[known.rank]}: {text}"
+            if was_known is None:
+                self._watcher.publish(known)
+        self._why_over = self._why_over or (self._text(known) if known.is_final else "")
+        self._close_lanes()
+        self.have_parted, self._left_by, self._are_all_raising = True, 0, True
+        if not isinstance(error, Exception):
+            return error
+        remedy = _RESTART if self._why_over else _RESTORE
+        what = _WHAT_IS_SAID_ONCE.sub("", str(error)).rstrip(".")
+        more = "" if what in told or known.rank == self.cluster.rank else f" ({what})"
+        return CommunicationError(
+            f"training call {number} has failed when it had returned and its last buckets were in flight: {told}{more}. "
+            f"Parameters are between those before and those after that call: {torn()}. {remedy}."
+        )
 
     def abandon(self, error: BaseException) -> None:
         """Ends the next call of the others, who may wait for it: this worker does not come, because of an error in its own code.
@@ -150,7 +231,11 @@ class Team:
             self.num_calls += 1
             self._last_call[0] = self.num_calls
             self._stage, self._is_early, self._are_all_raising = _BEFORE, False, False
-            self._explain(error, lambda: True, str)
+            self._is_in_call = True
+            try:
+                self._explain(error, lambda: True, str)
+            finally:
+                self._is_in_call = False
 
     def _open(self) -> None:
         """Opens the connections, if there are none.
@@ -205,13 +290,18 @@ class Team:
         number, lanes = self.num_calls, list(self._lanes)
         kept = [known for known in self._failures if known.is_final or known.step >= number]
         self._failures = [*kept, failure]
-        if failure.ends(number):
+        if failure.ends(self._number_of_next if self._is_in_rest else number):
             self.stop()
-            for lane in lanes:
+            for lane in lanes[:1] if self._left_by and failure.leaves_rest else lanes:
                 lane.cut()
 
     def _explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
         """The error to raise for a call that has failed; the other workers know of it, or are told."""
+        if self._left_by and not self._are_all_raising:
+            try:
+                self.finish_rest()  # before connections are closed, here and on the others
+            except BaseException as failed:  # noqa: BLE001 - it is what all know of
+                return failed
         is_own = not isinstance(error, LostConnectionError | StepStoppedError) or (
             isinstance(error, StepStoppedError) and self._failure is None
         )
@@ -220,7 +310,8 @@ class Team:
         was_known = self._has_failure()
         if is_own:
             text = f"it raised {_in_short(error)}"
-            known = Failure(self.cluster.rank, self.num_calls, text, False, self._stage != _BEFORE, self._is_before_end)
+            has_voted, leaves_rest = self._stage != _BEFORE, bool(self._left_by) and self._stage == _BEFORE
+            known = Failure(self.cluster.rank, self.num_calls, text, False, has_voted, self._is_before_end, leaves_rest)
             if self._stage not in (_BEFORE, _UPDATING):
                 self._why_over = "this worker's step has failed when it had told the others that it takes place"
             elif isinstance(error, StepStoppedError):
@@ -234,15 +325,20 @@ class Team:
             text = f"it cannot go on: {self._why_over}"
             self._watcher.publish(Failure(self.cluster.rank, self.num_calls, text, True, self._stage != _BEFORE))
         self._close_lanes()
+        left_by, self._left_by = self._left_by, 0
+        is_before_vote = self._stage in (_BEFORE, _VOTING)
+        lacks_rest = bool(left_by) and left_by != self.num_calls and is_before_vote and not known.leaves_rest
         none_has_committed = self._stage == _VOTING and not (known.had_voted or known.is_final)
-        has_parted = self._is_early and not none_has_committed
+        has_parted = (self._is_early and not none_has_committed) or lacks_rest
         self.have_parted = self.have_parted or has_parted
         if is_own:
             return error
         remedy = (
             _RESTART if self._why_over else _RESTORE if has_parted else "The step may be called again, on all workers"
         )
-        state = self._state_after_failure(is_whole, torn, has_parted=has_parted)
+        state = self._state_after_failure(is_whole, torn, has_parted=has_parted and not lacks_rest)
+        if lacks_rest:
+            state = f"Parameters here are those after training call {left_by}, whose last buckets others may not have updated."
         return CommunicationError(f"training call {self.num_calls} has failed: {self._text(known)}. {state} {remedy}.")
 
     def _why_over_after(self, known: Failure) -> str:
@@ -385,6 +481,7 @@ class Team:
         self._stage, self._is_early = _VOTING, is_early
         self._watcher.own = self._watcher.own.ready()
         self._tell(lambda group: group.all_reduce(message))
+        self._left_by = 0  # all have done what was left of the call before
         num_yes, num_sound = message[:2].tolist()
         if num_sound not in (0.0, self.cluster.num_workers):
             raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
@@ -529,7 +626,9 @@ def _leave(
     raised = getattr(sys, "last_value", None)  # what has ended the script, if nobody has closed the step
     words = last_words or ([_in_short(raised)] if isinstance(raised, BaseException) else [])
     text = f"it has closed its step, or its process has ended{f', after {words[0]}' if words else ''}"
-    watcher.leave(Failure(rank, last_call[0] + 1, text, is_final=True))
+    watcher.leave(
+        Failure(rank, last_call[0] + 1, text, is_final=True, leaves_rest=True)
+    )  # who closes a step finishes it
     for lane in lanes:
         lane.close()
     lanes.clear()

@@ -30,7 +30,7 @@ from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
-from mirrorc.ir.nodes import bucket_of, is_region_call, region_of, replica_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, region_calls, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import Workers, World
@@ -178,6 +178,37 @@ def clip_by_the_own_norm(graph: fx.Graph) -> None:
 def measure_a_share_twice(graph: fx.Graph) -> None:
     norm = first(graph, ops.norm)
     set_args(norm, (*norm.args, norm.args[0]))
+
+
+def overlapped(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices") -> Mutation:
+    """As `over_workers`, on all devices of a program that hands over buckets in flight."""
+    return over_workers(on_all_devices(change), pass_name, overlap_next_step=True)
+
+
+def read_before_the_update(graph: fx.Graph) -> None:
+    """All regions run with what the step before has left to update."""
+    for node in targets(graph, ops.await_update):
+        max(region_calls(graph)).append(node)
+
+
+def read_when_handed_over(graph: fx.Graph) -> None:
+    with graph.inserting_before(graph.output_node()):
+        graph.node_copy(first(graph, ops.read), lambda node: node)
+
+
+def await_another_update(graph: fx.Graph) -> None:
+    node = first(graph, ops.await_update)
+    with_kwargs(node, bucket=1 - bucket_of(node) if bucket_of(node) < 2 else 0)
+
+
+def hand_another_bucket_over(program: Program) -> None:
+    """One device updates a bucket in the step in which the other one leaves it to the next."""
+    graph = program.graphs()[1]
+    begin = first(graph, ops.hand_over)
+    late = [node for node in targets(graph, ops.wait, ops.update) if node > begin]
+    for node in [node for node in late if bucket_of(node) == bucket_of(late[0])]:
+        begin.prepend(node)
+    erase(graph, *(node for node in targets(graph, ops.await_update) if bucket_of(node) == bucket_of(late[0])))
 
 
 def update_the_part_of_another_worker(program: Program) -> Program:
@@ -1328,6 +1359,25 @@ BAD: dict[str, list[Mutation]] = {
         ),
         over_workers(on_all_devices(use_what_is_exchanged), "reduce-over-workers"),
         over_workers(on_all_devices(use_what_is_exchanged)),
+    ],
+    "a_step_hands_over_once": [
+        overlapped(lambda graph: repeat(graph, first(graph, ops.hand_over))),
+        over_workers(
+            lambda program: erase(program.graphs()[1], first(program.graphs()[1], ops.hand_over)),
+            overlap_next_step=True,
+        ),
+        overlapped(lambda graph: first(graph, ops.commit).prepend(first(graph, ops.hand_over))),
+        overlapped(read_when_handed_over),
+        over_workers(hand_another_bucket_over, overlap_next_step=True),
+    ],
+    "handed_over_buckets_are_awaited": [
+        overlapped(lambda graph: erase(graph, first(graph, ops.await_update))),
+        overlapped(lambda graph: erase(graph, first(graph, ops.await_update)), "overlap-next-step"),
+        overlapped(lambda graph: repeat(graph, first(graph, ops.await_update))),
+        overlapped(await_another_update),
+        overlapped(read_before_the_update),
+        overlapped(read_before_the_update, "overlap-next-step"),
+        overlapped(lambda graph: first(graph, ops.commit).append(first(graph, ops.await_update))),
     ],
     "workers_update_equal_parts_in_their_order": [
         dealt_out(update_the_part_of_another_worker),

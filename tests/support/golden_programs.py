@@ -47,6 +47,7 @@ WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one of two workers that send factors
 DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
+OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -261,6 +262,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield WORKER, worker_text()
     yield FACTORS, factors_text()
     yield DEALT, dealt_text()
+    yield OVERLAP, overlap_text()
     yield CAPTURED, captured_text()
 
 
@@ -290,6 +292,16 @@ def _text_of_worker(**asked: Any) -> str:
     model = golden.make().train()
     options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets, **asked}
     where = {"world": World(2), "rank": 1, "backend": "eager"}
+    with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
+        return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
+
+
+def overlap_text() -> str:
+    """The lowered program of one of two workers whose steps return while their last buckets are in flight."""
+    golden = MODELS["digits"]
+    model = golden.make().train()
+    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
+    where = {"world": World(2), "overlap_next_step": True, "backend": "eager"}
     with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
         return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
 

@@ -286,6 +286,11 @@ def handmade_sources() -> Iterator[Source]:
         yield Source(
             f"pairs, worker {n - 1} of 3", handmade(n, pairs, buffer=True).evolve(workers=workers), over_workers
         )
+        yield Source(
+            f"pairs, handed over by worker {n - 1} of 3",
+            handmade(n, pairs, buffer=True).evolve(workers=workers),
+            over_workers | {"overlap_next_step": True},
+        )
         dealt = replace(workers, shards_optimizer=True)
         yield Source(
             f"pairs, dealt out to worker {n - 1} of 3",

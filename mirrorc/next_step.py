@@ -1,0 +1,65 @@
+"""The option that lets the next step begin while buckets of the last one are in flight, and what cannot be asked for with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mirrorc.ir.devices import Device
+from mirrorc.ir.workers import Workers
+
+_PASS = "overlap-next-step"
+
+
+def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
+    """Refuses options that cannot be kept together with ``overlap_next_step``. One worker on its own has nothing in flight, which
+    a remark says.
+
+    Args:
+        workers: of the step.
+        devices: of this worker.
+        asked: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        ValueError: says which, why, and the remedy.
+    """
+    if not asked["overlap_next_step"]:
+        return
+    if asked["passes"] is not None and not any(one.name == _PASS for one in asked["passes"]):
+        raise ValueError(
+            f"overlap_next_step=True asks for the pass {_PASS!r}, which the pipeline given with passes= has not: put "
+            "mirrorc.passes.OverlapNextStep() behind ReduceOverWorkers() there, or leave overlap_next_step out"
+        )
+    if _PASS in asked["disable_passes"]:
+        raise ValueError(
+            f"overlap_next_step=True asks for the pass {_PASS!r}, which disable_passes leaves out: leave out one of them"
+        )
+    if not workers.are_several:
+        return
+    if devices[0].torch_device.type != "cpu":
+        raise ValueError(
+            f"overlap_next_step=True cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what is in "
+            "flight there has not been tried between two steps; leave it out"
+        )
+    all_sums = "it needs all sums before the first update, so that nothing is in flight when a step returns"
+    scaler = asked["scaler"]
+    reasons = {
+        "early_update": (not asked["early_update"], "no bucket is updated before all sums are there then"),
+        "clip_grad_norm": (asked["clip_grad_norm"] is not None, all_sums),
+        "scaler": (scaler is not None and scaler.is_enabled(), all_sums),
+        "check_finite": (bool(asked["check_finite"]), all_sums),
+        "check_replicas_every": (bool(asked["check_replicas_every"]), "it reads all parameters before a step begins"),
+        "shard_optimizer": (
+            asked["shard_optimizer"],
+            "new parameters, which workers gather when they have updated their parts, would have to be awaited as well",
+        ),
+        "bucket_cap_mb": (
+            asked["bucket_cap_mb"] == "auto",
+            "sizes are chosen by predictions of a step, which do not know what the next one hides",
+        ),
+    }
+    for option, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise ValueError(
+                f"{option}= as it is given cannot be used with overlap_next_step=True: {why}; leave out one of them"
+            )

@@ -1,0 +1,105 @@
+from itertools import pairwise
+
+import pytest
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, targets
+from torch import fx, nn
+
+from mirrorc import World
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, region_calls, replica_of
+from mirrorc.ir.program import Accumulation, Program
+from mirrorc.passes import OverlapNextStep, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.verifier.verifier import Verify
+
+WEIGHTS = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
+
+
+class Deep(nn.Sequential):
+    """Layers of one size, so that the last third of their gradients is that of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(6, 6, bias=False) for _ in range(9)))
+
+
+def over(world: World, rank: int, weights: list[Weight] = WEIGHTS) -> Program:
+    workers = world.worker(rank)
+    return handmade(workers.devices_per_worker[rank], weights, buffer=True).evolve(workers=workers)
+
+
+def run_until(program: Program, last: str, **options: object) -> Program:
+    given = {"over_workers": True, "overlap_next_step": True, **SMALL_BUCKETS, **options}
+    pipeline = default_pipeline(**given)  # type: ignore[arg-type]
+    names = [one.name for one in pipeline]
+    return run_passes(program, pipeline[: names.index(last) + 1], [Verify()])
+
+
+def behind(graph: fx.Graph, replica: int) -> list[tuple[str, int]]:
+    """The operations of a replica behind its handing over, with their buckets."""
+    (begin,) = [node for node in targets(graph, ops.hand_over) if replica_of(node) == replica]
+    own = [node for node in graph.nodes if node > begin and node.op == "call_function" and replica_of(node) == replica]
+    return [(node.target.__name__, bucket_of(node)) for node in own if node.target in (ops.wait, ops.update)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_launched_behind_the_last_region_is_updated_when_the_caller_has_its_loss(rank: int) -> None:
+    program = run_until(over(World(3, (1, 2, 1)), rank), "overlap-next-step")
+    graph = program.mirrored_graph
+    last = max(region_calls(graph))
+    late = [bucket_of(node) for node in targets(graph, ops.exchange) if node > last]
+    assert late and late[-1] == len(program.buckets) - 1
+    for replica in range(program.num_replicas):
+        found = behind(graph, replica)
+        assert [bucket for name, bucket in found if name == "wait"] == late
+        (begin,) = [node for node in targets(graph, ops.hand_over) if replica_of(node) == replica]
+        writes = [node for node in targets(graph, ops.write) if replica_of(node) == replica]
+        assert writes and max(writes) < begin  # buffers are those of the step when it returns
+        awaited = [bucket_of(node) for node in targets(graph, ops.await_update) if replica_of(node) == replica]
+        assert sorted(awaited) == late
+    whole = run_until(over(World(3, (1, 2, 1)), rank), "insert-update").mirrored_graph
+    assert len(targets(graph, ops.update)) <= len(targets(whole, ops.update)), "a share may be empty"
+
+
+def test_forward_is_cut_where_each_of_the_last_buckets_is_needed() -> None:
+    program = captured_model(Deep(), 1, columns=6).evolve(workers=World(2).worker(0))
+    lowered = run_until(program, "lower-devices", bucket_cap_mb=100 / 2**20, first_bucket_mb=100 / 2**20)
+    (graph,) = lowered.graphs()
+    forward = [node for node in region_calls(graph) if lowered.regions[str(node.target)].phase == "forward"]
+    awaits = targets(graph, ops.await_update)
+    assert len(awaits) > 1 and len(forward) >= len(awaits)
+    between = [sum(one < node < other for node in forward) for one, other in pairwise(awaits)]
+    assert all(between), "a region runs between two of them"
+    order = [slot.variable for node in awaits for slot in lowered.buckets[bucket_of(node)].slots]
+    assert order == sorted(order), "the layers that forward reads first come first"
+
+
+def test_buckets_whose_optimizer_needs_them_whole_are_updated_in_the_step() -> None:
+    program = run_until(
+        over(World(2), 0, [Weight("a", (4,), rule=MUON), Weight("b", (4,), rule=MUON)]), "overlap-next-step"
+    )
+    assert not targets(program.mirrored_graph, ops.hand_over)
+    (remark,) = [one.text for one in program.remarks if one.by == "overlap-next-step"]
+    assert remark.startswith("nothing to hand over: no bucket that is sent whole, and updated element by element")
+
+
+def test_nothing_is_handed_over_where_all_sums_come_before_the_commit() -> None:
+    program = run_until(over(World(2), 0), "overlap-next-step", early_update=False)
+    assert not targets(program.mirrored_graph, ops.hand_over)
+    assert "nothing to hand over: all sums are needed before the commit" in str(program.remarks)
+
+
+def test_one_worker_hands_nothing_over() -> None:
+    program = run_until(handmade(2, WEIGHTS), "lower-devices", over_workers=False)
+    assert not any(targets(graph, ops.hand_over, ops.await_update) for graph in program.graphs())
+
+
+def test_a_step_that_ends_an_accumulation_hands_over_too() -> None:
+    program = over(World(2), 0).evolve(accumulation=Accumulation.ENDS)
+    assert behind(run_until(program, "overlap-next-step").mirrored_graph, 0)
+
+
+def test_sums_must_be_exchanged_before() -> None:
+    program = run_until(over(World(2), 0), "share-parameters")
+    with pytest.raises(PassError, match="'reduce-over-workers' must come before it"):
+        run_passes(program, [OverlapNextStep()])
