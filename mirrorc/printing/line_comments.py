@@ -1,4 +1,7 @@
-"""Writes the comments beside and above the lines of a graph."""
+"""Writes the comments beside and above the lines of a graph.
+
+It is long, as it has the comment on each operation.
+"""
 
 from __future__ import annotations
 
