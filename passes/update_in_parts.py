@@ -84,10 +84,10 @@ class UpdateInParts:
                     variable = str(gradient.kwargs["variable"])
                     inner[variable] += sum(left.shape[1] for left, _ in factor_values(gradient))
                     products[variable] = bucket_of(pack), gradient
-        return {
-            bucket
-            for variable, (bucket, gradient) in products.items()
-            if elements_of_part(
-                *gradient.meta["val"].shape, 0 if program.workers.are_several else inner[variable], self.part_elements
-            )
-        }
+        found = set()
+        for variable, (bucket, gradient) in products.items():
+            num_rows, width = gradient.meta["val"].shape
+            num_inner = 0 if program.workers.are_several else inner[variable]
+            if elements_of_part(num_rows, width, num_inner, self.part_elements):
+                found.add(bucket)
+        return found

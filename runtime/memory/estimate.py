@@ -139,7 +139,7 @@ class _Tally:
                 (node for node in calls_to(module.graph, ops.update) if bucket_of(node) == bucket.index), None
             )
             number: Any = update.kwargs.get("part_elements") if update is not None else None
-            if number is None:
+            if update is None or number is None:
                 continue
             slots = slots_left_as_factors(self.program, bucket.index)
             for piece in pieces_of_share(bucket, slots, replica, len(self.names)):
