@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
+from mirrorc.analysis.clipping import asked_of_late_share
 from mirrorc.analysis.factored_gradients import factor_values, left_to_shares
-from mirrorc.analysis.updates_in_parts import MOST_INNER, elements_of_part, has_link, why_not_in_parts
+from mirrorc.analysis.updates_in_parts import (
+    MOST_INNER,
+    Size,
+    elements_of_part,
+    has_link,
+    is_bounded_by_factors,
+    is_looked_at,
+    is_measured_by_factors,
+    why_not_in_parts,
+)
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -54,10 +64,11 @@ class UpdateInParts:
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)
-        buckets = self._worth_it(program, graph)
+        products = _products(program, graph)
         changed = set()
         for update in calls_to(graph, ops.update):
-            if bucket_of(update) in buckets and not why_not_in_parts(program, update):
+            own = products.get(bucket_of(update), ())
+            if not why_not_in_parts(program, update) and any(self._is_worth_it(update, size) for size in own):
                 update.kwargs = {"part_elements": self.part_elements, **update.kwargs}
                 changed.add(bucket_of(update))
         if not changed:
@@ -70,24 +81,35 @@ class UpdateInParts:
             f"updates at once, where they add up {MOST_INNER} numbers or fewer for an element"
         )
 
-    def _worth_it(self, program: Program, graph: fx.Graph) -> set[int]:
-        """The buckets with a product that is worth making in parts, if it has few enough rows.
+    def _is_worth_it(self, update: fx.Node, product: Size) -> bool:
+        """Whether to make a product in parts; one that something else looks at must be left to the update, too."""
+        if not elements_of_part(*product, self.part_elements) or not is_looked_at(update):
+            return bool(elements_of_part(*product, self.part_elements))
+        wait: Any = update.args[0]
+        is_left = is_measured_by_factors if asked_of_late_share(wait) is ops.norm else is_bounded_by_factors
+        return is_left(product, wait.meta["val"].dtype)
 
-        How many rows other workers have differs from step to step. It is looked at when they are there, so that all workers make
-        the same bits.
-        """
-        inner: Counter[str] = Counter()
-        products: dict[str, tuple[int, fx.Node]] = {}
-        for pack in filter(has_link, calls_to(graph, ops.pack)):
-            for gradient in left_to_shares(pack):
-                if gradient.target is ops.product:
-                    variable = str(gradient.kwargs["variable"])
-                    inner[variable] += sum(left.shape[1] for left, _ in factor_values(gradient))
-                    products[variable] = bucket_of(pack), gradient
-        found = set()
-        for variable, (bucket, gradient) in products.items():
-            num_rows, width = gradient.meta["val"].shape
-            num_inner = 0 if program.workers.are_several else inner[variable]
-            if elements_of_part(num_rows, width, num_inner, self.part_elements):
-                found.add(bucket)
-        return found
+
+def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
+    """The sizes of the products of each bucket that devices make from factors.
+
+    Of those that workers send to each other, the plan says which they are: a worker without examples has none itself, and how
+    many rows the others have differs from step to step. It is looked at when they are there, so that all make the same bits.
+    """
+    found: dict[int, list[Size]] = defaultdict(list)
+    for bucket in program.buckets:
+        for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):
+            if sent.operation == ops.product.__name__:
+                found[bucket.index].append((slot.shape[0], slot.shape[1], 0))
+    inner: Counter[str] = Counter()
+    products: dict[str, tuple[int, fx.Node]] = {}
+    for pack in filter(has_link, calls_to(graph, ops.pack)):
+        for gradient in left_to_shares(pack):
+            if gradient.target is ops.product and not program.buckets[bucket_of(pack)].is_sent_as_factors:
+                variable = str(gradient.kwargs["variable"])
+                inner[variable] += sum(left.shape[1] for left, _ in factor_values(gradient))
+                products[variable] = bucket_of(pack), gradient
+    for variable, (index, gradient) in products.items():
+        num_rows, width = gradient.meta["val"].shape
+        found[index].append((num_rows, width, inner[variable]))
+    return found

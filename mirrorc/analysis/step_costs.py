@@ -25,6 +25,9 @@ from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, region_calls, region_of
 from mirrorc.ir.program import Program
 
+_WHOLE = ops.update.__name__
+_IN_PARTS = f"{_WHOLE} in parts"
+
 
 class UnknownCostError(ValueError):
     """A program has an operation of which nobody knows what it takes."""
@@ -145,8 +148,21 @@ class ProgramDurations:
             return self._seconds_of_adding(replica, node)
         if node.target is ops.wait and _launch(node).target is ops.gather_parameters:
             return 0.0  # they come to where they belong
-        line = self._costs.lines.get(kind_of_call(self._program, node))
-        return line.at(num_bytes_of_call(self._program, replica, node)) if line is not None else 0.0
+        kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
+        line = self._costs.lines.get(kind)
+        if line is None and node.target is ops.update:
+            return self._seconds_of_update(node, kind, size)
+        return line.at(size) if line is not None else 0.0
+
+    def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
+        """What an update takes that makes its gradient in parts, if only those were measured that do not; or the reverse."""
+        is_in_parts = kind.startswith(_IN_PARTS)
+        other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
+        line = self._costs.lines.get(other)
+        if line is None:
+            return 0.0
+        products = self._seconds_of_products(bucket_of(node))
+        return max(0.0, line.at(size) + (products if is_in_parts else -products))
 
     def _seconds_of_products(self, bucket: int) -> float:
         """What a device takes to make its share of the gradients of a bucket from the factors of all workers."""
@@ -206,7 +222,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
         return kind
     bucket = program.buckets[bucket_of(node)]
     if node.kwargs.get("part_elements"):
-        kind = f"{kind} in parts"
+        kind = _IN_PARTS
     return f"{kind} {bucket.rule.label} {bucket.dtype}{' of factors' if bucket.is_sent_as_factors else ''}"
 
 

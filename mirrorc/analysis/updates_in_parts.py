@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from mirrorc.analysis.clipping import asked_of_late_share
@@ -9,6 +10,9 @@ from mirrorc.analysis.factored_gradients import left_to_shares
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
+
+Size = tuple[int, int, int]
+"""Rows and columns of a sum of products, and how many numbers are added up for each element."""
 
 MOST_INNER = 64
 """Products of longer sums than this are made as a whole: the time that rows take, one part after the other, is what it saves."""
@@ -46,7 +50,10 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"
-    if not any(left_to_shares(pack) for graph in program.graphs() for pack in _packs(graph, bucket_of(update))):
+    is_sent = program.buckets[bucket_of(update)].is_sent_as_factors  # this worker may have no examples
+    if not is_sent and not any(
+        left_to_shares(pack) for graph in program.graphs() for pack in _packs(graph, bucket_of(update))
+    ):
         return f"no gradient of bucket {bucket_of(update)} is left as factors"
     return ""
 
@@ -73,3 +80,18 @@ def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: i
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0
+
+
+def is_measured_by_factors(size: Size, dtype: torch.dtype) -> bool:
+    """Whether to measure a product by its factors takes fewer operations than to look at its elements, and is as exact.
+
+    Numbers of 64 bits are measured as they are: nothing more exact measures their factors.
+    """
+    m, n, k = size
+    return dtype == torch.float32 and 0 < k * k * (m + n) < m * n
+
+
+def is_bounded_by_factors(size: Size, dtype: torch.dtype) -> bool:
+    """Whether the factors of a product of real numbers have far fewer elements than it."""
+    m, n, k = size
+    return dtype.is_floating_point and 0 < 4 * k * (m + n) < m * n

@@ -11,7 +11,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
 from mirrorc.runtime.state.gradient_shares import Leaves, UnmadeShare
-from mirrorc.runtime.state.share_pieces import Visit, visit_parts
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, visit_parts
 from mirrorc.runtime.state.unmade_products import UnmadeProducts
 
 
@@ -102,9 +102,9 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """What this replica's share of a sum is made of, when all of it is there, of a bucket in which gradients are left as
-        factors."""
-        raise self._not_carried("shares that are left to updates")
+        """What this replica's share of a sum is made of, when all of it is there; here the share itself."""
+        share = self.wait_reduce_scatter(bucket, replica, pending)
+        return UnmadeShare((FactoredBucket(share, (), ()),), (), 0, share.numel())
 
     def wait_and_leave(
         self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.clipping import asked_of_late_share
+from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured_by_factors
 from mirrorc.ir import ops
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.visitors import Visitor
@@ -20,8 +21,6 @@ from mirrorc.runtime.state.gradient_shares import Leaves
 from mirrorc.runtime.state.unmade_products import (
     UnmadeProducts,
     are_finite,
-    is_bounded_by_factors,
-    is_measured_by_factors,
     norm_of_products,
 )
 

@@ -263,7 +263,8 @@ class _Walk:
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
-            return (), self._temporary_bytes(operand) if part_elements_of(node) is None else 0
+            is_left = part_elements_of(node) is not None and len(node.users) == 1
+            return (), 0 if is_left else self._temporary_bytes(operand)
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
 
@@ -313,8 +314,7 @@ class _Walk:
         joined = sum(self.joined.values())
         self.joined.pop(node.all_input_nodes[0], None)
         number: Any = node.kwargs.get("part_elements")
-        if number is None:
+        if number is None or is_looked_at(node):  # then it may have to be made as a whole
             return (), joined + round(self.temporary_bytes[bucket.index] * (stop - start))
-        pack = pack_of_gradients(self.program, bucket.index)
-        to_multiply = 0 if is_looked_at(node) else self._temporary_bytes(pack)
-        return (), joined + round(self.temporary_bytes[bucket.index] * min(number, stop - start)) + to_multiply
+        to_multiply = self._temporary_bytes(pack_of_gradients(self.program, bucket.index))
+        return (), to_multiply + round(self.temporary_bytes[bucket.index] * min(number, stop - start))

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import elements_of_part
+from mirrorc.analysis.updates_in_parts import Size, elements_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.share_pieces import (
@@ -24,9 +24,6 @@ from mirrorc.runtime.state.share_pieces import (
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """The factors of matrix products that are added up."""
-
-Size = tuple[int, int, int]
-"""Rows and columns of a sum of products, and the number of rows of all its factors together."""
 
 
 @dataclass

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
+from mirrorc.analysis.updates_in_parts import Size
 from mirrorc.ir.buckets import Bucket
-from mirrorc.runtime.state.factored_pieces import ProductPiece, Size
+from mirrorc.runtime.state.factored_pieces import ProductPiece
 from mirrorc.runtime.state.share_pieces import (
     FactoredBucket,
     Factors,

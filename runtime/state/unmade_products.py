@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import elements_of_part
-from mirrorc.runtime.state.factored_pieces import Pairs, ProductPiece, Size
+from mirrorc.analysis.updates_in_parts import Size, elements_of_part, is_measured_by_factors
+from mirrorc.runtime.state.factored_pieces import Pairs, ProductPiece
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece, Take, Visit
 from mirrorc.torch_internals import norms_of_each
 
@@ -146,21 +146,6 @@ def unmade_products(
     return UnmadeProducts(
         [UnmadeProduct(piece, piece.pairs(buckets)) for piece in pieces], buckets[0].tensor, bounds, visit
     )
-
-
-def is_measured_by_factors(size: Size, dtype: torch.dtype) -> bool:
-    """Whether to measure a product by its factors takes fewer operations than to look at its elements, and is as exact.
-
-    Numbers of 64 bits are measured as they are: nothing more exact measures their factors.
-    """
-    m, n, k = size
-    return dtype == torch.float32 and 0 < k * k * (m + n) < m * n
-
-
-def is_bounded_by_factors(size: Size, dtype: torch.dtype) -> bool:
-    """Whether the factors of a product of real numbers have far fewer elements than it."""
-    m, n, k = size
-    return dtype.is_floating_point and 0 < 4 * k * (m + n) < m * n
 
 
 def bytes_to_measure(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
+from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured_by_factors
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT
 from mirrorc.ir.variables import Placement, UpdateRule
@@ -21,8 +22,6 @@ from mirrorc.runtime.state.unmade_products import (
     UnmadeProducts,
     are_finite,
     bytes_to_measure,
-    is_bounded_by_factors,
-    is_measured_by_factors,
     norm_of_products,
     unmade_products,
 )
