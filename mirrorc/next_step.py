@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
 
@@ -48,6 +50,10 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
         "clip_grad_norm": (asked["clip_grad_norm"] is not None, all_sums),
         "scaler": (scaler is not None and scaler.is_enabled(), all_sums),
         "check_finite": (bool(asked["check_finite"]), all_sums),
+        "optimizer": (
+            _has_tensors(asked["optimizer"]),
+            "a hyperparameter of it is a tensor, which a scheduler writes in place while updates of the last step still need it",
+        ),
         "check_replicas_every": (bool(asked["check_replicas_every"]), "it reads all parameters before a step begins"),
         "shard_optimizer": (
             asked["shard_optimizer"],
@@ -63,3 +69,10 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
             raise ValueError(
                 f"{option}= as it is given cannot be used with overlap_next_step=True: {why}; leave out one of them"
             )
+
+
+def _has_tensors(given: Any) -> bool:
+    """Whether a hyperparameter of an optimizer, or of several, is a tensor."""
+    optimizers = given if isinstance(given, Sequence) else [given]
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    return any(isinstance(value, torch.Tensor) for group in groups for value in group.values())

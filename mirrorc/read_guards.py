@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,12 +67,18 @@ class _Finishing:
     def __init__(
         self, finish: weakref.WeakMethod[Callable[[], object]], is_unfinished: weakref.WeakMethod[Callable[[], bool]]
     ) -> None:
-        self._finish, self._is_unfinished = finish, is_unfinished
+        self._finish, self._is_unfinished, self._pid = finish, is_unfinished, os.getpid()
 
     def __call__(self, *_: Any) -> None:
-        finish = self._finish()
-        if finish is not None:
-            finish()
+        finish, is_unfinished = self._finish(), self._is_unfinished()
+        if finish is None or is_unfinished is None or not is_unfinished():
+            return
+        if self._pid != os.getpid():
+            raise ExecutionError(
+                "this process was forked while buckets of the last step were in flight (overlap_next_step=True), so a part of "
+                "its parameters is that before the step: call step.synchronize() before you fork"
+            )
+        finish()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], Any], tuple[()]]:
         is_unfinished = self._is_unfinished()

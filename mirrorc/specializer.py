@@ -48,6 +48,7 @@ from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.open_states import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.unfinished_step import finish_all_steps
 from mirrorc.runtime.workers.team import Team
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Key, Specialization, Specializations
@@ -198,7 +199,7 @@ class Specializer:
 
     def _compile(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices."""
-        self._state.finish_last()
+        finish_all_steps()
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()

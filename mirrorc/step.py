@@ -413,8 +413,14 @@ class Step(StepReports):
         weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
         self._last = executor
         stream = self._joint.one_stream(executor.program) if self._joint and is_joint else contextlib.nullcontext()
-        with stream:
-            loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
+        before = executor.tail
+        try:
+            with stream:
+                loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
+        except BaseException:
+            if self._rest is not None and executor.tail not in (None, before):  # the step is made: Ctrl-C came late
+                self._rest.note(self, executor, self._pool)
+            raise
         if self._rest is not None and is_joint:
             self._rest.note(self, executor, self._pool)
         if self._joint is not None and is_joint:

@@ -128,7 +128,7 @@ class StepReports(ABC):
             self._exclusively(lambda: last.state.take_over(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
             self._exclusively(self._state.catch_up)
-        return mirrored_variables(program, self._state.store, self._model.names)
+        return mirrored_variables(program, self._state.store, self._model.names, self.synchronize)
 
     @property
     def num_skipped(self) -> int:

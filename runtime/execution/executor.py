@@ -153,10 +153,11 @@ class Executor:
 
     def _agree(self, team: Team, columns: Columns, own: Vote) -> tuple[bool, torch.Tensor | None]:
         """Called by one replica when all have come to the commit, so that nothing is left of the step before."""
-        self.tail = None
         if self._progress is not None:
             self._progress.begin()
-        return team.vote(own, columns=columns, is_early=self._progress is not None)
+        found = team.vote(own, columns=columns, is_early=self._progress is not None)
+        self.tail = None  # if workers do not agree, what it has written is counted before anything else is done
+        return found
 
     def _await_update(self, replica: int, bucket: int) -> None:
         """Returns when the step before has updated a bucket, whose hyperparameters are those of this step from then on."""
@@ -208,7 +209,7 @@ class Executor:
         self.state.begin()
         self.outputs.begin()
         self._parts = [None] * self.program.num_replicas
-        self._hands_over = bool(self._late_buckets) and not self._is_fresh
+        self._hands_over = bool(self._late_buckets) and self._can_hand_over
         if self._progress is not None and self.tail is None:
             self._progress.begin()
         results: list[tuple[bool, Any] | None] = []
@@ -235,9 +236,12 @@ class Executor:
         return loss
 
     @property
-    def _is_fresh(self) -> bool:
-        """Whether optimizers make their state in the step that begins, which can be undone, so it is done when it returns."""
-        return isinstance(self.state, StepState) and self.state.optimizers.is_fresh
+    def _can_hand_over(self) -> bool:
+        """Whether the next step may update buckets of the one that begins: not if it makes state of optimizers, which can be
+        undone as long as it has not returned, nor with hyperparameters in tensors, which schedulers write in place meanwhile."""
+        assert isinstance(self.state, StepState), "a program that hands over trains"
+        optimizers = self.state.optimizers
+        return not (optimizers.makes_state_of(self._late_buckets) or optimizers.have_tensors)
 
     def finish_tail(self, pool: DevicePool) -> BaseException | None:
         """Does what is left of the last step; the step's state then counts what the step has written.

@@ -61,11 +61,13 @@ class BucketOptimizers:
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
+        self._left_out: frozenset[int] = frozenset()  # the buckets whose flat optimizers may not have taken these over
         self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
-        self.is_fresh = False  # whether the next step makes state
+        self.is_fresh = False  # whether the next step makes state, and nothing else writes any
+        self._has_new = False  # whether it makes state
         self._gathered: Mapping[tuple[int, str], torch.Tensor] | None = None  # shown until the next step
 
     @property
@@ -108,7 +110,8 @@ class BucketOptimizers:
 
     def _note_whether_fresh(self) -> None:
         is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets_of(self.owner))
-        self.is_fresh = is_elementwise and not self._state.is_complete
+        self._has_new = not self._state.is_complete
+        self.is_fresh = is_elementwise and self._has_new
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
         for flat in buckets:
@@ -153,15 +156,28 @@ class BucketOptimizers:
         """
         self._write_rates()
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
-        if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
+        are_new = not are_the_same(held, self._hyperparameters)  # what is changed within a value is shared
+        if not are_new and self._left_out.issubset(besides):
             return
-        if self.needs_check:
+        if are_new and self.needs_check:
             self._check_state(self._state.buckets)
             self._note_whether_fresh()
         for (bucket, _), own in self._state.optimizers.items():
-            if bucket not in besides:
+            if bucket not in besides and (are_new or bucket in self._left_out):
                 own.sync()
+        self._left_out = frozenset(besides) if are_new else self._left_out.intersection(besides)
         self._hyperparameters = held
+
+    def makes_state_of(self, buckets: Collection[int]) -> bool:
+        """Whether the next step makes the state of any of these buckets, of which some optimizers have none."""
+        flats = ((bucket, own) for (bucket, _), own in self._state.optimizers.items())
+        return self._has_new and any(not own.state for bucket, own in flats if bucket in buckets)
+
+    @property
+    def have_tensors(self) -> bool:
+        """Whether any hyperparameter is a tensor, which can be written in place."""
+        held = chain.from_iterable(map(dict.values, self.groups.hyperparameters))
+        return any(isinstance(value, torch.Tensor) for value in held)
 
     def sync_bucket(self, bucket: int, replica: int) -> None:
         """Takes over hyperparameters for a replica's updates of a bucket that `sync_hyperparameters` has left out."""
@@ -235,7 +251,7 @@ class BucketOptimizers:
             return_freed_memory()  # the parts of the state have been copied together
         self._numbers.write()
         self._shown.count_versions()
-        self.is_fresh = False
+        self.is_fresh = self._has_new = False
 
     @property
     def are_sharded(self) -> bool:

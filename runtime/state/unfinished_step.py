@@ -54,6 +54,16 @@ def finish_steps(ids: Collection[int], besides: UnfinishedStep | None = None) ->
         step.finish()
 
 
+def finish_all_steps() -> None:
+    """Finishes all steps of this process: before a compilation, which finds out only then what a step reads.
+
+    Raises:
+        ExecutionError, CommunicationError: a step could not be finished; says which.
+    """
+    for step in [step for step in _unfinished if step._pid == os.getpid()]:
+        step.finish()
+
+
 @functools.cache
 def _finish_at_exit() -> None:
     """Has all steps finished before the process ends, as others wait for what it sends; after what ends connections was
