@@ -51,7 +51,7 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
         "scaler": (scaler is not None and scaler.is_enabled(), all_sums),
         "check_finite": (bool(asked["check_finite"]), all_sums),
         "optimizer": (
-            _has_tensors(asked["optimizer"]),
+            _has_tensors(asked.get("optimizer")),
             "a hyperparameter of it is a tensor, which a scheduler writes in place while updates of the last step still need it",
         ),
         "check_replicas_every": (bool(asked["check_replicas_every"]), "it reads all parameters before a step begins"),

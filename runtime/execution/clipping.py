@@ -127,7 +127,7 @@ class _Parts:
         binder: has the memory for parts.
         replica: whose share.
         optimizer: of the share.
-        part_elements: of the memory.
+        part_elements: of a part, at most.
     """
 
     def __init__(self, binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int) -> None:
@@ -136,8 +136,9 @@ class _Parts:
 
     def update(self, share: UnmadeShare, **_: Any) -> None:
         """Updates with a share that nothing else takes."""
-        if share.is_in_parts(self._num_elements):
-            self._optimizer.of_parts.update(functools.partial(share.make_parts, self._memory()))
+        if largest := share.largest_part(self._num_elements):
+            parts = functools.partial(share.make_parts, self._num_elements, self._memory(largest))
+            self._optimizer.of_parts.update(parts)
         else:
             self._optimizer.update(share.make())
 
@@ -145,12 +146,12 @@ class _Parts:
         """Updates with a share that was looked at, times a finite factor, if its products are left; returns whether it has."""
         unmade = late.take_in_parts(self._num_elements)
         if unmade is not None:
-            self._optimizer.of_parts.update(functools.partial(unmade.make_parts, self._memory(), factor))
+            memory = self._memory(unmade.largest_part(self._num_elements))
+            self._optimizer.of_parts.update(functools.partial(unmade.make_parts, self._num_elements, memory, factor))
         return unmade is not None
 
-    def _memory(self) -> torch.Tensor:
-        dtype = self._optimizer.parameter.dtype
-        return self._reserved.block(self._replica, OF_PARTS, (self._num_elements,), dtype)
+    def _memory(self, num_elements: int) -> torch.Tensor:
+        return self._reserved.block(self._replica, OF_PARTS, (num_elements,), self._optimizer.parameter.dtype)
 
 
 def _usual(factor: torch.Tensor) -> float | None:

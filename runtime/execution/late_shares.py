@@ -47,8 +47,8 @@ class LateShare:
             self._unmade = None
 
     def take_in_parts(self, num_elements: int) -> UnmadeProducts | None:
-        """Gives what is left, if it can be made in parts in a memory of so many elements; then it is left to the caller."""
-        if self._unmade is None or not self._unmade.are_in_parts(num_elements):
+        """Gives what is left, if it can be made in parts of so many elements; then it is left to the caller."""
+        if self._unmade is None or not self._unmade.largest_part(num_elements):
             return None
         unmade, self._unmade = self._unmade, None
         return unmade

@@ -34,7 +34,7 @@ from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
-from mirrorc.runtime.state.gradient_shares import pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
 
 
@@ -316,5 +316,8 @@ class _Walk:
         number: Any = node.kwargs.get("part_elements")
         if number is None or is_looked_at(node):  # then it may have to be made as a whole
             return (), joined + round(self.temporary_bytes[bucket.index] * (stop - start))
-        to_multiply = self._temporary_bytes(pack_of_gradients(self.program, bucket.index))
-        return (), to_multiply + round(self.temporary_bytes[bucket.index] * min(number, stop - start))
+        pack = pack_of_gradients(self.program, bucket.index)
+        pieces = pieces_of_share(bucket, factored_slots(pack), self.replica, self.program.num_replicas)
+        factors = factors_of_shares(self.program, bucket.index)
+        part = largest_part_of_share(pieces, (start, stop), number, factors)
+        return (), self._temporary_bytes(pack) + round(self.temporary_bytes[bucket.index] * part)

@@ -86,15 +86,19 @@ class ProductPiece(Rectangle):
             _add_products([(left[rows], right) for left, right in joined], out[rows])
             visit(out[rows].view(-1))
 
-    def make_parts(self, buckets: Sequence[FactoredBucket], memory: torch.Tensor, take: Take) -> None:
+    def make_parts(
+        self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
+    ) -> None:
         """Multiplies some rows after the other."""
-        self.multiply_parts(self.pairs(buckets), memory, take)
+        self.multiply_parts(self.pairs(buckets), num_elements, memory, take)
 
-    def multiply_parts(self, pairs: Pairs, memory: torch.Tensor, take: Take, factor: float = 1.0) -> None:
+    def multiply_parts(
+        self, pairs: Pairs, num_elements: int, memory: torch.Tensor, take: Take, factor: float = 1.0
+    ) -> None:
         """As `make_parts`, of the factors that `pairs` gives, times a number."""
         joined = _joined(pairs)
         all_rows, width = self._sizes()
-        num_rows = memory.numel() // width
+        num_rows = num_elements // width
         for first in range(0, all_rows, num_rows):
             rows = [(left[first : first + num_rows], right) for left, right in joined]
             part = memory[: len(rows[0][0]) * width]

@@ -116,19 +116,20 @@ class UnmadeShare:
     start: int
     stop: int
 
-    def is_in_parts(self, num_elements: int) -> bool:
-        """Whether `make_parts` makes anything in a memory of so many elements."""
-        return any(piece.largest_part(num_elements, self._factors) for piece in self.pieces)
+    def largest_part(self, num_elements: int) -> int:
+        """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
+        return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
 
     def make(self) -> torch.Tensor:
         """Makes the share in the bucket."""
         make_pieces(self.pieces, self.buckets)
         return self.buckets[0].tensor[self.start : self.stop]
 
-    def make_parts(self, memory: torch.Tensor, take: Take) -> None:
+    def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
         """Makes the share in parts, in order, and has each taken before the next one is made.
 
         Args:
+            num_elements: of a part, at most.
             memory: in which large products are made, one part after the other, 1-D; all else is made in the bucket.
             take: gets the first element of each part, counted from the share's, and the part.
         """
@@ -136,13 +137,13 @@ class UnmadeShare:
         waiting = start  # the first element that lies in the bucket, and is not taken
 
         def take_waiting(stop: int) -> None:
-            for first in range(waiting, stop, memory.numel()):
-                take(first - start, whole[first : min(first + memory.numel(), stop)])
+            for first in range(waiting, stop, num_elements):
+                take(first - start, whole[first : min(first + num_elements, stop)])
 
         for piece in self.pieces:
-            if piece.largest_part(memory.numel(), self._factors):
+            if piece.largest_part(num_elements, self._factors):
                 take_waiting(piece.start)
-                piece.make_parts(self.buckets, memory, lambda first, part: take(first - start, part))
+                piece.make_parts(self.buckets, num_elements, memory, lambda first, part: take(first - start, part))
                 waiting = piece.stop
             else:
                 piece.make(self.buckets, whole[piece.start : piece.stop])
@@ -151,6 +152,27 @@ class UnmadeShare:
     @property
     def _factors(self) -> list[Sequence[Sequence[Factors]]]:
         return [bucket.factors for bucket in self.buckets if bucket.factors]
+
+
+def largest_part_of_share(
+    pieces: Sequence[Piece],
+    bounds: tuple[int, int],
+    num_elements: int,
+    factors: Sequence[Sequence[Sequence[Factors]]],
+) -> int:
+    """The elements of the largest part that `UnmadeShare.make_parts` has taken.
+
+    Args:
+        pieces: of the share.
+        bounds: the share's first element in the bucket, and the one after its last.
+        num_elements: of the memory for parts.
+        factors: as for `temporary_bytes`.
+    """
+    (waiting, stop), largest = bounds, 0
+    for piece in pieces:
+        if part := piece.largest_part(num_elements, factors):
+            largest, waiting = max(largest, part, min(num_elements, piece.start - waiting)), piece.stop
+    return max(largest, min(num_elements, stop - waiting))
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:

@@ -68,16 +68,25 @@ class Piece(ABC):
         visit_parts(total, visit)
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """The elements that `make_parts` makes at a time, at most, in a memory of ``num_elements``; 0 if it is not to make them.
+        """The elements that `make_parts` makes at a time, at most; 0 if it is not to make them.
 
         Args:
-            num_elements: of the memory.
+            num_elements: as for `make_parts`.
             factors: as for `temporary_bytes`.
         """
         return 0
 
-    def make_parts(self, buckets: Sequence[FactoredBucket], memory: torch.Tensor, take: Take) -> None:
-        """Makes the sum in parts, in order, all in the same memory, 1-D, and has each taken before the next one is made."""
+    def make_parts(
+        self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
+    ) -> None:
+        """Makes the sum in parts, in order, all in the same memory, and has each taken before the next one is made.
+
+        Args:
+            buckets: of all replicas, in order.
+            num_elements: of a part, at most.
+            memory: 1-D; of `largest_part` elements or more.
+            take: see `Take`.
+        """
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing

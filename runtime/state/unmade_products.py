@@ -86,14 +86,15 @@ class UnmadeProducts:
         start, stop = self.bounds
         return 2 * sum(one.piece.stop - one.piece.start for one in self.products) > stop - start
 
-    def are_in_parts(self, num_elements: int) -> bool:
-        """Whether `make_parts` makes any of them in a memory of so many elements."""
-        return any(elements_of_part(*one.size, num_elements) for one in self.products)
+    def largest_part(self, num_elements: int) -> int:
+        """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
+        return max(elements_of_part(*one.size, num_elements) for one in self.products)
 
-    def make_parts(self, memory: torch.Tensor, factor: float, take: Take) -> None:
+    def make_parts(self, num_elements: int, memory: torch.Tensor, factor: float, take: Take) -> None:
         """Makes them times a factor, in parts, which are taken with those of the rest of the share, in order.
 
         Args:
+            num_elements: of a part, at most.
             memory: in which large products are made, one part after the other, 1-D; all else lies in the bucket.
             factor: a finite one.
             take: gets the first element of each part, counted from the share's, and the part.
@@ -102,16 +103,18 @@ class UnmadeProducts:
         end = start
 
         def take_lying(last: int) -> None:
-            for first in range(end, last, memory.numel()):
-                take(first - start, self.whole[first : min(first + memory.numel(), last)])
+            for first in range(end, last, num_elements):
+                take(first - start, self.whole[first : min(first + num_elements, last)])
 
         for one in self.products:
             piece = one.piece
             if factor != 1.0:
                 self.whole[end : piece.start].mul_(factor)
-            if elements_of_part(*one.size, memory.numel()):
+            if elements_of_part(*one.size, num_elements):
                 take_lying(piece.start)
-                piece.multiply_parts(one.pairs, memory, lambda first, part: take(first - start, part), factor)
+                piece.multiply_parts(
+                    one.pairs, num_elements, memory, lambda first, part: take(first - start, part), factor
+                )
             else:
                 piece.multiply(one.pairs, self.whole[piece.start : piece.stop], factor)
                 take_lying(piece.stop)

@@ -187,11 +187,20 @@ def test_an_update_that_takes_the_most_is_named() -> None:
 
 @pytest.mark.parametrize("num_devices", [3, *slow((2,))])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
-    told, measured = compare("mlp", num_devices)
+    told, measured = compare("mlp", num_devices, disable_passes=["update-in-parts"])
     factored = 2 * WIDTH * WIDTH * 4
     first, *others = (device.own.gradients for device in told.devices)
     assert all(other == first - factored for other in others)
     assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
+
+
+@pytest.mark.parametrize("num_devices", [2, *slow((3,))])
+def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
+    whole, _ = compare("mlp", num_devices, disable_passes=["update-in-parts"])
+    told, measured = compare("mlp", num_devices)
+    assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
+    assert told.gradients < whole.gradients / 2
+    assert told.devices[0].own.reserved > 0
 
 
 @pytest.mark.parametrize(

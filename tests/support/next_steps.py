@@ -121,6 +121,13 @@ class _Between:
         x, y = batch(400 + number, self.rank, 2)
         return said(lambda: self.step(x, target=y[:-1] if self.rank == 1 else y))
 
+    def raises_in_forward(self, number: int) -> Any:
+        """A call that fails on one worker when forward has begun to update what the one before has left."""
+        x, y = batch(400 + number, self.rank, 2)
+        refusal = said(lambda: self.step(x, target=y + 100 if self.rank == 1 else y))
+        self.step.synchronize()
+        return [refusal, sorted({float(state["step"]) for state in self.optimizer.state_dict()["state"].values()})]
+
 
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers, with a scheduler, and leaves the step without waiting for its last buckets.

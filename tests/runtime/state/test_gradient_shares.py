@@ -112,19 +112,19 @@ def test_shares_in_parts_are_shares(
         share, found = UnmadeShare(buckets, buckets[replica].pieces, start, stop), []
         if start == stop:
             continue
-        memory = torch.full((num_elements,), math.nan, dtype=torch.float64)
+        memory = torch.full((share.largest_part(num_elements),), math.nan, dtype=torch.float64)
 
         def take(first: int, part: torch.Tensor, found: list[torch.Tensor] = found) -> None:
             assert first == sum(map(len, found)) and 0 < len(part) <= num_elements
             found.append(part.clone())
 
-        share.make_parts(memory, take)
+        share.make_parts(num_elements, memory, take)
         in_parts = [
             piece
             for piece in share.pieces
             if piece.largest_part(num_elements, [own.factors for own in buckets if own.factors])
         ]
-        assert bool(in_parts) == share.is_in_parts(num_elements)
+        assert bool(in_parts) == bool(len(memory))
         for piece in in_parts:
             assert torch.equal(buckets[0].tensor[piece.start : piece.stop], before[piece.start : piece.stop])
         buckets[0].tensor[start:stop] = before[start:stop]

@@ -30,6 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
     "written": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 3]], "between": _WRITES, "steps": 7},
     "2 x 2": {"model": "random", "devices": [2, 2], "sizes": [[4, 6]], "between": [[3, "saves_the_model"]]},
     "a worker fails": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]], "between": [[2, "raises_here"]]},
+    "a worker fails in forward": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "between": [[2, "raises_in_forward"]],
+    },
     "two parts of a batch": {
         "model": "mlp",
         "devices": [1, 2],
@@ -51,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "factors": {"model": "table", "devices": [1, 1], "sizes": [[4, 5]], "options": {"exchange": "factors"}},
 }
-FAST = ("2 x 1", "uneven, used", "written", "a worker fails")
+FAST = ("2 x 1", "uneven, used", "written", "a worker fails", "a worker fails in forward")
 REFUSED = {
     "refused": {
         "model": "mlp",
@@ -89,7 +95,7 @@ def test_the_bits_are_those_of_steps_that_wait(trained: LazyOutcomes, case: str)
     for overlapped, waiting in zip(trained[f"{case} on"], trained[f"{case} off"], strict=True):
         if overlapped is not None:
             assert _with_bits(overlapped) == _with_bits(waiting)
-            if case != "a worker fails":
+            if not case.startswith("a worker fails"):
                 assert overlapped["found"] == waiting["found"]
             if case == "factors":  # all that comes last is sent as factors
                 assert not any(overlapped["in_flight"])
@@ -109,6 +115,14 @@ def test_what_fails_on_one_worker_leaves_what_is_in_flight_alone(trained: LazyOu
     assert "target" in culprit or "ValueError" in culprit
     assert other.startswith("CommunicationError: training call 4 has failed: worker 1 (")
     assert other.endswith("No parameter was changed. The step may be called again, on all workers.")
+
+
+def test_a_call_that_fails_in_forward_leaves_counts_and_rates_of_all_buckets_alike(trained: LazyOutcomes) -> None:
+    """Some buckets were updated in that call, and others when it had failed; the rate has changed since the call before."""
+    for own in trained["a worker fails in forward on"][:2]:
+        (refusal, counts) = own["found"][0]
+        assert "out of bounds" in refusal and "No parameter was changed" in refusal
+        assert counts == [3.0]
 
 
 def test_explain_tells_what_the_step_before_has_left(trained: LazyOutcomes) -> None:
