@@ -68,7 +68,7 @@ class UpdateInParts:
         changed = set()
         for update in calls_to(graph, ops.update):
             own = products.get(bucket_of(update), ())
-            if not why_not_in_parts(program, update) and any(self._is_worth_it(update, size) for size in own):
+            if any(self._is_worth_it(update, size) for size in own) and not why_not_in_parts(program, update):
                 update.kwargs = {"part_elements": self.part_elements, **update.kwargs}
                 changed.add(bucket_of(update))
         if not changed:
