@@ -68,7 +68,7 @@ class UpdateInParts:
         changed = set()
         for update in calls_to(graph, ops.update):
             own = products.get(bucket_of(update), ())
-            if any(self._is_worth_it(update, size) for size in own) and not why_not_in_parts(program, update):
+            if any(self._is_worth_it(program, update, size) for size in own) and not why_not_in_parts(program, update):
                 update.kwargs = {"part_elements": self.part_elements, **update.kwargs}
                 changed.add(bucket_of(update))
         if not changed:
@@ -81,13 +81,15 @@ class UpdateInParts:
             f"updates at once, where they add up {MOST_INNER} numbers or fewer for an element"
         )
 
-    def _is_worth_it(self, update: fx.Node, product: Size) -> bool:
+    def _is_worth_it(self, program: Program, update: fx.Node, product: Size) -> bool:
         """Whether to make a product in parts; one that something else looks at must be left to the update, too."""
-        if not elements_of_part(*product, self.part_elements) or not is_looked_at(update):
-            return bool(elements_of_part(*product, self.part_elements))
+        is_large_enough = elements_of_part(*product, self.part_elements) > 0
+        if not is_large_enough or not is_looked_at(update):
+            return is_large_enough
         wait: Any = update.args[0]
         is_left = is_measured_by_factors if asked_of_late_share(wait) is ops.norm else is_bounded_by_factors
-        return is_left(product, wait.meta["val"].dtype)
+        num_rows, width, num_inner = product
+        return is_left((-(-num_rows // program.num_replicas), width, num_inner), wait.meta["val"].dtype)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:

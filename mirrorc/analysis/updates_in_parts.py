@@ -50,21 +50,22 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"
-    is_sent = program.buckets[bucket_of(update)].is_sent_as_factors  # this worker may have no examples
-    if not is_sent and not any(
-        left_to_shares(pack) for graph in program.graphs() for pack in _packs(graph, bucket_of(update))
-    ):
+    own = [pack for launch in launches for pack in launch.all_input_nodes if pack.target is ops.pack and has_link(pack)]
+    is_sent = program.buckets[bucket_of(update)].is_sent_as_factors
+    if not is_sent and not any(map(left_to_shares, own if any(pack.args for pack in own) else _packs(program, update))):
         return f"no gradient of bucket {bucket_of(update)} is left as factors"
     return ""
+
+
+def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
+    """The packs of an update's bucket on all replicas: one without examples packs nothing, and takes part all the same."""
+    packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
+    return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
 
 def has_link(pack: fx.Node) -> bool:
     """Whether it is known how a packed bucket is reduced, and so, who makes its gradients."""
     return all(user.kwargs.get("link") for user in pack.users)
-
-
-def _packs(graph: fx.Graph, bucket: int) -> list[fx.Node]:
-    return [pack for pack in calls_to(graph, ops.pack) if bucket_of(pack) == bucket and has_link(pack)]
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:

@@ -16,7 +16,7 @@ from mirrorc.analysis.clipping import asked_of_late_share
 from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured_by_factors
 from mirrorc.ir import ops
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.execution.visitors import Visitor
+from mirrorc.runtime.execution.visitors import Visitor, visit_of_all
 from mirrorc.runtime.state.gradient_shares import Leaves
 from mirrorc.runtime.state.unmade_products import (
     UnmadeProducts,
@@ -101,10 +101,7 @@ def leaving(
     communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor], leaves: Leaves, late: LateShare
 ) -> Callable[..., torch.Tensor]:
     """As `mirrorc.runtime.execution.visitors.visiting`, for a share whose products may be left."""
-
-    def visit(part: torch.Tensor) -> None:
-        for visitor in visitors:
-            visitor.visit(part)
+    visit = visit_of_all(visitors)
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:
         for visitor in visitors:

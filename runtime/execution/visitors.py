@@ -16,6 +16,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.state.share_pieces import Visit
 
 
 class Visitor(ABC):
@@ -105,14 +106,21 @@ def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
     return found
 
 
-def visiting(
-    communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor]
-) -> Callable[..., torch.Tensor]:
-    """The function that waits for a share and lets visitors visit its parts, in their order."""
+def visit_of_all(visitors: Sequence[Visitor]) -> Visit:
+    """The function that has each visitor visit a part, in their order."""
 
     def visit(part: torch.Tensor) -> None:
         for visitor in visitors:
             visitor.visit(part)
+
+    return visit
+
+
+def visiting(
+    communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor]
+) -> Callable[..., torch.Tensor]:
+    """The function that waits for a share and lets visitors visit its parts, in their order."""
+    visit = visit_of_all(visitors)
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:
         for visitor in visitors:
