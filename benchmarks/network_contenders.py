@@ -74,6 +74,7 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
     "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
+    "mirrorc alone": (_mirrorc, {"workers": None}),
     "DDP 1 MB": (_ddp, {"cap_mb": 1}),
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),
     "DDP 25 MB": (_ddp, {"cap_mb": 25}),

@@ -250,13 +250,13 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
 
 @keeps
 def clone_a_bucket_on_its_way(program: Program) -> Iterator[Edit]:
-    """A packed bucket, or a sum, is copied before it is used; of one that is sent as factors there is nothing to copy."""
+    """A packed bucket, or a sum, is copied before it is used; of factors that are sent, or made in parts, there is no copy."""
     for node in placed_nodes(program, ops.pack, ops.wait):
         is_used = any(user.op != "output" for user in node.users)
         is_whole = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_contiguous()
         parameters = node.target is ops.wait and node.args[0].target in (ops.broadcast, ops.recv)  # type: ignore[union-attr]
-        is_sent = any(user.target is ops.gather_factors for user in node.users)
-        if is_used and is_whole and not parameters and not is_sent:
+        is_unmade = any(u.target is ops.gather_factors or u.kwargs.get("part_elements") for u in node.users)
+        if is_used and is_whole and not parameters and not is_unmade:
             yield partial(insert_like, node, aten.clone.default)  # type: ignore[arg-type]
 
 
