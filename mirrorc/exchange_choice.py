@@ -166,8 +166,10 @@ class ExchangeChoice:
         is_asked = self.team is not None and self._is_in_call
         if self.team is not None and is_asked:
             self._told = own
-            everyone = [Figures(**json.loads(text)) for text in self.team.all_tell("factors", json.dumps(asdict(own)))]
-        with self.team.raising_alike() if self.team is not None else nullcontext():
+            everyone = [
+                Figures(**json.loads(text)) for text in self.team.words.kept_texts("factors", json.dumps(asdict(own)))
+            ]
+        with self.team.words.raising_alike() if self.team is not None else nullcontext():
             self._names, self._remark = chosen(found, everyone, workers.devices_per_worker, self._options.exchange)
         if self._remark and not is_asked:
             self._remark += "; taken as if all workers had as many examples as this one"

@@ -27,12 +27,12 @@ def gather_state(joint: JointCalls, state: StepState) -> None:
         state.refuse_if_torn()
         is_whole = not state.optimizers.is_dealt
         if joint.meet_besides("step.gather_optimizer_state()", has_changed=is_whole).takes_over:
-            with joint.team.raising_alike():
+            with joint.team.words.raising_alike():
                 raise CommunicationError(
                     "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the last "
                     "step, and others have not, or that step has failed while it updated. Nothing was changed. Load it on all "
                     "workers, make a step, and call step.gather_optimizer_state() then"
                 )
         if not is_whole:
-            state.optimizers.gather(joint.team.gather)
+            state.optimizers.gather(joint.team.words.gather)
         joint.team.finish()

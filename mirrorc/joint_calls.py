@@ -201,7 +201,7 @@ class JointCalls:
                     self.team, groups, self._options.scaler, agreed.source, has_left=self.has_left
                 )
             if agreed.deals_anew:
-                self._state.optimizers.gather(self.team.gather)
+                self._state.optimizers.gather(self.team.words.gather)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
         self._state.finish_last()
@@ -214,7 +214,8 @@ class JointCalls:
             )
         self._make_state_whole_for(agreed.source)
         take_over_values(self.team, tensors, self.optimizers.optimizers, self._options.scaler, agreed.source)
-        self._taken, self.team.have_parted = now, False
+        self._taken = now
+        self.team.come_together()
         return False
 
     def _make_state_whole_for(self, source: int) -> None:
@@ -226,18 +227,18 @@ class JointCalls:
         if not self._options.program_workers.shards_optimizer:
             return
         is_dealt = torch.tensor(self._state.optimizers.is_dealt)
-        self.team.copy(is_dealt, source)
+        self.team.words.copy(is_dealt, source)
         num_parted = torch.tensor(float(self.team.have_parted))
-        self.team.sum(num_parted)
+        self.team.words.sum(num_parted)
         if is_dealt and num_parted:
-            with self.team.raising_alike():
+            with self.team.words.raising_alike():
                 raise CommunicationError(
                     f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
                     "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
                     "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
                 )
         if is_dealt:
-            self._state.optimizers.gather(self.team.gather)
+            self._state.optimizers.gather(self.team.words.gather)
 
     def meet_besides(self, what: str, *, has_changed: bool) -> Agreement:
         """Begins a call together with the others that is no training call, and for which all of them make the same one.
@@ -281,7 +282,7 @@ class JointCalls:
             "workers, which writes all copies anew"
         )
         try:
-            self.team.compare("the copies of variables and optimizer state", facts, remedy)
+            self.team.words.compare("the copies of variables and optimizer state", facts, remedy)
         except LostConnectionError:
             raise
         except CommunicationError:  # all workers raise it
@@ -352,7 +353,7 @@ class JointCalls:
         total = torch.zeros((), dtype=torch.float64)
         if loss is not None:
             total.copy_(loss.detach())
-        self.team.sum(total)
+        self.team.words.sum(total)
         if not executor.commit.is_skipped:
             self._show_buffers(executor.program)
         self.team.finish()
@@ -368,10 +369,10 @@ class JointCalls:
             own = [self._state.store.tensors[variable.name].detach() for variable in variables]
             flat = torch.cat([value.reshape(-1) for value in own])
             if aggregation is Aggregation.MEAN:
-                self.team.sum(flat.mul_(self._num_present) if self._num_present else flat.zero_())
+                self.team.words.sum(flat.mul_(self._num_present) if self._num_present else flat.zero_())
                 flat.div_(self.agreed.num_present)
             else:
-                self.team.copy(flat, self.agreed.first_present)
+                self.team.words.copy(flat, self.agreed.first_present)
             parts = flat.split([value.numel() for value in own])
             values |= {v.name: part.view_as(value) for v, value, part in zip(variables, own, parts, strict=True)}
         if values:

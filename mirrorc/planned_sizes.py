@@ -146,7 +146,7 @@ class PlannedSizes:
             return
         if self._own_earlier is None:  # told again, it must be the same
             self._own_earlier = self._known_earlier(team, cache) if team.cluster.rank == 0 else ()
-        known = json.loads(team.all_tell("earlier bucket sizes", json.dumps(list(self._own_earlier)))[0])
+        known = json.loads(team.words.kept_texts("earlier bucket sizes", json.dumps(list(self._own_earlier)))[0])
         self._knows_earlier = True
         if known:
             self._earlier = self._sizes = BucketSizes(*known)
@@ -164,7 +164,7 @@ class PlannedSizes:
         if self._told is None:
             known = asdict(self._earlier).values() if self._earlier is not None else ()
             self._told = SizeFigures(tuple(known), *self._predictions(team))
-        told = team.all_tell("bucket sizes", json.dumps(asdict(self._told)))
+        told = team.words.kept_texts("bucket sizes", json.dumps(asdict(self._told)))
         everyone = [SizeFigures(**json.loads(text)) for text in told]
         running = self._sizes
         self._sizes, remark = chosen_sizes(everyone, running)

@@ -228,5 +228,5 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     sharded = ShardedBuckets(program.num_replicas, dealt, rank, team.cluster.num_workers, launch, seconds)
     exchanges = kind(program.devices, buckets, launch, seconds, messages, rows_of, rank, sharded)
     if isinstance(exchanges, ExchangesOfGpus):
-        exchanges.end_collectives = team.end_collectives
+        exchanges.end_collectives = team.connections.cut_buckets
     return {kind.link: exchanges}

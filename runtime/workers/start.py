@@ -33,7 +33,7 @@ def take_over_values(
     with torch.no_grad():
         for tensor in tensors.values():
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
-            team.copy(sent, source)
+            team.words.copy(sent, source)
             if team.cluster.rank != source:
                 tensor.copy_(sent)
     holders: list[Any] = [*optimizers, *([scaler] if scaler is not None else [])]
@@ -77,7 +77,7 @@ def stream_of_chief(team: Team) -> Iterator[None]:
     """
     own = torch.get_rng_state()
     chiefs = own.clone()
-    team.copy(chiefs)
+    team.words.copy(chiefs)
     if team.cluster.is_chief:
         yield
         return
@@ -94,9 +94,9 @@ def _copied(team: Team, state: Any, source: int) -> Any:
     torch.save(state, saved)
     text = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
     size = torch.tensor(text.numel())
-    team.copy(size, source)
+    team.words.copy(size, source)
     received = text.clone() if team.cluster.rank == source else torch.empty(int(size), dtype=torch.uint8)
-    team.copy(received, source)
+    team.words.copy(received, source)
     # a worker of this very program has saved it a moment ago
     # and each may have a GPU of another number
     return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mirrorc.errors import CommunicationError
 from mirrorc.ir.program import Program
 
 
@@ -22,6 +23,15 @@ class Vote:
     takes_place: bool
     has_sound_sums: bool = True
     numbers: torch.Tensor | None = None
+
+    def to_message(self, columns: Columns) -> torch.Tensor:
+        """What is added up over all workers, [2 + numbers of each * columns] float64: two counts of votes, and all numbers.
+
+        Args:
+            columns: of the replicas with whose numbers all go on; each leaves as many as one of this worker.
+        """
+        said = torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)
+        return said if self.numbers is None else torch.cat([said, columns.filled(self.numbers).reshape(-1)])
 
 
 @dataclass(frozen=True)
@@ -50,3 +60,25 @@ class Columns:
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers
         return columns
+
+
+def outcome(message: torch.Tensor, columns: Columns, num_workers: int) -> tuple[bool, torch.Tensor | None]:
+    """What all workers have voted for.
+
+    Args:
+        message: the sum of what each has made with `Vote.to_message`.
+        columns: of the replicas with whose numbers all go on.
+        num_workers: how many have voted.
+
+    Returns:
+        Whether the step takes place, as all say; and the numbers that these replicas have left, [numbers of each, columns]
+        float64; None for none.
+
+    Raises:
+        CommunicationError: the workers have found something else in the same sums.
+    """
+    num_yes, num_sound = message[:2].tolist()
+    if num_sound not in (0.0, num_workers):
+        raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
+    numbers = message[2:].view(-1, columns.num) if len(message) > 2 else None
+    return num_yes == num_workers, numbers

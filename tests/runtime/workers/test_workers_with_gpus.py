@@ -11,9 +11,9 @@ from worker_training import in_one_process, reference
 
 from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.communication import Aborted
-from mirrorc.runtime.workers import team
 from mirrorc.runtime.workers.exchanges import ExchangesOfGpus
 from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
+from mirrorc.runtime.workers.words import on_host
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "sizes": [[4, 4], [4, 2]], "stepped": 1},
@@ -112,10 +112,10 @@ class OnGpu:
 
 def test_what_workers_tell_each_other_goes_through_the_host() -> None:
     tensor, own = OnGpu(1.0, 2.0), torch.ones(2)
-    with team._on_host(tensor) as told_on_host:  # type: ignore[arg-type]
+    with on_host(tensor) as told_on_host:  # type: ignore[arg-type]
         told_on_host.mul_(3)
     assert tensor.values.tolist() == [3.0, 6.0]
-    with team._on_host(own) as told_on_host:
+    with on_host(own) as told_on_host:
         assert told_on_host is own
 
 

@@ -1,0 +1,129 @@
+"""The connections of a team: what workers tell each other goes over one of them, and buckets over the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.cluster import Cluster
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.runtime.workers.broken_connections import cut_when_broken
+from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
+from mirrorc.runtime.workers.opening import await_all, measured_speed, open_lane
+from mirrorc.runtime.workers.watcher import Watcher
+
+_SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
+_LONGEST_CONNECTING_SECONDS = 5.0  # to the store
+_HOST = torch.device("cpu")
+
+
+class Connections:
+    """A lane for words and one for buckets, which are opened together, at a call, and closed together, by a failure.
+
+    Args:
+        store: where the workers of the team meet; nothing else uses its keys.
+        cluster: the workers, who have joined.
+        timeout_seconds: the longest time that a worker waits for another one.
+        device: where this worker's buckets lie; of the same type on all workers.
+
+    Attributes:
+        link: how fast the link between the workers is, as measured when it was opened last; None before.
+    """
+
+    def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
+        self._store, self._cluster, self._timeout_seconds, self._device = store, cluster, timeout_seconds, device
+        self._lanes: list[Lane] = []  # for words, and for buckets; threads look at copies of it
+        self.link: LinkSpeed | None = None
+
+    @property
+    def are_open(self) -> bool:
+        """Whether there are any."""
+        return bool(self._lanes)
+
+    @property
+    def are_broken(self) -> bool:
+        """Whether another worker has closed its end of one."""
+        return any(lane.is_broken for lane in list(self._lanes))
+
+    @property
+    def buckets(self) -> Lane:
+        """The lane for buckets; there are connections."""
+        return self._lanes[1]
+
+    def open(self, call: int, watcher: Watcher, is_over: Callable[[], bool]) -> None:
+        """Opens them, if there are none, when all workers have come to a call.
+
+        Args:
+            call: its number.
+            watcher: tells who lives.
+            is_over: whether a worker has failed meanwhile.
+
+        Raises:
+            LostConnectionError: a worker has failed, has ended, or does not come in time.
+        """
+        if self._lanes:
+            return
+        store, seconds = self.part_of_store(f"call {call}"), self._timeout_seconds
+        await_all(store, watcher, self._cluster, seconds, is_over)
+        for name, place in (("words", _HOST), ("buckets", self._device)):
+            self._lanes.append(open_lane(name, store, self._cluster, seconds, place))
+        if self.buckets.is_deaf:
+            cut_when_broken(self.buckets, told=self._lanes[0])
+        self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
+
+    def part_of_store(self, name: str) -> Any:
+        """A part of the store, over a connection of its own.
+
+        Raises:
+            LostConnectionError: the store does not answer.
+        """
+
+        def connected() -> Any:
+            self._store.add(
+                "asked", 0
+            )  # if the store is lost, this fails at once; a new connection would be tried for long
+            return self._store.clone()
+
+        try:
+            return distributed.PrefixStore(name, in_bounded_time(connected, _LONGEST_CONNECTING_SECONDS))
+        except (RuntimeError, TimeoutError) as error:
+            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+    def tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
+        """Runs a collective on what workers tell each other; see `Lane.call`.
+
+        Raises:
+            LostConnectionError: a worker has failed, or tells nothing in time.
+        """
+        lanes = list(self._lanes)
+        if not lanes:
+            raise LostConnectionError("the connection to the other workers is closed")
+        lanes[0].call(collective, self._timeout_seconds + _SLACK_SECONDS, may_wait_on)
+
+    def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
+        """Launches a collective on a bucket; see `Lane.launch`."""
+        lanes = list(self._lanes)
+        if len(lanes) == 2:
+            lanes[1].launch(collective, done)
+        else:
+            done(LostConnectionError("the connection to the other workers is closed"))
+
+    def cut(self, *, words_alone: bool = False) -> None:
+        """Ends all collectives with an error, here and on the other workers; or those for words alone."""
+        for lane in list(self._lanes)[: 1 if words_alone else None]:
+            lane.cut()
+
+    def cut_buckets(self) -> None:
+        """Ends the collectives on buckets with an error, here and on the other workers."""
+        for lane in list(self._lanes)[1:]:
+            lane.cut()
+
+    def close(self) -> bool:
+        """Closes them, if there are any; returns whether all collectives have ended, so that none of them writes any more."""
+        have_ended = [lane.close() for lane in self._lanes]
+        self._lanes.clear()
+        return all(have_ended)
