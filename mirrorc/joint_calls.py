@@ -1,49 +1,35 @@
-"""Training calls that several workers make together: what this one tells the others, and takes from them.
-
-It is long, as all that workers tell each other in a call is here, from its meeting to its end.
-"""
+"""Training calls that several workers make together: what begins and ends each of them, and what all have agreed about."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
-from torch import nn
 
-from mirrorc.analysis.sent_factors import Counts, no_rows, row_counts
-from mirrorc.analysis.worker_schedule import worker_schedule
+from mirrorc.analysis.sent_factors import no_rows
+from mirrorc.announcements import Announcements
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.ir.source_lines import users_stack_level
-from mirrorc.ir.variables import Aggregation, Synchronization, Variable
-from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label
+from mirrorc.joint_facts import facts_of_options
+from mirrorc.joint_results import show_buffers, total_loss
+from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.torn_state import TornState
 from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.header import BESIDES, Agreement, Header, digest, kind_of
+from mirrorc.runtime.workers.header import Agreement
 from mirrorc.runtime.workers.lane import LostConnectionError
-from mirrorc.runtime.workers.start import stream_of_chief, take_over_hyperparameters, take_over_values
+from mirrorc.runtime.workers.start import stream_of_chief, take_over_hyperparameters
 from mirrorc.runtime.workers.team import Team
+from mirrorc.taken_values import TakenValues
 
 _SLACK_SECONDS = 5.0
 _MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or programs found that go together
-
-
-class _Facts:
-    """What a worker has, by name, and a number made of it; of a program also how many rows the factors have that it sends."""
-
-    def __init__(self, said: Mapping[str, str], row_counts: Counts = ()) -> None:
-        self.said, self.digest, self.row_counts = said, digest(repr(said)), row_counts
 
 
 class JointCalls:
@@ -74,17 +60,16 @@ class JointCalls:
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
         assert options.cluster is not None, "several workers have joined"
-        self._options, self._model, self._state = options, model, state
+        self._options, self._state = options, state
         home = options.devices[0].torch_device
         self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds, home)
         self.is_joining = self.has_left = False
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = self._num_steps = 0
-        self._taken: dict[str, int] | None = None  # the ids of variables that were taken over, by name
-        self._facts: weakref.WeakKeyDictionary[Executor, _Facts] = weakref.WeakKeyDictionary()
-        self._variables = _Facts({})
+        self._taken = TakenValues(options, state, self.team)
+        self._announcements = Announcements(options, model, state, self.team, self._taken)
         try:
-            facts = _facts_of_options(options, model)
+            facts = facts_of_options(options, model)
             options.cluster.check_same(
                 "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
             )
@@ -145,99 +130,31 @@ class JointCalls:
         """
         self._num_meetings += 1
         self.team.stop = executor.interrupt
-        facts = self._facts_of_program(executor)
-        tensors = self._state.store.tensors
-        now = {name: id(tensor) for name, tensor in tensors.items()}
-        if now.keys() != self._variables.said.keys():
-            self._variables = _Facts(_shapes(tensors))
-        is_fresh = self._taken is None or not now.items() <= self._taken.items() or self.team.have_parted
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
-        updated = set(updated_as_a_whole(executor.program))
-        by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         self._num_present = sum(number > 0 for number in num_examples)
-        planned = self._state.store.in_store(executor.program).buckets
-        deals_anew = self._state.optimizers.are_dealt_otherwise(planned)
-        own = Header(
-            call=self.team.num_calls,
-            is_fresh=is_fresh,
-            has_written=wrote,
-            schedule=facts.digest,
-            variables=self._variables.digest,
-            hyperparameters=digest(repr(self._hyperparameters())),
-            modes=digest(self._model.modes()),
-            num_examples=sum(num_examples),
-            num_present=self._num_present,
-            seed=_next_seed(),
-            kind=kind_of(executor.program.accumulation),
-            num_kept_calls=self._state.accumulated.num_calls,
-            num_kept=self._state.accumulated.num_examples,
-            parameters=digest(repr(checksums_of(by_itself))) if by_itself and not is_fresh else 0,
-            num_steps=self._num_steps,
-            has_left=self.has_left,
-            deals_anew=deals_anew,
+        counts = self._announcements.facts_of(executor).row_counts if num_examples else no_rows(executor.program)
+        own, details = self._announcements.of_step(
+            executor, num_examples, has_written=wrote, num_steps=self._num_steps, has_left=self.has_left
         )
-        details = {
-            "kind": lambda: {"the call": "step.accumulate()" if executor.program.accumulates else "the step itself"},
-            "schedule": lambda: facts.said,
-            "variables": lambda: self._variables.said,
-            "parameters": lambda: checksums_of(by_itself),
-            "hyperparameters": self._hyperparameters,
-            "deals_anew": lambda: {
-                "the optimizer's state": "a part for other buckets" if deals_anew else "other state"
-            },
-        }
-        self._agreed = agreed = self.team.meet(
-            own, details, facts.row_counts if num_examples else no_rows(executor.program)
-        )
+        self._agreed = agreed = self.team.meet(own, details, counts)
         if agreed.is_other and not agreed.takes_over:
             return False
         if not agreed.takes_over:
-            self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
-            self._taken = now  # what is gone would be another one when it comes back
-            if agreed.tells_hyperparameters:
-                groups = list(self.optimizers.hyperparameters)
-                take_over_hyperparameters(
-                    self.team, groups, self._options.scaler, agreed.source, has_left=self.has_left
-                )
-            if agreed.deals_anew:
-                self._state.optimizers.gather(self.team.words.gather)
+            self._begin(agreed)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
-        self._state.finish_last()
-        if wrote and not agreed.has_source_written and self._taken is not None:
-            warnings.warn(
-                f"what was written to parameters, buffers or the optimizer's state of worker {self.team.cluster.rank} since the "
-                f"last step is replaced by the values of worker {agreed.source}, which has not written: write on all workers, or "
-                f"on worker {agreed.source}",
-                stacklevel=users_stack_level(),
-            )
-        self._make_state_whole_for(agreed.source)
-        take_over_values(self.team, tensors, self.optimizers.optimizers, self._options.scaler, agreed.source)
-        self._taken = now
-        self.team.come_together()
+        self._taken.take_over(agreed, has_written=wrote)
         return False
 
-    def _make_state_whole_for(self, source: int) -> None:
-        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone.
-
-        Raises:
-            CommunicationError: the workers' parts may be of two steps; all raise it.
-        """
-        if not self._options.program_workers.shards_optimizer:
-            return
-        is_dealt = torch.tensor(self._state.optimizers.is_dealt)
-        self.team.words.copy(is_dealt, source)
-        num_parted = torch.tensor(float(self.team.have_parted))
-        self.team.words.sum(num_parted)
-        if is_dealt and num_parted:
-            with self.team.words.raising_alike():
-                raise CommunicationError(
-                    f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
-                    "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
-                    "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
-                )
-        if is_dealt:
+    def _begin(self, agreed: Agreement) -> None:
+        """Does what all have agreed to do before the program runs."""
+        self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
+        self._taken.note()
+        if agreed.tells_hyperparameters:
+            groups = list(self.optimizers.hyperparameters)
+            take_over_hyperparameters(self.team, groups, self._options.scaler, agreed.source, has_left=self.has_left)
+        if agreed.deals_anew:
             self._state.optimizers.gather(self.team.words.gather)
 
     def meet_besides(self, what: str, *, has_changed: bool) -> Agreement:
@@ -247,22 +164,7 @@ class JointCalls:
             what: the call.
             has_changed: what all workers must have alike of it, or the agreement is to take over values.
         """
-        said = {"the call": what}
-        own = Header(
-            self.team.num_calls,
-            is_fresh=self.team.have_parted,
-            has_written=has_changed,
-            schedule=digest(repr(said)),
-            variables=self._variables.digest,
-            hyperparameters=digest(repr(self._hyperparameters())),
-            modes=digest(self._model.modes()),
-            num_examples=1,  # a call without any would be refused
-            num_present=0,
-            seed=0,
-            kind=BESIDES,
-        )
-        details = {"kind": lambda: said, "schedule": lambda: said, "variables": lambda: self._variables.said}
-        return self.team.meet(own, {**details, "hyperparameters": self._hyperparameters})
+        return self.team.meet(*self._announcements.besides(what, has_changed=has_changed))
 
     def compare_replicas(self) -> None:
         """Compares what all workers have copies of, where the step that begins is due for that.
@@ -301,7 +203,7 @@ class JointCalls:
             ExecutionError: it exchanges something else, so that the others would wait in vain.
         """
         self.team.stop = executor.interrupt
-        if self._facts_of_program(executor).said != self._facts_of_program(last).said:
+        if self._announcements.facts_of(executor).said != self._announcements.facts_of(last).said:
             raise ExecutionError(
                 "without examples, this worker would exchange something else than in its last call, because groups, modes or "
                 "what forward reads have changed since: leave them as they are until step.join() ends"
@@ -324,21 +226,6 @@ class JointCalls:
         kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
         return Examples(own, self.agreed.num_examples, kept_elsewhere)
 
-    def _facts_of_program(self, executor: Executor) -> _Facts:
-        """What must be the same in the programs of all workers, by name."""
-        found = self._facts.get(executor)
-        if found is None:
-            lines = {f"line {number}": line for number, line in enumerate(worker_schedule(executor.program))}
-            written = ", ".join(variable.name for variable in _written(executor.program))
-            more = {"buffers that forward writes": written, "random numbers": str(executor.needs_seed)}
-            found = self._facts[executor] = _Facts({**lines, **more}, row_counts(executor.program))
-        return found
-
-    def _hyperparameters(self) -> dict[str, str]:
-        found = hyperparameters_by_label(self._options.optimizers)
-        scaler = self._options.scaler
-        return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
-
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Ends a step that is made: shows buffers as all workers have them; gives the loss of all workers' examples.
 
@@ -350,92 +237,12 @@ class JointCalls:
         if self._options.overlap_next_step and not executor.program.accumulates:
             self.team.leave_buckets()
         self.team.end_updates()
-        total = torch.zeros((), dtype=torch.float64)
-        if loss is not None:
-            total.copy_(loss.detach())
-        self.team.words.sum(total)
+        total = total_loss(self.team.words, loss)
         if not executor.commit.is_skipped:
-            self._show_buffers(executor.program)
+            show_buffers(self.team.words, executor.program, self._state, self.agreed, self._num_present)
         self.team.finish()
         return total.to(self._options.devices[0].torch_device, dtype)
-
-    def _show_buffers(self, program: Program) -> None:
-        """Gives all replicas of all workers what they have of their own as one; all workers send it in one order."""
-        kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
-        for variable in _written(program):
-            kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)
-        values: dict[str, torch.Tensor] = {}
-        for (aggregation, _), variables in kinds.items():
-            own = [self._state.store.tensors[variable.name].detach() for variable in variables]
-            flat = torch.cat([value.reshape(-1) for value in own])
-            if aggregation is Aggregation.MEAN:
-                self.team.words.sum(flat.mul_(self._num_present) if self._num_present else flat.zero_())
-                flat.div_(self.agreed.num_present)
-            else:
-                self.team.words.copy(flat, self.agreed.first_present)
-            parts = flat.split([value.numel() for value in own])
-            values |= {v.name: part.view_as(value) for v, value, part in zip(variables, own, parts, strict=True)}
-        if values:
-            self._state.store.show(values)
 
     def close(self) -> None:
         """Leaves the other workers; may be repeated."""
         self.team.close()
-
-
-def _next_seed() -> int:
-    """The seed that a step that draws random numbers takes next, which is left there."""
-    state = torch.get_rng_state()
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
-    torch.set_rng_state(state)
-    return seed
-
-
-def _written(program: Program) -> list[Variable]:
-    """The buffers that a program's steps write, in the order of their names."""
-    written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
-    return sorted(written, key=lambda variable: variable.name)
-
-
-def _facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """What must be the same on all workers before anything is captured, by name. Values come from the chief later."""
-    frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
-    variables = {name: text + ", frozen" * (name in frozen) for name, text in _shapes(model.tensors).items()}
-    names = {id(parameter): name for name, parameter in model.parameters.items()}
-    groups = [
-        (type(optimizer).__qualname__, [names.get(id(parameter), "another parameter") for parameter in group["params"]])
-        for optimizer in options.optimizers.optimizers
-        for group in optimizer.param_groups
-    ]
-    return {
-        "model": type(options.model).__qualname__,
-        "loss_fn": _text_of_loss(options.loss_fn),
-        "loss_reduction": options.loss_reduction,
-        **{f"variable {name}": text for name, text in variables.items()},
-        **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
-        "backend": options.backend.name,
-        **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
-        "microbatches": str(options.microbatches),
-        "check_replicas_every": str(options.check_replicas_every),
-        "bucket sizes": "given" if options.to_measure is None else "chosen",
-        "exchange": options.exchange,
-        "autocast": str(options.autocast),
-        "scaler": "none" if options.scaler is None else "one",
-        "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
-    }
-
-
-def _text_of_loss(loss: Any) -> str:
-    """The name of a loss, with the plain settings that it has."""
-    settings: Mapping[str, Any] = {}
-    if isinstance(loss, functools.partial):
-        loss, settings = loss.func, loss.keywords
-    elif isinstance(loss, nn.Module):
-        settings = vars(loss)
-    name = getattr(loss, "__qualname__", type(loss).__qualname__)
-    plain = [f"{key}={value!r}" for key, value in settings.items() if type(value) in (bool, int, float, str)]
-    return f"{name}({', '.join(plain)})" if plain else name
-
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}

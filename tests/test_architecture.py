@@ -25,6 +25,10 @@ ORDER = (
     "mirrorc/read_guards",  # of models and optimizers
     "mirrorc/gathered_state",  # of several workers
     "mirrorc/joint_calls",  # of several workers
+    "mirrorc/announcements",  # of a worker to the others
+    "mirrorc/taken_values",  # from a worker
+    "mirrorc/joint_results",  # of several workers
+    "mirrorc/joint_facts",  # of several workers
     "mirrorc/kept_gradients",
     "mirrorc/exclusive_calls",
     "mirrorc/step_reports",

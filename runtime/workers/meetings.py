@@ -33,7 +33,7 @@ _REMEDIES = {
 }
 _OF_LIVE_ONES = ("kind", "hyperparameters", "schedule")  # those who have left take these over, or do not know them
 
-Facts = Callable[[], Mapping[str, object]]
+Details = Callable[[], Mapping[str, object]]
 """Gives what a worker has where workers differ, by name."""
 
 
@@ -67,7 +67,7 @@ class Meetings:
         self._known_counts = KnownCounts()
         self.row_counts: Sequence[Counts] = ()
 
-    def meet(self, own: Header, facts: Mapping[str, Facts], counts: Counts = ()) -> Agreement:
+    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = ()) -> Agreement:
         """Begins a step together with the others.
 
         Args:
@@ -100,7 +100,7 @@ class Meetings:
         return found
 
     def _difference(
-        self, headers: Sequence[torch.Tensor], facts: Mapping[str, Facts], name: str, other: int
+        self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
         """The error for a field in which a worker differs; or raises one that says more."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]

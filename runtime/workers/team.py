@@ -21,7 +21,7 @@ from mirrorc.runtime.workers.failures import Failures, in_short
 from mirrorc.runtime.workers.header import Agreement, Header
 from mirrorc.runtime.workers.known_counts import Counts
 from mirrorc.runtime.workers.lane import Done, LostConnectionError
-from mirrorc.runtime.workers.meetings import Facts, Meetings
+from mirrorc.runtime.workers.meetings import Details, Meetings
 from mirrorc.runtime.workers.vote import Columns, Vote, outcome
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 from mirrorc.runtime.workers.words import Words
@@ -173,7 +173,7 @@ class Team:
 
     # The stages of a call
 
-    def meet(self, own: Header, facts: Mapping[str, Facts], counts: Counts = ()) -> Agreement:
+    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = ()) -> Agreement:
         """Begins a step together with the others; see `Meetings.meet`."""
         return self._meetings.meet(own, facts, counts)
 

@@ -1,0 +1,102 @@
+"""What must be alike on all workers that make a step together: what each of them has, by name, and a number made of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.analysis.sent_factors import Counts, row_counts
+from mirrorc.analysis.worker_schedule import worker_schedule
+from mirrorc.capture.model_state import ModelState
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Synchronization, Variable
+from mirrorc.optimizer_groups import hyperparameters_by_label
+from mirrorc.options import StepOptions
+from mirrorc.runtime.workers.header import digest
+
+
+class Facts:
+    """What a worker has, by name, and a number made of it; of a program also how many rows the factors have that it sends.
+
+    Args:
+        said: what it has, by name.
+        row_counts: of the program; empty if it is none, or sends none.
+    """
+
+    def __init__(self, said: Mapping[str, str], row_counts: Counts = ()) -> None:
+        self.said, self.digest, self.row_counts = said, digest(repr(said)), row_counts
+
+
+def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
+    """What must be the same in the programs of all workers.
+
+    Args:
+        program: a LOWERED program.
+        needs_seed: whether it draws random numbers.
+    """
+    lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
+    written = ", ".join(variable.name for variable in written_buffers(program))
+    more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
+    return Facts({**lines, **more}, row_counts(program))
+
+
+def hyperparameters_of(options: StepOptions) -> dict[str, str]:
+    """The hyperparameters of a step's optimizers, and of its scaler, by name."""
+    found = hyperparameters_by_label(options.optimizers)
+    scaler = options.scaler
+    return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
+
+
+def written_buffers(program: Program) -> list[Variable]:
+    """The buffers that a program's steps write, in the order of their names."""
+    written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
+    return sorted(written, key=lambda variable: variable.name)
+
+
+def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
+    """What must be the same on all workers before anything is captured, by name. Values come from the chief later."""
+    frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
+    variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    groups = [
+        (type(optimizer).__qualname__, [names.get(id(parameter), "another parameter") for parameter in group["params"]])
+        for optimizer in options.optimizers.optimizers
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": type(options.model).__qualname__,
+        "loss_fn": _text_of_loss(options.loss_fn),
+        "loss_reduction": options.loss_reduction,
+        **{f"variable {name}": text for name, text in variables.items()},
+        **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
+        "backend": options.backend.name,
+        **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
+        "microbatches": str(options.microbatches),
+        "check_replicas_every": str(options.check_replicas_every),
+        "bucket sizes": "given" if options.to_measure is None else "chosen",
+        "exchange": options.exchange,
+        "autocast": str(options.autocast),
+        "scaler": "none" if options.scaler is None else "one",
+        "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
+    }
+
+
+def _text_of_loss(loss: Any) -> str:
+    """The name of a loss, with the plain settings that it has."""
+    settings: Mapping[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        loss, settings = loss.func, loss.keywords
+    elif isinstance(loss, nn.Module):
+        settings = vars(loss)
+    name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    plain = [f"{key}={value!r}" for key, value in settings.items() if type(value) in (bool, int, float, str)]
+    return f"{name}({', '.join(plain)})" if plain else name
+
+
+def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The dtype and shape of each tensor, by name."""
+    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
