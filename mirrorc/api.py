@@ -163,13 +163,14 @@ def compile(
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
         exchange: how several workers send gradients to each other: "dense" for the sum of each whole bucket; "factors" for the
             factors of all gradients that have some (the two matrices of a linear layer's product, rows and indices of a table),
-            from which every worker makes the sum; "auto" for what takes least time at the first call, for each gradient.
+            from which every worker makes the sum, or its part of it; "auto" for what takes least time at the first call, for each
+            gradient.
         early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
             connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
             are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
-            workers call `Step.gather_optimizer_state`. Gradients are sent whole then.
+            workers call `Step.gather_optimizer_state`.
         overlap_next_step: over several workers, return with the loss while the last buckets are in flight; the next call waits
             for each, and updates it, where forward first reads its parameters. Calls of the model, of ``state_dict`` and
             ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of

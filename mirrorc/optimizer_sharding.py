@@ -43,20 +43,10 @@ def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, An
             f"shard_optimizer=True cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what joins "
             "workers there carries no parts of sums; leave it out"
         )
-    reasons = {
-        "exchange": (
-            asked["exchange"] == "factors",
-            "from factors, every worker makes whole gradients, and not its part",
-        ),
-        "early_update": (
-            not asked["early_update"],
-            "workers gather new parameters when they have committed, so a connection that is lost then leaves parameters between "
-            "two steps, which early_update=False promises not to do",
-        ),
-    }
-    for option, (is_asked, why) in reasons.items():
-        if is_asked:
-            raise ValueError(
-                f"{option}= as it is given cannot be used with shard_optimizer=True yet: {why}; leave out one of them"
-            )
+    if not asked["early_update"]:
+        raise ValueError(
+            "early_update=False cannot be used with shard_optimizer=True yet: workers gather new parameters when they have "
+            "committed, so a connection that is lost then leaves parameters between two steps, which early_update=False promises "
+            "not to do; leave out one of them"
+        )
     return replace(workers, shards_optimizer=True)

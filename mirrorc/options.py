@@ -140,10 +140,11 @@ def check_exchange(
     """
     if exchange != "factors" or not program_workers.are_several:
         return
-    if not program_workers.are_alike:
+    if not (program_workers.are_alike or program_workers.shards_optimizer):
         raise ValueError(
             "exchange='factors' cannot be used over workers that have different numbers of devices: they would make other bits "
-            "of one product; give all workers the same number, or exchange='auto'"
+            "of one product; give all workers the same number, or exchange='auto', or let each make its part alone with "
+            "shard_optimizer=True"
         )
     if not carries_between_workers(devices, ops.gather_factors):
         raise ValueError(

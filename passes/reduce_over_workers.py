@@ -248,9 +248,10 @@ def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:
     """What workers send of buckets whose factors are gathered."""
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     own = sum(factor_bytes(pack) for pack in _packs(program, buckets))
+    made = "its part of the sum" if program.workers.shards_optimizer else "the sum"
     return (
         f"{counted(len(buckets), 'bucket')} ({size_text(num_bytes)}) sent as factors: this worker's are {size_text(own)}, and "
-        "every worker makes the sum from those of all, in the order of ranks"
+        f"every worker makes {made} from those of all, in the order of ranks"
     )
 
 

@@ -40,6 +40,11 @@ class ShardOptimizer:
     gathered in the order in which the next forward needs them, the reverse of the plan. Where no commit is early, all sums are
     there before any update, and buckets are updated in that order, too, so that one travels while the next is updated.
 
+    What is sent as factors goes to all workers as before, and each makes the gradient of its part alone::
+
+        f_0     = gather_factors(p_0, bucket=0, op=sum)              f_0     = gather_factors(p_0, bucket=0, op=sum)
+        total_0 = wait(f_0, bucket=0, replica=0)              ->     total_0 = wait(f_0, bucket=0, replica=0)   (its elements)
+
     Updates come after the commit, so a worker that is lost before all parameters are gathered leaves the others with parameters
     between two steps.
 
@@ -81,7 +86,7 @@ class ShardOptimizer:
         launches = []
         for bucket in reversed(buckets):
             if bucket.part is not None:
-                _scatter(sharded, bucket)
+                _deal_out_sum(sharded, bucket)
                 for update in [node for node in calls_to(graph, ops.update) if bucket_of(node) == bucket.index]:
                     if not commits_early:
                         end.prepend(update)
@@ -96,11 +101,6 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
     """The bucket with this worker's part; as it is if its update needs it whole."""
     if not bucket.rule.elementwise:
         return bucket
-    if bucket.is_sent_as_factors:
-        raise PassError(
-            f"bucket {bucket.index} is sent as factors, from which every worker makes the whole sum, and so no parts of it: "
-            "compile with exchange='dense', or without shard_optimizer"
-        )
     length, rest = divmod(bucket.num_elements, workers.num_workers)
     if rest or length % SHARE_ELEMENTS:
         raise PassError(
@@ -111,13 +111,15 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
     return replace(bucket, part=Elements(workers.rank * length, (workers.rank + 1) * length))
 
 
-def _scatter(program: Program, bucket: Bucket) -> None:
-    """Lets each worker have the sum of its part alone."""
+def _deal_out_sum(program: Program, bucket: Bucket) -> None:
+    """Lets each worker have the sum of its part alone; from factors, which all have, it makes no more."""
     graph = program.mirrored_graph
-    (exchange,) = [node for node in calls_to(graph, ops.exchange) if bucket_of(node) == bucket.index]
-    words = {"bucket": bucket.index, "op": exchange.kwargs["op"]}
-    launch = insert(program, exchange.next, ops.scatter_sums, exchange.args, words)
-    for wait in sorted(exchange.users):
+    (given,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
+    launch = given
+    if given.target is ops.exchange:
+        words = {"bucket": bucket.index, "op": given.kwargs["op"]}
+        launch = insert(program, given.next, ops.scatter_sums, given.args, words)
+    for wait in sorted(given.users):
         replica = replica_of(wait)
         assert replica is not None, "waits belong to replicas"
         wait.args = (launch,)
@@ -128,7 +130,8 @@ def _scatter(program: Program, bucket: Bucket) -> None:
             graph.erase_node(node)
         for node in () if is_empty else used_by:
             set_type(program, node)
-    graph.erase_node(exchange)
+    if launch is not given:
+        graph.erase_node(given)
 
 
 def _remarks(program: Program) -> Sequence[str]:
@@ -136,14 +139,18 @@ def _remarks(program: Program) -> Sequence[str]:
     dealt = [bucket for bucket in program.buckets if bucket.part is not None]
     whole = [bucket for bucket in program.buckets if bucket.part is None]
     workers = program.workers
-    num_bytes = sum(bucket.num_bytes for bucket in dealt)
-    sent = round(num_bytes * (workers.num_workers - 1) / workers.num_workers)
+    summed = [bucket for bucket in dealt if not bucket.is_sent_as_factors]
+    sums, parameters = (
+        size_text(round(sum(bucket.num_bytes for bucket in sent) * (workers.num_workers - 1) / workers.num_workers))
+        for sent in (summed, dealt)
+    )
     remarks = []
     if dealt:
         remarks.append(
             f"each of {workers.num_workers} workers updates its part of {counted(len(dealt), 'bucket')}, with the optimizer's "
-            f"state of that part alone, and sends {size_text(sent)} of sums and {size_text(sent)} of new parameters in a step, "
-            "however many devices it has; these are gathered in the order in which forward uses them, the reverse of the plan"
+            f"state of that part alone, and sends {f'{sums} of sums and ' * bool(summed)}{parameters} of new parameters in a "
+            "step, however many devices it has; these are gathered in the order in which forward uses them, the reverse of the "
+            "plan"
         )
     if whole:
         kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))

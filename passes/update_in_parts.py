@@ -89,7 +89,9 @@ class UpdateInParts:
         wait: Any = update.args[0]
         is_left = is_measured_by_factors if asked_of_late_share(wait) is ops.norm else is_bounded_by_factors
         num_rows, width, num_inner = product
-        return is_left((-(-num_rows // program.num_replicas), width, num_inner), wait.meta["val"].dtype)
+        is_part = program.buckets[bucket_of(update)].part is not None
+        num_shares = program.num_replicas * (program.workers.num_workers if is_part else 1)
+        return is_left((-(-num_rows // num_shares), width, num_inner), wait.meta["val"].dtype)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:

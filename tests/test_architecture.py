@@ -39,6 +39,7 @@ ORDER = (
     "mirrorc/measured_choices",
     "mirrorc/measured_sizes",
     "mirrorc/exchange_choice",  # of workers
+    "mirrorc/exchange_costs",  # of workers
     "mirrorc/planned_sizes",  # of workers
     "mirrorc/size_predictions",
     "mirrorc/instruments",

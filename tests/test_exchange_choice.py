@@ -11,10 +11,11 @@ import mirrorc
 from mirrorc import World
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.errors import CommunicationError
-from mirrorc.exchange_choice import Candidate, Figures, chosen, sent_bytes
+from mirrorc.exchange_costs import Candidate, Figures, chosen, sent_bytes
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.ir.workers import Workers
 
 WIDE = Candidate("wide", num_bytes=2048 * 2048 * 4, row_bytes=2 * 2048 * 4, num_rows=64, work_per_row=2048 * 2048)
 NARROW = replace(WIDE, variable="narrow", num_bytes=2048 * 4)
@@ -26,11 +27,11 @@ def figures(rows: int, **more: Any) -> Figures:
 
 
 def names(*everyone: Figures, exchange: mirrorc.option_kinds.Exchange = "auto") -> tuple[str, ...]:
-    return chosen([WIDE, NARROW], everyone, [1] * len(everyone), exchange)[0]
+    return chosen([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
 
 
 def test_fewer_bytes_are_sent() -> None:
-    assert sent_bytes(WIDE, [64, 64]) == (2**24, 2**20)  # 16 MiB against 1 MiB
+    assert sent_bytes(WIDE, [64, 64], is_dealt=False) == (2**24, 2**20)  # 16 MiB against 1 MiB
     assert names(figures(64), figures(64)) == ("wide",)
     assert names(figures(1024), figures(1)) == ()  # all are padded to the longest
     assert names(figures(64), figures(64), exchange="factors") == ("wide", "narrow")
@@ -52,14 +53,33 @@ def test_what_the_chief_has_loaded_counts() -> None:
 
 def test_machines_that_differ_send_whole_gradients() -> None:
     other = replace(figures(64), machine={"processor": "another"})
-    assert chosen([WIDE], [figures(64), other], [1, 1], "auto") == (
+    assert chosen([WIDE], [figures(64), other], Workers((1, 1)), "auto") == (
         (),
         "workers send all gradients whole, none as factors: workers 0 and 1 differ in processor: one and another, and bits of a "
         "product may depend on it",
     )
-    assert "worker 0 has 1 device, worker 1 has 2" in chosen([WIDE], [figures(64)] * 2, [1, 2], "auto")[1]
+    assert "worker 0 has 1 device, worker 1 has 2" in chosen([WIDE], [figures(64)] * 2, Workers((1, 2)), "auto")[1]
     with pytest.raises(CommunicationError, match=r"workers 0 and 1 differ in processor.*No parameter was changed"):
-        chosen([WIDE], [figures(64), other], [1, 1], "factors")
+        chosen([WIDE], [figures(64), other], Workers((1, 1)), "factors")
+
+
+def test_parts_of_a_gradient_are_sent_once_and_made_on_any_machine() -> None:
+    assert sent_bytes(WIDE, [64, 64], is_dealt=True) == (2**23, 2**20)
+    two, other = Workers((1, 2), shards_optimizer=True), replace(figures(64), machine={"processor": "another"})
+    assert chosen([WIDE], [figures(64), other], two, "auto")[0] == ("wide",)
+    rows = 640  # 10 MiB of factors, against 8 MiB of sums of parts, or 16 MiB of whole sums
+    assert names(figures(rows), figures(rows)) == ("wide",)
+    assert chosen([WIDE], [figures(rows)] * 2, Workers((1, 1), shards_optimizer=True), "auto")[0] == ()
+
+
+def test_a_worker_multiplies_for_its_part_alone() -> None:
+    link = {
+        "seconds_per_byte": 8 / 1.2e10,
+        "seconds_per_multiplication": 2e-11,
+    }  # 15 ms less to send, 38 ms more to multiply
+    everyone = [figures(64, **link)] * 8
+    assert names(*everyone) == ()
+    assert chosen([WIDE], everyone, Workers((1,) * 8, shards_optimizer=True), "auto")[0] == ("wide",)
 
 
 def model() -> nn.Module:

@@ -13,6 +13,7 @@ from golden_programs import (
     MODELS,
     NUM_DEVICES,
     OVERLAP,
+    PARTS_OF_FACTORS,
     UPDATE,
     VERSIONS,
     WORKER,
@@ -23,6 +24,7 @@ from golden_programs import (
     factors_text,
     golden_program,
     overlap_text,
+    parts_of_factors_text,
     versions,
     worker_text,
 )
@@ -31,7 +33,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, OVERLAP, CAPTURED]
+FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, PARTS_OF_FACTORS, OVERLAP, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -65,6 +67,8 @@ def golden_text(file: str) -> str:
         return factors_text()
     if file == DEALT:
         return dealt_text()
+    if file == PARTS_OF_FACTORS:
+        return parts_of_factors_text()
     if file == OVERLAP:
         return overlap_text()
     if file == WORKER:

@@ -89,23 +89,40 @@ def test_a_process_on_its_own_deals_nothing_out() -> None:
         assert all(bucket.part is None for bucket in step.program.buckets)
 
 
-def test_gradients_are_sent_whole() -> None:
+def test_small_gradients_are_sent_whole() -> None:
     _, program = prepared(world=World(2), rank=0, exchange="auto")
     assert not any(bucket.is_sent_as_factors for bucket in program.buckets)
     assert not program.workers.sent_as_factors
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"exchange": "factors"}, "from factors, every worker makes whole gradients, and not its part"),
-        ({"early_update": False}, "which early_update=False promises not to do"),
-    ],
-)
-def test_what_needs_whole_sums_is_refused(options: dict[str, Any], why: str) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name}= .*cannot be used with shard_optimizer=True yet: .*{why}"):
-        step_of(world=World(2), rank=0, **options)
+def test_factors_are_made_in_parts_also_by_workers_with_different_numbers_of_devices() -> None:
+    schedules = set()
+    for rank in range(3):
+        step, program = prepared(rank=rank, exchange="factors")
+        schedules.add(step.schedule_hash)
+        assert set(program.workers.sent_as_factors) == {"0.weight", "2.weight"}
+        assert all(bucket.part is not None for bucket in program.buckets)
+        assert step.memory().total > 0
+    assert len(schedules) == 1
+    text = prepared(exchange="factors")[1].to_text(fold=False)
+    assert re.search(
+        r"gather_factors\(bucket=\d, \w+, op=sum, link=gloo\) +# those of 3 workers, one product or sum of all, of which each "
+        "makes its part",
+        text,
+    )
+    assert re.search(r"b\d_total: share of f32\[\d+\] += wait\(bucket=\d, b\d_factors\) +# elements \d+ … \d+ of", text)
+    read_program_text(text)
+    with pytest.raises(
+        ValueError, match=r"different numbers of devices.*, or let each make its part alone with shard_opt"
+    ):
+        step_of(exchange="factors", shard_optimizer=False)
+
+
+def test_one_commit_point_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"early_update=False cannot be used with shard_optimizer=True yet: .*promises not to"
+    ):
+        step_of(world=World(2), rank=0, early_update=False)
 
 
 def test_every_worker_has_the_norms_of_all_parts() -> None:

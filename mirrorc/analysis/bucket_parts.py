@@ -185,9 +185,9 @@ class BucketParts:
             if part is None or part.steps or not part.holds(GRADIENTS, index, 0, bucket.num_elements, [own]):
                 return None
         whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),))
-        if not bucket.reduces_by_shares:
+        if not bucket.reduces_by_shares and bucket.part is None:
             return whole
-        return _cut(whole, *bucket.share(replica_at(self._program, wait), self._program.num_replicas))
+        return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
         """A replica's share of its worker's part of the sum over all; None if the worker has offered anything but its own."""

@@ -178,7 +178,8 @@ class ProgramDurations:
                 work += form.num_multiplications(whole, num_rows) * machine.seconds_per_multiplication
                 work += sum(one.numel() * one.itemsize for part in rows for one in part) * machine.seconds_per_byte
         written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
-        return (work * num_workers + written) / num_devices
+        num_makers = num_devices * (num_workers if program.buckets[bucket].part is not None else 1)
+        return (work * num_workers + written) / num_makers
 
     def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
         """What a device takes to add up what all workers have of the elements that it updates."""

@@ -139,6 +139,11 @@ class Bucket:
         start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas)
         return self.part.start + start, self.part.start + stop
 
+    def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
+        """The elements of a sum that a replica makes where gradients are left as factors: of what workers send as factors, those
+        that it updates; else, of its worker's sum, its share."""
+        return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
+
     def owner_of_parameters(self, replica: int) -> int:
         """The replica in whose memory the parameters that a replica reads are: itself, if it has its own copy."""
         return self.placement.value.owner(replica)

@@ -239,8 +239,8 @@ def gather_factors(*buckets: Any, bucket: int, op: str, link: str | None = None)
     """Launches an all_gather of a bucket's factors over all workers, which is less than the bucket.
 
     It takes the packed bucket of each replica of this worker (one, once lowered), all of whose gradients are left as factors.
-    Each replica makes its elements of the sum over the replicas of all workers, in their order, when it waits: its share, or all
-    of them on a worker's only device.
+    Each replica makes its elements of the sum over the replicas of all workers, in their order, when it waits: its share of the
+    bucket, or of its worker's part; or all of them on a worker's only device that updates all.
     """
 
 

@@ -177,8 +177,11 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
     """The elements of a bucket that a wait for a launch gives a replica; None if it gives them all."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
-    if launched is not None and {Effect.EXCHANGES, Effect.SCATTERS} <= launched.effects:
-        return _bucket(program, launch).updated(replica, program.num_replicas)
+    if launched is not None and Effect.EXCHANGES in launched.effects:
+        bucket = _bucket(program, launch)
+        makes_part = bucket.is_sent_as_factors and bucket.part is not None
+        if makes_part or Effect.SCATTERS in launched.effects:
+            return bucket.updated(replica, program.num_replicas)
     return _bucket(program, launch).share(replica, program.num_replicas) if gives_shares(program, launch) else None
 
 

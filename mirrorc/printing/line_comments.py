@@ -261,6 +261,12 @@ def _updated(program: Program, node: fx.Node) -> str:
     return bucket.rule.label + part + (f", this device's share of {program.num_replicas}" if is_share else "")
 
 
+def _of_all_factors(program: Program, node: fx.Node) -> str:
+    bucket = _bucket(program, node)
+    part = ", of which each makes its part" if bucket is not None and bucket.part is not None else ""
+    return f"those of {program.workers.num_workers} workers, one product or sum of all{part}"
+
+
 def _own_step(program: Program, node: fx.Node) -> str:
     """Whose own step it is, by name if there are several optimizers."""
     running: Any = node.kwargs["buckets"]
@@ -294,9 +300,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather_parameters: lambda program, node: (
             f"each of {program.workers.num_workers} workers has updated its part"
         ),
-        ops.gather_factors: lambda program, node: (
-            f"those of {program.workers.num_workers} workers, one product or sum of all"
-        ),
+        ops.gather_factors: _of_all_factors,
         ops.step_optimizer: _own_step,
         ops.commit: lambda program, node: (
             f"norms of all {program.workers.num_all_replicas} devices of {program.workers.num_workers} workers"

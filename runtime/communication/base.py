@@ -131,7 +131,8 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share of the sum over the replicas of all workers, in their order, made from their factors."""
+        """The elements of the sum over the replicas of all workers, in their order, that this replica updates, made from their
+        factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:

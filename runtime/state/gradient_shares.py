@@ -26,7 +26,7 @@ Leaves = Callable[[Size, torch.dtype], bool]
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of which a replica's share of a bucket consists, in order.
+    """The pieces of which what a replica makes of a bucket consists, in order.
 
     Args:
         bucket: the plan.
@@ -37,7 +37,7 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
     Raises:
         LookupError: no class makes shares of a gradient's form.
     """
-    start, stop = bucket.share(replica, num_replicas)
+    start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
     pieces: list[Piece] = []
     for place, slot in enumerate(bucket.slots):

@@ -14,7 +14,6 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
-from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_pieces
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
@@ -32,7 +31,7 @@ class Exchanges(Communicator):
     the bucket plan, so buckets are sent in this order, too, as on all other workers.
 
     Of a bucket that is sent as factors, nothing is added up first: whoever launches last puts the factors of all devices into one
-    message. When all workers' messages are there, each device makes its share from the factors of all replicas.
+    message. When all workers' messages are there, each device makes what it updates from the factors of all replicas.
 
     Args:
         devices: of this worker.
@@ -40,6 +39,7 @@ class Exchanges(Communicator):
         launch: launches a collective between the workers, as `mirrorc.runtime.workers.lane.Lane.launch` does.
         timeout_seconds: the longest time of every wait.
         messages: those of buckets that are sent as factors, by index.
+        made: the elements of each of these buckets that each device makes.
         rows_of: gives the numbers of rows in a step.
         rank: of this worker.
         sharded: moves the buckets of which each worker updates a part.
@@ -54,12 +54,13 @@ class Exchanges(Communicator):
         launch: Launch,
         timeout_seconds: float,
         messages: Mapping[int, FactorMessage],
+        made: Mapping[int, Sequence[tuple[int, int]]],
         rows_of: RowsOf,
         rank: int,
         sharded: ShardedBuckets,
     ) -> None:
         super().__init__(devices, timeout_seconds)
-        self._messages, self._rows_of, self._rank = messages, rows_of, rank
+        self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
         self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
         self._sharded = sharded
         self.release()
@@ -129,7 +130,7 @@ class Exchanges(Communicator):
         own = self._offered[bucket][replica]
         assert own is not None, "it was launched"
         everyone = [FactoredBucket(own.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
-        return UnmadeShare(everyone, own.pieces, *share_bounds(own.tensor.numel(), len(self.devices), replica))
+        return UnmadeShare(everyone, own.pieces, *self._made[bucket][replica])
 
     def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
         share = self.wait_unmade(bucket, replica, None)
@@ -216,17 +217,19 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     buckets = [bucket_of(node) for node in launches if node.target in (ops.exchange, ops.gather_factors)]
     gathered = [bucket_of(node) for node in launches if node.target is ops.gather_factors]
     messages = {index: FactorMessage(program.buckets[index].sent_factors) for index in gathered}
+    number = program.num_replicas
+    made = {index: [program.buckets[index].made(replica, number) for replica in range(number)] for index in gathered}
     sizes = [len(program.buckets[index].slots) for index in gathered]
 
     def rows_of(bucket: int) -> Sequence[NumRows]:
         place = gathered.index(bucket)
         said = zip(team.row_counts, program.workers.devices_per_worker, strict=True)
-        return [split_counts(counts, sizes, number)[place] for counts, number in said]
+        return [split_counts(counts, sizes, num_devices)[place] for counts, num_devices in said]
 
     launch, seconds, rank = team.launch_bucket, team.timeout_seconds, team.cluster.rank
-    dealt = [bucket_of(node) for node in launches if node.target is ops.scatter_sums]
-    sharded = ShardedBuckets(program.num_replicas, dealt, rank, team.cluster.num_workers, launch, seconds)
-    exchanges = kind(program.devices, buckets, launch, seconds, messages, rows_of, rank, sharded)
+    dealt = [bucket_of(node) for node in launches if node.target is ops.gather_parameters]
+    sharded = ShardedBuckets(number, dealt, rank, team.cluster.num_workers, launch, seconds)
+    exchanges = kind(program.devices, buckets, launch, seconds, messages, made, rows_of, rank, sharded)
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.connections.cut_buckets
     return {kind.link: exchanges}

@@ -67,6 +67,8 @@ def programs() -> list[Program]:
     found += every_stage(dealt, over_workers=True, shard_optimizer=True).values()
     sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))
     found += every_stage(captured_model(Table()).evolve(workers=sent), over_workers=True).values()
+    made = captured_model(Table()).evolve(workers=replace(sent, shards_optimizer=True))
+    found += every_stage(made, over_workers=True, shard_optimizer=True).values()
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]

@@ -5,9 +5,11 @@ import torch
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, targets
+from torch import nn
 
 from mirrorc import World
+from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.analysis.clipping import Norms
 from mirrorc.analysis.worker_schedule import schedule_hash, worker_schedule
 from mirrorc.errors import PassError, VerifyError
@@ -85,6 +87,43 @@ def test_it_says_what_is_sent() -> None:
         "sums and 1.8 KiB of new parameters in a step, however many devices it has; these are gathered in the order in which "
         "forward uses them, the reverse of the plan"
     )
+
+
+def sending(rank: int, devices: int) -> Program:
+    """A program of one of two workers, of which one weight's gradient goes as factors and all else whole."""
+    model = nn.Sequential(nn.Linear(4, 100, bias=False), nn.Tanh(), nn.Linear(100, 3))
+    workers = dataclasses.replace(World(2, devices).worker(rank), sent_as_factors=("0.weight",), shards_optimizer=True)
+    return captured_model(model, devices).evolve(workers=workers)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_factors_each_worker_makes_what_it_updates(devices: int) -> None:
+    """All get the factors, and gather what was updated; sums of other buckets go to whom updates them."""
+    made = []
+    for rank in (0, 1):
+        program = run_until(sending(rank, devices), "shard-optimizer")
+        graph = program.mirrored_graph
+        (sent,) = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
+        (launch,) = targets(graph, ops.gather_factors)
+        assert [bucket_of(node) for node in targets(graph, ops.gather_parameters)][-1] == 0 <= sent.index
+        assert len(targets(graph, ops.gather_parameters)) == len(program.buckets) > 1
+        assert len(targets(graph, ops.scatter_sums)) == len(program.buckets) - 1 and not targets(graph, ops.exchange)
+        for wait in sorted(launch.users):
+            start, stop = sent.updated(replica_of(wait) or 0, devices)
+            assert wait.meta["val"].shape == (stop - start,)
+            part = BucketParts(program).of(wait)
+            assert part is not None and part.holds(GRADIENTS, sent.index, start, stop, range(2 * devices))
+            made.append((start, stop))
+    assert [start for start, _ in made] == [0, *(stop for _, stop in made[:-1])] and made[-1][1] == sent.num_elements
+
+
+def test_it_says_what_is_sent_besides_factors() -> None:
+    program = run_until(sending(0, 1), "shard-optimizer")
+    (dealt,) = [one.text for one in program.remarks if "updates its part" in one.text]
+    assert "updates its part of 3 buckets, " in dealt
+    assert "sends 1.0 KiB of sums and 2.0 KiB of new parameters in a step" in dealt
+    (sent,) = [one.text for one in program.remarks if "sent as factors" in one.text]
+    assert sent.endswith("and every worker makes its part of the sum from those of all, in the order of ranks")
 
 
 def test_a_process_on_its_own_has_nothing_to_deal_out() -> None:

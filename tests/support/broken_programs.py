@@ -234,15 +234,21 @@ def gather_before_the_update(graph: fx.Graph) -> None:
         launch.append(update)
 
 
-def sending(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
-    """A change of worker 1's program, which has two devices and sends the factors of two gradients to worker 0."""
+def sending(
+    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", *, is_dealt: bool = False
+) -> Mutation:
+    """A change of worker 1's program, which has two devices and sends the factors of two gradients to worker 0.
+
+    With ``is_dealt``, each of them updates a part of every bucket.
+    """
 
     def mutate(_: Program) -> Program:
         model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3))
-        workers = dataclasses.replace(World(2, 2).worker(1), sent_as_factors=("0.weight", "2.weight"))
-        program = every_stage(captured_model(model).evolve(workers=workers), over_workers=True, **SMALL_BUCKETS)[
-            pass_name
-        ]
+        workers = dataclasses.replace(
+            World(2, 2).worker(1), sent_as_factors=("0.weight", "2.weight"), shards_optimizer=is_dealt
+        )
+        options = {"over_workers": True, "shard_optimizer": is_dealt, **SMALL_BUCKETS}
+        program = every_stage(captured_model(model).evolve(workers=workers), **options)[pass_name]  # type: ignore[arg-type]
         verify(program)
         return change(program) or program
 
@@ -267,6 +273,14 @@ def send_a_whole_gradient(graph: fx.Graph) -> None:
         made = graph.call_function(torch.ops.aten.clone.default, (gradient,))
     made.meta.update(gradient.meta)
     set_args(pack, (made, *pack.args[1:]))
+
+
+def make_the_whole_sum(program: Program) -> Program:
+    """All elements are said to be made of the factors that all have sent, and not those that this worker updates."""
+    (place,) = [bucket.index for bucket in program.buckets if bucket.is_sent_as_factors][:1]
+    return program.evolve(
+        buckets=tuple(dataclasses.replace(b, part=None) if b.index == place else b for b in program.buckets)
+    )
 
 
 def on_all_devices(change: Callable[[fx.Graph], object]) -> Callable[[Program], None]:
@@ -1283,6 +1297,7 @@ BAD: dict[str, list[Mutation]] = {
         on_every_device("lower-devices", lambda graph: with_kwargs(first(graph, ops.commit), early=True)),
     ],
     "every_bucket_is_updated_once": [
+        sending(make_the_whole_sum, is_dealt=True),
         whole("lower-collectives", send_gradients),
         whole("lower-devices", send_gradients),
         over_workers(on_all_devices(leave_an_exchange_out)),

@@ -47,6 +47,7 @@ WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
 FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one of two workers that send factors
 DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
+PARTS_OF_FACTORS = "digits-worker-1-of-2-dealt-factors.txt"  # as the former two at once
 OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
@@ -262,6 +263,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield WORKER, worker_text()
     yield FACTORS, factors_text()
     yield DEALT, dealt_text()
+    yield PARTS_OF_FACTORS, parts_of_factors_text()
     yield OVERLAP, overlap_text()
     yield CAPTURED, captured_text()
 
@@ -285,6 +287,11 @@ def factors_text() -> str:
 def dealt_text() -> str:
     """The lowered program of one of two workers that each update a part of every bucket, with gradients that are clipped."""
     return _text_of_worker(shard_optimizer=True, clip_grad_norm=1.0)
+
+
+def parts_of_factors_text() -> str:
+    """As `factors_text`, of workers that each make, and update, a part of every bucket."""
+    return _text_of_worker(shard_optimizer=True, exchange="factors")
 
 
 def _text_of_worker(**asked: Any) -> str:

@@ -48,10 +48,11 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 @rule(since=Stage.SCHEDULED)
 def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
-    """Of a bucket of which each worker updates a part, a worker gets the sum of its part; of any other one, all of the sum."""
+    """Of a bucket of which each worker updates a part, a worker gets the sum of its part; of any other one, all of the sum. What
+    is sent as factors goes to all, and each makes of it what it updates."""
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.EXCHANGES):
+        for node in calls_to(graph, ops.exchange, ops.scatter_sums):
             has_part = program.buckets[bucket_of(node)].part is not None
             if is_there and (node.target is ops.scatter_sums) != has_part:
                 gets, updates = ("a part", "all") if not has_part else ("all", "a part")

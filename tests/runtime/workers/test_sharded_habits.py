@@ -57,6 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"bucket_cap_mb": "auto"},
         "favoured": [25, 25],
     },
+    "factors, clipped and scaled": {
+        "devices": [1, 2, 1],
+        "calls": [*OF_THREE[:2], ["step", [2, 3, 2], [1, "nan"]], *ADDED, OF_THREE[3]],
+        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
+        "bound": {"max": 0.1, "type": 2.0},
+        "options": {**SMALL, "exchange": "factors", "clip_grad_value": 0.02},
+    },
     "checked": {
         "devices": [1, 2, 1],
         "calls": [OF_THREE[0], ["step", [2, 2, 2], [1, "nan"]], *OF_THREE[1:]],
@@ -70,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {name: {"model": "mlp", "options": SMALL, **given} for name, given in CASES.items()}
-FAST = ("groups", "mixed", "scaled", "checked")
+FAST = ("groups", "mixed", "scaled", "factors, clipped and scaled", "checked")
 
 
 @pytest.fixture(scope="module")

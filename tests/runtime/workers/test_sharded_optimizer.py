@@ -15,6 +15,7 @@ from worker_processes import LazyOutcomes, free_port, outcomes, told
 from worker_training import in_one_process, made, values_of, whole
 
 SMALL = {"options": {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}}
+FACTORS = {**SMALL["options"], "exchange": "factors"}
 CHOSEN = {"options": {"bucket_cap_mb": "auto"}, "favoured": [25, 25]}
 TWO: dict[str, Any] = {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 2], [0, 2]], **SMALL}
 USES = ("state", "own step", "copy", "pickle", "read", "gather", "state")
@@ -23,6 +24,28 @@ CASES: dict[str, dict[str, Any]] = {
     "2 x 1 again": {**TWO},
     "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD", **SMALL},
     "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [3, 1, 2]], **SMALL},
+    "factors, 2 x 1": {**TWO, "options": FACTORS},
+    "factors, 3 x (1, 2, 1)": {
+        "model": "mlp",
+        "devices": [1, 2, 1],
+        "sizes": [[3, 5, 2], [3, 1, 2], [0, 1, 4]],
+        "options": FACTORS,
+        "events": [[3, None, "keep"], [3, None, "load"]],
+    },
+    "factors, 2 x 2": {
+        "model": "mlp",
+        "devices": [2, 2],
+        "sizes": [[4, 4], [7, 1]],
+        "optimizer": "SGD",
+        "options": FACTORS,
+    },
+    "factors, table": {
+        "model": "table",
+        "devices": [2, 1],
+        "sizes": [[4, 3], [2, 5]],
+        "optimizer": "SGD",
+        "options": {"exchange": "factors", "microbatches": 2},
+    },
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
     "parts": {**TWO, "options": {"microbatches": 2, "clip_grad_value": 0.01}},
     "moved": {**TWO, "events": [[2, None, "move"]]},
@@ -37,8 +60,9 @@ CASES: dict[str, dict[str, Any]] = {
     "joins": {**TWO, "events": [[4, None, "join and gather"]], "ends": True},
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
 }
-FAST = ("2 x 1", "2 x 1 again", "3 x (1, 2, 1)", "parts", "loaded", "frozen, dealt")
-PARITY = ("2 x 1", "2 x 1 again", "2 x 2", "3 x (1, 2, 1)", "table", "parts", "moved", "chief shifts", "sizes")
+SENT = ("factors, 2 x 1", "factors, 3 x (1, 2, 1)", "factors, 2 x 2", "factors, table")
+FAST = ("2 x 1", "2 x 1 again", "3 x (1, 2, 1)", *SENT[:2], "parts", "loaded", "frozen, dealt")
+PARITY = ("2 x 1", "2 x 1 again", "2 x 2", "3 x (1, 2, 1)", *SENT, "table", "parts", "moved", "chief shifts", "sizes")
 FROZEN = ("frozen", "frozen, dealt")
 
 
@@ -95,7 +119,8 @@ def test_steps_and_state_are_those_of_one_process(found: Mapping[str, Any], case
         assert own["states"][-1].keys() == state.keys()
         for number, entries in state.items():
             assert_equal(own["states"][-1][number], entries)
-        assert all(f"{name} over gloo" in own["explained"] for name in ("scatter_sums", "gather_parameters"))
+        launched = ["scatter_sums", "gather_parameters", *(["gather_factors"] if case in SENT else [])]
+        assert all(f"{name} over gloo" in own["explained"] for name in launched)
         assert "= gather_parameters(" in own["program"] and "= exchange(" not in own["program"]
         if case == "sizes":
             assert "bucket sizes by prediction: bucket_cap_mb=25, first_bucket_mb=25 (give" in own["program"]
@@ -117,7 +142,7 @@ def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
         assert one["states"][-1] == other["states"][-1]
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, ("2 x 1", "2 x 2", "3 x (1, 2, 1)")))
+@pytest.mark.parametrize("case", selections.slow_but(FAST, ("2 x 1", "2 x 2", "3 x (1, 2, 1)", *SENT)))
 def test_all_workers_have_the_same_bits(found: Mapping[str, Any], case: str) -> None:
     values = [own["values"] for own in found[case][: len(CASES[case]["devices"])]]
     assert all(own == values[0] for own in values)

@@ -311,6 +311,9 @@ def handmade_sources() -> Iterator[Source]:
         sent = replace(World(2, n).worker(1), sent_as_factors=names)
         found = captured_model(model, n).evolve(workers=sent)
         yield Source(f"sent as factors by worker 1 of 2 on {n}", found, SMALL_BUCKETS | {"over_workers": True})
+        made = found.evolve(workers=replace(sent, shards_optimizer=True))
+        options = SMALL_BUCKETS | {"over_workers": True, "shard_optimizer": True}
+        yield Source(f"sent as factors, dealt out to worker 1 of 2 on {n}", made, options)
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})
