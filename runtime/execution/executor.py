@@ -9,16 +9,12 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
-from mirrorc.analysis.handed_over import handed_over
-from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import ArgumentKind, Program
-from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import communicators_of
 from mirrorc.runtime.devices.events import record_event, wait_device
@@ -27,10 +23,12 @@ from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution import accumulation, clipping, reserved_memory  # noqa: F401 - register how their operations run
 from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
+from mirrorc.runtime.execution.bound_functions import BoundFunctions
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
 from mirrorc.runtime.execution.finite_checks import commit_point_of
-from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave, pauses_at
+from mirrorc.runtime.execution.handover import Handover
+from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.outputs import StepOutputs
@@ -65,7 +63,7 @@ class Executor:
     Attributes:
         commit: decides whether a step takes place.
         outputs: what the last step has given beside its loss.
-        tail: what is left of the last step, which has returned; None if nothing is.
+        functions: those that run its graphs.
     """
 
     def __init__(
@@ -88,11 +86,8 @@ class Executor:
         if team is not None:
             agree = functools.partial(self._agree, team, Columns.of(program))
             self.commit.agree, self.commit.hear = agree, team.hear
-        first = next(iter(program.device_graphs.values())).graph
-        self._late_buckets = tuple(handed_over(first))
-        self._parts: list[Any] = []  # the rest of a step that hands over, of each replica
-        self.tail: Tail | None = None
-        self._hands_over = False  # whether the step that runs does
+        carriers = self._communicators.values()
+        self._handover = Handover(program, state, carriers, self._progress, timeout_seconds)
         self.outputs = StepOutputs(program)
         self._binder = Binder(
             program,
@@ -103,68 +98,42 @@ class Executor:
             self.commit,
             self.outputs,
             self._progress,
-            self._await_update,
+            self._handover.await_update,
         )
-        self._functions: list[GraphFunction] = []
-        self._pausing_functions: list[GraphFunction] = []  # the same, but pausing before waits; made when first needed
+        self.functions = BoundFunctions(program, self._binder, recorder)
         self.trial = InterleavingTrial(can_interleave(program))
         self.is_interleaved = False  # whether the last step was
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
         self._stopping = threading.Lock()  # so that nobody stops a step that is cleaned up after
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
-        self._timeout_seconds, self._layout, self._losses = timeout_seconds, -1, Losses(program, state)
+        self._timeout_seconds, self._losses = timeout_seconds, Losses(program, state)
 
     @property
     def _torn(self) -> str:
         """Which buckets the last step has updated, if it has failed behind an early commit; else empty."""
-        return self._progress.told() if self._progress is not None and self._progress.has_begun else ""
+        return self._progress.told_if_begun() if self._progress is not None else ""
+
+    @property
+    def tail(self) -> Tail | None:
+        """What is left of the last step, which has returned; None if nothing is."""
+        return self._handover.tail
+
+    def finish_tail(self, pool: DevicePool) -> BaseException | None:
+        """Does what is left of the last step; see `Handover.finish`."""
+        return self._handover.finish(pool)
 
     @property
     def needs_seed(self) -> bool:
         """Whether the program draws random numbers."""
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
-    def bind(self) -> None:
-        """Binds the program to the memory's present layout."""
-        if self._layout == self.state.layout:
-            return
-        self._binder.pieces.clear()
-        self._binder.summed_pieces.clear()
-        self._functions, self._pausing_functions = self._generate(), []
-        if self.recorder is not None:
-            self.recorder.nodes = [function.marked for function in self._functions]
-        self._layout = self.state.layout
-
-    def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
-        clocks = self.recorder.clocks if self.recorder is not None else [None] * self.program.num_replicas
-        bind = self._binder.bind
-        return [
-            generate(
-                name,
-                module.graph,
-                functools.partial(bind, r),
-                boxed=is_region_call,
-                clock=clocks[r],
-                pauses=pauses,
-                told={node: bucket for bucket, node in handed_over(module.graph).items()},
-            )
-            for r, (name, module) in enumerate(self.program.device_graphs.items())
-        ]
-
     def _agree(self, team: Team, columns: Columns, own: Vote) -> tuple[bool, torch.Tensor | None]:
         """Called by one replica when all have come to the commit, so that nothing is left of the step before."""
         if self._progress is not None:
             self._progress.begin()
         found = team.vote(own, columns=columns, is_early=self._progress is not None)
-        self.tail = None  # if workers do not agree, what it has written is counted before anything else is done
+        self._handover.forget()  # if workers do not agree, what it has written is counted before anything else is done
         return found
-
-    def _await_update(self, replica: int, bucket: int) -> None:
-        """Returns when the step before has updated a bucket, whose hyperparameters are those of this step from then on."""
-        if self.tail is not None:
-            self.tail.await_update(replica, bucket)
-            assert isinstance(self.state, StepState), "a program that awaits updates trains"
-            self.state.optimizers.sync_bucket(bucket, replica)
 
     def run(
         self,
@@ -194,7 +163,7 @@ class Executor:
             ExecutionError: a replica failed; names device, operation and source line.
             ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
         """
-        self.bind()
+        self.functions.bind()
         self._renew_step_graph()
         self._choose_way()
         if self.recorder is not None:
@@ -208,8 +177,7 @@ class Executor:
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
-        self._parts = [None] * self.program.num_replicas
-        self._hands_over = bool(self._late_buckets) and self._can_hand_over
+        self._handover.begin()
         if self._progress is not None and self.tail is None:
             self._progress.begin()
         results: list[tuple[bool, Any] | None] = []
@@ -234,64 +202,6 @@ class Executor:
         if guard.raised is not None:
             raise guard.raised
         return loss
-
-    @property
-    def _can_hand_over(self) -> bool:
-        """Whether the next step may update buckets of the one that begins: not if it makes state of optimizers, which can be
-        undone as long as it has not returned, nor with hyperparameters in tensors, which schedulers write in place meanwhile."""
-        assert isinstance(self.state, StepState), "a program that hands over trains"
-        optimizers = self.state.optimizers
-        return not (optimizers.makes_state_of(self._late_buckets) or optimizers.have_tensors)
-
-    def finish_tail(self, pool: DevicePool) -> BaseException | None:
-        """Does what is left of the last step; the step's state then counts what the step has written.
-
-        Returns:
-            What has interrupted the caller meanwhile, though all is done, and is to be raised; None for nothing.
-
-        Raises:
-            ExecutionError, CommunicationError: it has failed, and parameters are between two steps.
-        """
-        tail = self.tail
-        if tail is None:
-            return None
-        interruption = None
-        if not (tail.is_done or tail.failures):
-            jobs = [functools.partial(tail.finish, replica) for replica in range(self.program.num_replicas)]
-            try:
-                pool.run(jobs, lambda: self._abort_tail() if tail.failures else None)  # an interrupt stops nothing
-            except BaseException as error:
-                if not tail.is_done:
-                    self._tear(tail, {0: error})
-                    note_if_torn(error, self.program, True, self._torn)
-                    raise
-                interruption = error
-        if not tail.is_done:
-            self._tear(tail, tail.failures)
-            raise explain_failure(self.program, tail.failures, True, self._torn)
-        self._end_tail()
-        return interruption
-
-    def _end_tail(self) -> None:
-        assert isinstance(self.state, StepState), "a program that hands over trains"
-        completed(self.state.finish_updates)
-        self.tail = None
-
-    def _abort_tail(self) -> None:
-        for communicator in self._communicators.values():
-            communicator.abort_kept()
-
-    def _tear(self, tail: Tail, failures: Mapping[int, BaseException]) -> None:
-        """Records that what is left of the last step has failed: parameters are between two steps."""
-        assert self._progress is not None and isinstance(self.state, StepState), (
-            "a program that hands over commits early"
-        )
-        self.tail = None
-        self._abort_tail()
-        for communicator in self._communicators.values():
-            communicator.begin_afresh()
-        self.state.abandon(has_committed=True)
-        self.state.tear(self._progress.told())
 
     def _is_done(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
         """Whether the step has taken place on all replicas, or was skipped by all."""
@@ -338,12 +248,8 @@ class Executor:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
-        if self._hands_over and not self.commit.is_skipped:
-            for communicator in self._communicators.values():
-                communicator.keep(self._late_buckets)
-            self.tail = self.tail or Tail(
-                self._parts, self._late_buckets, self.program.devices, self._timeout_seconds, self._let_go
-            )
+        if not self.commit.is_skipped:
+            self._handover.keep()
         if self.commit.is_skipped:
             self.state.skip(number)
             self._forget_step()
@@ -358,15 +264,11 @@ class Executor:
             self.trial.record(seconds)
         return loss
 
-    def _let_go(self, bucket: int) -> None:
-        for communicator in self._communicators.values():
-            communicator.let_go(bucket)
-
     def _choose_way(self) -> None:
         """Chooses threads or interleaving; if the last step was of the other mode or of another program, forgets its records."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
-        if is_interleaved and not self._pausing_functions:
-            self._pausing_functions = self._generate(pauses_at)
+        if is_interleaved:
+            self.functions.bind_pausing()
         if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
@@ -390,29 +292,19 @@ class Executor:
     def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor | None, Any]:
         """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
         values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
-        call = seen(self._functions[replica])
-        if self._late_buckets:
-            loss = self._run_to_hand_over(replica, call(values))
+        call = seen(self.functions.whole[replica])
+        if self._handover.stops_at_loss:
+            loss = self._handover.run(replica, call(values))
         else:
             loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
 
-    def _run_to_hand_over(self, replica: int, part: Iterator[Any]) -> torch.Tensor | None:
-        """Runs a replica's step until it gives its loss, or to its end, if the step does not hand over."""
-        loss: torch.Tensor | None = next(part)
-        if self._hands_over:
-            self._parts[replica] = part
-        else:
-            for _ in part:
-                pass
-        return loss
-
     def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
         """Runs a replica's step on a CPU in the caller's thread."""
         values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
-        return (yield from seen(self._pausing_functions[replica])(values)), None
+        return (yield from seen(self.functions.pausing[replica])(values)), None
 
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
@@ -431,8 +323,7 @@ class Executor:
         self.commit.stop()
         self._forget_step()
         self.commit.abort()
-        if self.tail is not None:
-            self.tail.wake()
+        self._handover.wake()
         for communicator in self._communicators.values():
             communicator.abort()
 

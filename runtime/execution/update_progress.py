@@ -62,6 +62,10 @@ class UpdateProgress:
         more = f", {numbered('bucket', in_part)} in part" if in_part else ""
         return f"{numbered('bucket', whole)} {number} {verb} updated{more}"
 
+    def told_if_begun(self) -> str:
+        """As `told`; empty if no update has begun."""
+        return self.told() if self.has_begun else ""
+
 
 def progress_of(program: Program) -> UpdateProgress | None:
     """What notes the updates of a lowered program, if it commits early, or gathers what other workers have updated."""

@@ -59,10 +59,10 @@ def test_a_step_that_fails_under_a_profiler_leaves_nothing_behind() -> None:
     with compiled(check_finite=True) as step:
         step(x, target=x[:, :2])
         assert step._last is not None
-        before = [dict(function.namespace) for function in step._last._functions]
+        before = [dict(function.namespace) for function in step._last.functions.whole]
         with profile(), pytest.raises(mirrorc.NonFiniteError):
             step(x, target=bad[:, :2])
-        assert [dict(function.namespace) for function in step._last._functions] == before
+        assert [dict(function.namespace) for function in step._last.functions.whole] == before
         with profile() as profiled:
             step(x, target=x[:, :2])
         assert counts(profiled)["mirrorc::fwd_0 cpu:1"] == 1

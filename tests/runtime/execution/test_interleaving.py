@@ -136,7 +136,7 @@ def trained(
         seldom, often = step._specializer._kept[Purpose.STEP]  # in the order of their last use
         assert often.trial.is_decided and not seldom.trial.is_decided  # which has not come often enough
         assert (
-            bool(often._pausing_functions) == (longest_seconds > 0) and often.is_interleaved == often.trial.interleaves
+            bool(often.functions.pausing) == (longest_seconds > 0) and often.is_interleaved == often.trial.interleaves
         )
         assert ("interleaved" in str(step.explain())) == often.is_interleaved
     return model, losses, often.is_interleaved
@@ -243,7 +243,7 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
     ) as step:
         step(x, target=target)
         region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
-        function = step._last._pausing_functions[1]  # type: ignore[union-attr]
+        function = step._last.functions.pausing[1]  # type: ignore[union-attr]
 
         def interrupted(*_: object) -> Any:
             raise KeyboardInterrupt

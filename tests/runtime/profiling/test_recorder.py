@@ -413,10 +413,10 @@ def test_records_go_on_when_memory_is_laid_out_anew() -> None:
         step(torch.randn(4, 3), target=torch.randn(4, 2))
         executor = step._last
         assert executor is not None
-        functions = list(executor._functions)
+        functions = list(executor.functions.whole)
         step._state._held.layout += 1  # as a program with another bucket plan would
         step(torch.randn(4, 3), target=torch.randn(4, 2))
-        assert step._last is executor and executor._functions[0] is not functions[0]
+        assert step._last is executor and executor.functions.whole[0] is not functions[0]
         first, second = recorder_of(step).steps()
         assert [c.node for c in first.calls[1]] == [c.node for c in second.calls[1]]
         assert second.begun_ns == first.ended_ns + 1, "the clock is the same"
@@ -454,7 +454,7 @@ def test_a_step_without_records_has_no_trace_of_them() -> None:
     with compiled(model, record=False) as step:
         step(torch.ones(4, 3), target=torch.ones(4, 2))
         assert step._last is not None and step._last.recorder is None
-        assert not any(re.search("begin|mark|note", function.source) for function in step._last._functions)
+        assert not any(re.search("begin|mark|note", function.source) for function in step._last.functions.whole)
 
 
 # What calls are, and what they belong to
