@@ -149,7 +149,7 @@ def test_a_log_tells_what_is_compiled_and_how_long_it_took(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, logger="mirrorc"), compiled(nn.Linear(3, 2)) as step:
         for _ in range(2):
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
-    first, second = [record.getMessage() for record in caplog.records if record.name == "mirrorc.specializer"]
+    first, second = [record.getMessage() for record in caplog.records if record.name == "mirrorc.step_compiler"]
     assert first == "compiling Linear for cpu:0, cpu:1, for a shard of input float32[2, 3], target float32[2, 2]"
     seconds = r"\d+\.\d\d s"
     pattern = (

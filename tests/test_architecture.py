@@ -33,6 +33,7 @@ ORDER = (
     "mirrorc/exclusive_calls",
     "mirrorc/step_reports",
     "mirrorc/specializer",
+    "mirrorc/step_compiler",
     "mirrorc/specializations",
     "mirrorc/capture_warnings",
     "mirrorc/purposes",

@@ -150,7 +150,7 @@ def test_an_exception_ends_the_line_and_the_thread(
         raise error
 
     if where == "capture":
-        monkeypatch.setattr(mirrorc.specializer, "capture_program", fail)
+        monkeypatch.setattr(mirrorc.step_compiler, "capture_program", fail)
     with pytest.raises((error, mirrorc.PassError)):
         compiled(fail if where == "passes" else lambda: None)
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count(SHOWS_CURSOR) == 1

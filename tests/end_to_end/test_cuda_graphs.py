@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import ExecutionError, api, specializer
+from mirrorc import ExecutionError, api, step_compiler
 from mirrorc.ir.devices import Device
 from mirrorc.options import check_cuda_graphs
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
@@ -70,7 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CallRecorder:
 def stand_in(patch: pytest.MonkeyPatch, recorder: CallRecorder) -> None:
     """CUDA, as far as captures go: torch's Adam asks it whether it is capturing."""
     patch.setattr(api, "check_cuda_graphs", lambda *_: None)
-    patch.setattr(specializer, "CudaCapturer", lambda device, seconds: recorder)
+    patch.setattr(step_compiler, "CudaCapturer", lambda device, seconds: recorder)
     stream = SimpleNamespace(is_capturing=lambda: recorder.is_capturing)
     patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     patch.setattr(torch.accelerator, "current_stream", lambda *_: stream)

@@ -1,0 +1,259 @@
+"""Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from mirrorc.capture.arguments import Call
+from mirrorc.capture.changing_arguments import CallKind
+from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.capture.evaluation_call import EvaluationCall
+from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shard_types import shard_types
+from mirrorc.capture.shards import Shards
+from mirrorc.capture.specialize import CapturedProgram, capture_program
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture_warnings import CaptureWarnings
+from mirrorc.errors import CaptureError, PassError
+from mirrorc.exchange_choice import ExchangeChoice
+from mirrorc.instruments import instruments_for
+from mirrorc.ir.nodes import names_of_called_regions
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Synchronization
+from mirrorc.measured_sizes import MeasuredSizes
+from mirrorc.options import StepOptions
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.planned_sizes import PlannedSizes
+from mirrorc.printing.wording import counted
+from mirrorc.progress import Progress
+from mirrorc.purposes import Purpose, states_of
+from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
+from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.profiling.clocks import clock_for
+from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.open_states import parameters_in_training
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.unfinished_step import finish_all_steps
+from mirrorc.runtime.workers.team import Team
+from mirrorc.shared_memory import refuse_shared_memory
+from mirrorc.specializations import Specialization
+from mirrorc.torch_internals import is_dense
+
+logger = logging.getLogger(__name__)
+
+
+class StepCompiler:
+    """Has the whole way from a call to what runs it.
+
+    Args:
+        options: the options of the step.
+        model: the user's model, and the state that its graph depends on.
+        state: the state that all programs of the step share.
+        num_threads: the number of threads of each device.
+        numbers: which Python numbers have changed.
+        exchange: chooses how workers send gradients.
+        sizes: chooses how large buckets are.
+        planned: learns from how long programs take.
+
+    Attributes:
+        team: the workers that train together; None for a process on its own.
+        states: what the programs of each purpose run on.
+    """
+
+    def __init__(
+        self,
+        options: StepOptions,
+        model: ModelState,
+        state: StepState,
+        num_threads: int,
+        numbers: ChangingNumbers,
+        exchange: ExchangeChoice,
+        sizes: MeasuredSizes | PlannedSizes,
+        planned: PlannedSizes,
+    ) -> None:
+        self._options, self._model, self._state, self._numbers = options, model, state, numbers
+        self._exchange, self._sizes, self._planned = exchange, sizes, planned
+        names = ", ".join(device.name for device in options.devices)
+        self._what = f"{type(options.model).__name__} for {names}"
+        self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
+        self._regions = RegionCompiler(options.backend, num_threads)
+        self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
+        self._warnings = CaptureWarnings(len(options.devices))
+        self.states = states_of(state)
+        self.team: Team | None = None
+
+    def compile(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+        """Compiles for a call; if that fails, the model's tensors are moved back to their former devices.
+
+        Args:
+            call, shards: the call, and its shards.
+            what_is_new: in it, for whoever waits.
+            purpose: what it is for.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+            PassError: a pass refuses the program, or the pipeline ends too early.
+        """
+        finish_all_steps()
+        self._model.note_numbers()
+        self._model.check_memory()
+        moved = self._move_to_home()
+        what = purpose.of(self._what)
+        progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
+        try:
+            progress.begin()
+            return self._compile_at_home(call, shards, what, progress, purpose)
+        except BaseException as error:
+            progress.is_over = True
+            for tensor, data in moved:
+                tensor.data = data
+            if isinstance(error, CaptureError):  # its text names the user's line: our own frames say nothing more
+                logger.debug("refused by the capture", exc_info=True)
+                error.with_traceback(None)
+            raise
+        finally:
+            progress.is_over = True
+            progress.end()
+
+    def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Moves the model's tensors to replica 0's device and makes them dense; returns the moved tensors with their old data."""
+        moved = []
+        for tensor in self._model.tensors.values():
+            data = tensor.data.to(self._home)
+            if not is_dense(data) or not (data.is_contiguous() or isinstance(tensor, nn.Parameter)):
+                data = data.contiguous()
+            if data.data_ptr() != tensor.data_ptr() or data.device != tensor.device:
+                moved.append((tensor, tensor.data))
+                tensor.data = data
+        return moved
+
+    def _compile_at_home(
+        self, call: Call, shards: Shards, what: str, progress: Progress, purpose: Purpose
+    ) -> Specialization:
+        times = [time.perf_counter()]
+        types = shard_types(shards.tensors[0], self._home)
+        logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
+        if purpose.trains:
+            self._options.optimizers.check(self._model.parameters)
+        self._regions.prepare(self._home)
+        training_call, captured = self._captured(call, shards, progress, purpose)
+        times.append(time.perf_counter())
+        program = self._lowered(captured, progress, purpose)
+        times.append(time.perf_counter())
+        regions = self._compiled_regions(program, progress)
+        times.append(time.perf_counter())
+        _log_times(what, program, times)
+        executor = self._executor(program, regions, captured, purpose)
+        self._planned.note(executor)
+        graph_of = captured.program.shard_of_replica
+        return Specialization(
+            executor, captured.guards, training_call, call.plain, captured.outputs, graph_of, captured.loss_dtype
+        )
+
+    def _captured(
+        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose
+    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+        """The module that was traced, and what came of it, of whose variables the step's state knows then."""
+        options = self._options
+        progress.enter("capture")
+        training_call = (TrainingCall if purpose.trains else EvaluationCall)(
+            options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
+        )
+        training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
+        captured = capture_program(
+            training_call,
+            call,
+            shards,
+            options.devices,
+            self._model,
+            options.optimizers,
+            options.backend.decompositions(),
+            loss_reduction=options.loss_reduction,
+            front_end=options.front_end,
+        )
+        self._check_memory(captured)
+        counters = self._model.outside.counters_of(captured.outside)
+        last = dict(counters.values())  # so that errors name statistics, not their counters
+        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
+        self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
+        self._state.reads(captured.constants.values())
+        return training_call, captured
+
+    def _lowered(self, captured: CapturedProgram, progress: Progress, purpose: Purpose) -> Program:
+        """What the passes make of a captured program."""
+        options = self._options
+        if options.cuda_graphs and purpose.trains:
+            check_captured_program(captured.program, options.optimizers)
+        self._warnings.warn_of_differences(captured.differences)
+        self._warnings.warn_of_notes(captured.notes)
+        program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
+        program = self._exchange.put_into(program.with_remarks(*options.remarks))
+        progress.enter("bucket sizes")
+        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
+        pipeline = purpose.passes_of(pipeline)
+        progress.enter("passes", len(pipeline))
+        instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
+        program = run_passes(program, pipeline, [*instruments, progress])
+        if program.stage is not Stage.LOWERED:
+            raise PassError(
+                f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
+                "'lower-devices' gives it"
+            )
+        return program
+
+    def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
+        """For each device, its regions by name."""
+        places = zip(self._options.devices, program.device_graphs.values(), strict=True)
+        called = [(device.torch_device, names_of_called_regions(module.graph)) for device, module in places]
+        wanted = [(program.regions[name], device) for device, names in called for name in names]
+        progress.enter("regions", len(wanted))
+        functions = iter(self._regions.compile_all(wanted, progress.advance))
+        return [{name: next(functions) for name in names} for _, names in called]
+
+    def _executor(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        captured: CapturedProgram,
+        purpose: Purpose,
+    ) -> Executor:
+        options = self._options
+        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
+        is_recording = options.record and purpose.updates and step_graph is None
+        recorder = Recorder([clock_for(d, options.timeout_seconds) for d in options.devices]) if is_recording else None
+        return Executor(
+            program,
+            regions,
+            self.states[purpose],
+            captured.constants,
+            options.timeout_seconds,
+            recorder,
+            step_graph,
+            self.team if purpose.trains else None,
+        )
+
+    def keep_only(self, programs: Sequence[Program]) -> None:
+        """Forgets compiled regions and variables of all other programs."""
+        self._regions.keep_only(region for program in programs for region in program.regions.values())
+        self._state.keep_only({name for program in programs for name in program.variables})
+
+    def _check_memory(self, captured: CapturedProgram) -> None:
+        """Refuses tensors that share memory with variables of a program that get memory of their own."""
+        variables = captured.program.variables.values()
+        moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
+        constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
+        refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
+
+
+def _log_times(what: str, program: Program, times: Sequence[float]) -> None:
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
+    named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
+    logger.info(f"compiled %s in %.2f s: {named}; %s", what, sum(seconds), *seconds, counts)
