@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import sys
@@ -17,10 +16,9 @@ import numpy
 import pytest
 import torch
 from distribution import Scheduler, longest_first
+from garbage import collect_seldom
 
 from mirrorc.pipeline import reproducer
-
-_COLLECTED_AFTER = 100_000  # objects, of which the compilation of a small net makes about as many
 
 _TRACE = logging.getLogger("torch.__trace")
 
@@ -44,13 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no garbage collection of the tests looks through it again.
-
-    Collections come seldom: what a step was compiled from is garbage at its end, and is looked through once, not on the way.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECTED_AFTER, 10, 10)
+    """What was imported for the tests stays until their end."""
+    collect_seldom()
 
 
 @pytest.hookimpl(optionalhook=True)

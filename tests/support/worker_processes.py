@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,8 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from garbage import collect_seldom
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
@@ -31,6 +36,72 @@ def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+class Launcher:
+    """A process that has imported torch and made a first trace, which take seconds, and forks the processes of all `outcomes`.
+
+    It starts when it is first needed, and ends with the process that has started it.
+    """
+
+    def __init__(self) -> None:
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+        atexit.register(self.close)
+
+    def run(self, limit_seconds: float, **request: Any) -> int:
+        """The exit code of what `_lead` does with the request; an error if it takes longer."""
+        requests = self._started()
+        leader = None
+        try:
+            requests.send(request)
+            leader = _told(requests, limit_seconds)
+            code = _told(requests, limit_seconds)
+        except BaseException:
+            _end(leader)
+            self.close()  # it would tell of this request later
+            raise
+        _end(leader)
+        return code
+
+    def _started(self) -> Connection:
+        if self._running is None:
+            ours, theirs = multiprocessing.Pipe()
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._running = (
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True),
+                ours,
+            )
+            theirs.close()
+        return self._running[1]
+
+    def close(self) -> None:
+        """Ends it; nothing that it has forked runs any more."""
+        if self._running is not None:
+            process, requests = self._running
+            self._running = None
+            requests.close()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _told(requests: Connection, limit_seconds: float) -> int:
+    """The next number that the launcher tells."""
+    if not requests.poll(limit_seconds):
+        raise TimeoutError(f"processes have not ended in {limit_seconds} s")
+    return int(requests.recv())
+
+
+def _end(leader: int | None) -> None:
+    """Ends what is left of the processes of a request."""
+    if leader is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+_LAUNCHER = Launcher()
+
+
 def outcomes(
     folder: Path, cases: dict[str, list[dict[str, Any] | None]], limit_seconds: float = 100, num_ended: int = 0
 ) -> dict[str, Any]:
@@ -44,21 +115,21 @@ def outcomes(
     """
     (folder / "cases.json").write_text(json.dumps(cases))
     num_processes = len(next(iter(cases.values())))
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(num_processes), str(num_ended)],
-        env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    output = folder / "output.txt"
     try:
-        told, _ = process.communicate(timeout=limit_seconds)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, told
+        code = _LAUNCHER.run(
+            limit_seconds,
+            folder=folder,
+            num_processes=num_processes,
+            num_ended=num_ended,
+            environment=environment,
+            output=output,
+        )
+    except TimeoutError as error:
+        error.add_note(output.read_text() if output.exists() else "none has started")
+        raise
+    assert code == 0, output.read_text()
     each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes - num_ended)]
     return {name: [own[name] for own in each] for name in cases}
 
@@ -192,23 +263,15 @@ def _warm_up() -> None:
     every_stage(handmade(2))
 
 
-def _main() -> None:
-    """Forks the processes, so that what takes long, the import of torch and first traces, is done once."""
-    import lost_buckets  # noqa: F401
-    import next_steps  # noqa: F401
-    import sharded_training  # noqa: F401
-    import worker_habits  # noqa: F401
-    import worker_training  # noqa: F401
-
-    _warm_up()
-    folder, num_processes, num_ended = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def _run_in_processes(folder: Path, num_processes: int, num_ended: int) -> int:
+    """Forks the processes, which run all cases; the exit code is 0 if none has failed."""
     children = []
     for number in range(num_processes):
         child = os.fork()
         if child == 0:
             try:
                 _run_all(folder, number, num_processes, num_ended)
-            except BaseException:  # noqa: BLE001 - the parent's output has it
+            except BaseException:  # noqa: BLE001 - the output has it
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
@@ -219,7 +282,48 @@ def _main() -> None:
     for child in children[num_processes - num_ended :]:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    sys.exit(any(codes))
+    return int(any(codes))
+
+
+def _lead(
+    requests: Connection, folder: Path, num_processes: int, num_ended: int, environment: dict[str, str], output: Path
+) -> int:
+    """Does what one request asks for, as the first process of a session of its own, with the environment of who asks."""
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    requests.send(os.getpid())
+    requests.close()
+    return _run_in_processes(folder, num_processes, num_ended)
+
+
+def _main() -> None:
+    """Forks a process for each request, so that what takes long, the import of torch and first traces, is done once."""
+    import lost_buckets  # noqa: F401
+    import next_steps  # noqa: F401
+    import sharded_habits  # noqa: F401
+    import sharded_training  # noqa: F401
+    import worker_habits  # noqa: F401
+    import worker_training  # noqa: F401
+
+    requests = Connection(int(sys.argv[1]))
+    _warm_up()
+    collect_seldom()
+    with contextlib.suppress(EOFError, OSError):  # who asks has ended
+        while True:
+            request = requests.recv()
+            leader = os.fork()
+            if leader == 0:
+                code = 1
+                try:
+                    code = _lead(requests, **request)
+                except BaseException:  # noqa: BLE001 - the output has it
+                    traceback.print_exc()
+                os._exit(code)
+            requests.send(os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+"""How often Python looks for garbage in tests."""
+
+from __future__ import annotations
+
+import gc
+
+_COLLECTED_AFTER = 100_000  # objects, of which the compilation of a small net makes about as many
+
+
+def collect_seldom() -> None:
+    """What is there stays: no garbage collection looks through it again.
+
+    Collections come seldom: what a step was compiled from is garbage at its end, and is looked through once, not on the way.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECTED_AFTER, 10, 10)
