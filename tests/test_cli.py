@@ -266,6 +266,7 @@ def test_the_version_is_printed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
     """As a user does it: in another process, in the folder of the pass."""
     (tmp_path / "my_passes.py").write_text(

@@ -15,10 +15,12 @@ ROOM = 40.0  # seconds, on a machine that runs other tests
 
 
 @pytest.mark.parametrize(
-    ("times", "seed"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(30, 0, marks=pytest.mark.exhaustive)],
+    ("kind", "times", "seed"),
+    [
+        pytest.param("kill", 2, 1, marks=pytest.mark.slow),
+        *(pytest.param(kind, 30, 0, marks=pytest.mark.exhaustive) for kind in ("kill", "stop", "raise")),
+    ],
 )
-@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
 @pytest.mark.timeout(7200)
 def test_whoever_is_struck_is_named_and_a_restart_goes_on(tmp_path: Path, kind: str, times: int, seed: int) -> None:
     options = ["--kinds", kind, "--times", str(times), "--seed", str(seed), "--room", str(ROOM)]

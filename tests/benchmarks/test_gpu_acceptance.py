@@ -12,6 +12,7 @@ import torch
 from gpu_acceptance import Result, goals_table, main, result_of, run_bounded, table_of
 from rich.console import Console
 from rich.table import Table
+from selections import exhaustive, slow
 
 
 def ran(tmp_path: Path, program: str, seconds: float = 60.0) -> Result:
@@ -102,8 +103,7 @@ REHEARSED = {
 SKIPPED = {"recapture", "mlp-8 without synchronization", "memcheck"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", REHEARSED)
+@pytest.mark.parametrize("part", [*slow(("correctness",), ("speed",)), *exhaustive(("processes",), ("example",))])
 def test_a_rehearsal_runs_every_kind_of_probe(tmp_path: Path, part: str) -> None:
     assert main(["--out", str(tmp_path), "--device", "cpu", "--only", part, "--probes", *REHEARSED[part]]) == 0
     told = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))

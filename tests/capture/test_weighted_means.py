@@ -110,6 +110,7 @@ def test_other_means_and_other_reductions_are_right() -> None:
     assert weighted_mean([], (), {}) is None, "a target of a graph need not be hashable"
 
 
+@pytest.mark.slow
 def test_a_language_model_that_pads_its_labels() -> None:
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     tokens = torch.randint(61, (4, 12))

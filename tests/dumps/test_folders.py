@@ -52,6 +52,7 @@ def test_one_directory_is_one_under_every_name(tmp_path: Path) -> None:
     assert DumpFolder(tmp_path / "link").path.name == "program-1"
 
 
+@pytest.mark.slow
 def test_a_run_replaces_the_last_one(tmp_path: Path) -> None:
     with another_process(tmp_path, 3) as of_another:
         assert of_another == ["program-0", "program-1", "program-2"]

@@ -18,7 +18,7 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_calls import CallRecorder
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -153,17 +153,25 @@ def decays_from_step_6(model: nn.Module, optimizer: torch.optim.Optimizer, i: in
     optimizer.param_groups[0]["weight_decay"] = 0.01 if i >= 6 else 0.0
 
 
+CHANGES: list[tuple[Change, int]] = [
+    (loads_the_optimizer, 2),
+    (halves_the_rate, 1),
+    (gives_the_rate_as_a_tensor, 1),
+    (loads_the_model, 1),
+    (empties_the_optimizer, 2),
+    (decays_from_step_6, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "num_graphs"),
+    ("kind", "change", "num_graphs"),
     [
-        (halves_the_rate, 1),
-        (gives_the_rate_as_a_tensor, 1),
-        (loads_the_model, 1),
-        (loads_the_optimizer, 2),
-        *slow((empties_the_optimizer, 2), (decays_from_step_6, 2)),
+        *((OPTIMIZERS["adamw"], *case) for case in CHANGES[:2]),
+        *slow(*((OPTIMIZERS["adamw"], *case) for case in CHANGES[2:]), (OPTIMIZERS["sgd"], *CHANGES[0])),
+        *exhaustive(*((OPTIMIZERS["sgd"], *case) for case in CHANGES[1:])),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-@pytest.mark.parametrize("kind", [OPTIMIZERS["adamw"], *slow((OPTIMIZERS["sgd"],))], ids=["adamw", "sgd"])
 def test_what_changes_between_steps_is_taken_over(
     recorder: CallRecorder, kind: Callable[..., torch.optim.Optimizer], change: Change, num_graphs: int
 ) -> None:

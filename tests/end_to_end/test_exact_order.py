@@ -74,6 +74,7 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_every_pass_with_the_flag_changes_bits() -> None:
     flagged = [one.name for one in everything_on() if traits_of(one).changes_bits]
     assert flagged == [*FLAGGED, "update-in-parts"]  # of which products as small as here may have the same bits

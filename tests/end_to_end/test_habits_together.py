@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,14 +35,18 @@ MORE: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (1, 1, two, {}),
     (3, 2, one, UNSHARED),
     (2, 3, one, {"clip_grad_norm": 0.05, "return_outputs": True}),
+    (2, 2, two, {**UNSHARED, "check_finite": True}),
+]
+OTHERS: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (4, 2, two, {"clip_grad_norm": 0.05}),
     (2, 1, two, UNSHARED),
-    (2, 2, two, {**UNSHARED, "check_finite": True}),
     (3, 2, two, {"clip_grad_value": 0.01}),
 ]
 
 
-@pytest.mark.parametrize(("num_devices", "microbatches", "make", "options"), [*CASES, *slow(*MORE)])
+@pytest.mark.parametrize(
+    ("num_devices", "microbatches", "make", "options"), [*CASES, *slow(*MORE), *exhaustive(*OTHERS)]
+)
 def test_updates_are_those_of_one_device_on_all_examples(
     num_devices: int, microbatches: int, make: Optimizers, options: dict[str, Any]
 ) -> None:

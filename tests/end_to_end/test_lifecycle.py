@@ -145,6 +145,7 @@ def test_the_interpreter_exits_after_an_exception() -> None:
     assert "mirrorc" not in errors.lower()
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_step() -> None:
     with process(
         HOLDING_NET,

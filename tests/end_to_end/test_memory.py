@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from custom_pass import Bfloat16OnTheWire
 from measured_memory import MeasuredMemory, measure
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from train_text import GPT, GPTConfig, next_byte_loss
 
@@ -167,6 +167,8 @@ def test_fusion_takes_less() -> None:
         *slow(
             (partial(torch.optim.SGD, lr=0.1), 0),
             (partial(torch.optim.NAdam, lr=1e-3), 2),
+        ),
+        *exhaustive(
             (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
             (partial(torch.optim.RMSprop, lr=1e-3), 1),
         ),
@@ -209,11 +211,9 @@ def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> N
         (None, ["share-parameters"]),
         *slow(
             ("copy", []),
-            ("copy", ["share-parameters", "factor-gradients"]),
-            (None, []),
             (None, ["share-parameters", "factor-gradients"]),
-            ("copy", ["share-parameters"]),
         ),
+        *exhaustive(("copy", ["share-parameters", "factor-gradients"]), (None, []), ("copy", ["share-parameters"])),
     ],
 )
 def test_passes_and_links_change_what_is_kept(link: str | None, without: list[str]) -> None:

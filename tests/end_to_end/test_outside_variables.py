@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_model, assert_same_state
-from selections import slow
+from selections import exhaustive, slow
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
@@ -477,7 +477,9 @@ def interrupted_in_state(number: int) -> Callable[..., Any]:
     return trace
 
 
-@pytest.mark.parametrize("number", [30, 100, *slow(*((number,) for number in range(10, 250, 20)))])
+@pytest.mark.parametrize(
+    "number", [30, *slow((70,), (130,), (210,)), *exhaustive(*((number,) for number in range(10, 250, 20)))]
+)
 def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     own, plain = Game(2), Game()
     reaches = [False]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_training, train_mirrored, train_on_one_device
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -62,7 +62,8 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
     [
         ("GRU", False, 2),
         ("LSTM", True, 3),
-        *slow(("RNN", True, 1), ("LSTM", False, 1), ("GRU", True, 3), ("RNN", False, 2)),
+        *slow(("RNN", True, 1), ("RNN", False, 2)),
+        *exhaustive(("LSTM", False, 1), ("GRU", True, 3)),
     ],
 )
 def test_ragged_sequences_train_as_on_one_device(kind: str, batch_first: bool, num_devices: int) -> None:

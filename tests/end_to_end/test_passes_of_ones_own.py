@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from tiny_models import make_mlp, mlp_batch
 from torch import fx
 from torch.nn import functional as F
@@ -109,7 +109,7 @@ STANDS: list[tuple[str, tuple[str, ...], int]] = [
     [
         *((often, place, disabled) for place, disabled, often in STANDS[1::2]),
         *slow(*((often, place, disabled) for place, disabled, often in STANDS[::2])),
-        *slow(*((n, place, disabled) for place, disabled, often in STANDS for n in (1, 2, 3) if n != often)),
+        *exhaustive(*((n, place, disabled) for place, disabled, often in STANDS for n in (1, 2, 3) if n != often)),
     ],
 )
 def test_bfloat16_on_the_wire(num_devices: int, place: str, disabled: tuple[str, ...]) -> None:

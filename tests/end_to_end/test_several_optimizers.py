@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_state
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -83,11 +83,13 @@ class Pair:
     [
         ((torch.optim.Muon, ADAMW), 3, UNSHARED), ((ADAMW, ADADELTA), 4, SMALL),
         *slow(
-            ((SGD, ADAM), 1, {}),
-            ((SGD, ADAM), 3, SMALL), ((ADAMW, ADAMW), 4, {}), ((torch.optim.Muon, ADAMW), 2, {"microbatches": 2}),
-            ((SGD, ADAM), 2, {}), ((torch.optim.Muon, ADADELTA), 2, {}), ((ADAM, ADADELTA), 2, {"link": "copy"} | UNSHARED),
+            ((SGD, ADAM), 1, {}), ((ADAMW, ADAMW), 4, {}), ((torch.optim.Muon, ADAMW), 2, {"microbatches": 2}),
+            ((ADAM, ADADELTA), 2, {"link": "copy"} | UNSHARED), ((torch.optim.Muon, ADAMW), 2, {"backend": "inductor"}),
+            ((ADADELTA, SGD), 3, {"exact_order": True}),
+        ),
+        *exhaustive(
+            ((SGD, ADAM), 3, SMALL), ((SGD, ADAM), 2, {}), ((torch.optim.Muon, ADADELTA), 2, {}),
             ((ADAMW, ADADELTA), 1, {}), ((torch.optim.Muon, ADAMW), 4, SMALL), ((SGD, ADAM), 2, UNSHARED | SMALL),
-            ((torch.optim.Muon, ADAMW), 2, {"backend": "inductor"}), ((ADADELTA, SGD), 3, {"exact_order": True}),
         ),
     ],
 )  # fmt: skip

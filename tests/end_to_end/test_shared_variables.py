@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_model, assert_same_state
-from selections import slow
+from selections import exhaustive, slow
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
@@ -177,7 +177,8 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         *slow(
             ("a game", "one memory"), ("two optimizers", "two memories"), ("one optimizer, other names", "one memory")
         ),
-        *slow(*((way, memory) for way in list(WAYS)[3:] for memory in ("one memory", "two memories"))),
+        *slow(*((way, "two memories") for way in list(WAYS)[3:])),
+        *exhaustive(*((way, "one memory") for way in list(WAYS)[3:])),
     ],
     indirect=["options"],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_model, assert_same_state
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -95,7 +95,7 @@ def new_memory(net: Any, optimizer: Any) -> None:
         (torch.optim.AdamW, 2, {}),
         *slow((torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {})),
         *slow((torch.optim.Adadelta, 2, {})),
-        *slow((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
+        *exhaustive((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
     ],
 )  # fmt: skip
 def test_each_goes_on_from_what_the_other_has_written(make: Any, num_devices: int, options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -109,9 +109,8 @@ def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     ("num_devices", "options"),
     [
         (3, {}),
-        (2, {"microbatches": 2}),
-        (2, {"accumulates": True}),
-        *slow((1, {}), (2, {"dtype": torch.float32})),
+        *slow((2, {"microbatches": 2}), (2, {"accumulates": True})),
+        *exhaustive((1, {}), (2, {"dtype": torch.float32})),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_bits, assert_same_training, train_mirrored, train_on_one_device
-from selections import slow
+from selections import exhaustive, slow
 from tiny_programs import captured_model, targets
 from torch import nn
 from torch.nn import functional as F
@@ -93,22 +93,22 @@ def test_it_runs_behind_links_alone() -> None:
     assert parts_of(program) == {None}
 
 
-def test_rows_of_other_workers_are_looked_at_when_they_are_there() -> None:
+@pytest.mark.parametrize("rows", [140, *slow((8,), (0,))])
+def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> None:
     """Whatever a worker's own batch, all workers compile the same updates."""
-    for rows in (8, 140, 0):
-        model, world = net(), World(2, 1)
-        with mirrorc.compile(
-            model,
-            ["cpu"],
-            optimizer=torch.optim.AdamW(model.parameters()),
-            loss_fn=F.cross_entropy,
-            world=world,
-            rank=0,
-            exchange="factors",
-            passes=default_pipeline(over_workers=True, **PARTS),
-        ) as step:
-            step.prepare(**batches(rows, dtype=torch.float32)[0])
-            assert parts_of(step.program) == {None, 150}  # biases are added up, in a bucket of their own
+    model, world = net(), World(2, 1)
+    with mirrorc.compile(
+        model,
+        ["cpu"],
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss_fn=F.cross_entropy,
+        world=world,
+        rank=0,
+        exchange="factors",
+        passes=default_pipeline(over_workers=True, **PARTS),
+    ) as step:
+        step.prepare(**batches(rows, dtype=torch.float32)[0])
+        assert parts_of(step.program) == {None, 150}  # biases are added up, in a bucket of their own
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -117,7 +117,8 @@ def test_wrong_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"clip_grad_norm": 0.1}, {"clip_grad_norm": 1e6}, {"check_finite": True}, {"scaler": True}]
+    "options",
+    [{"clip_grad_norm": 0.1}, *slow(({"clip_grad_norm": 1e6},), ({"check_finite": True},), ({"scaler": True},))],
 )
 def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -> None:
     """In 32 bits, in which norms of products follow from their factors; bound or not, scaled or not."""
@@ -144,9 +145,10 @@ def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("optimizer", "num_devices"),
     [
-        *((name, 2) for name in OPTIMIZERS),
+        *((name, 2) for name in ("adamw of several operators", "nadam")),
         ("adamw", 3),
-        *slow(*((name, n) for name in OPTIMIZERS for n in (3, 4))),
+        *slow(*((name, 3) for name in ("adamw for lists", "nesterov")), ("sgd", 2), ("adagrad", 2), ("rmsprop", 4)),
+        *exhaustive(*((name, n) for name in OPTIMIZERS for n in (2, 3, 4))),
     ],
 )
 def test_training_is_that_of_one_device(optimizer: str, num_devices: int) -> None:

@@ -1,3 +1,4 @@
+import pytest
 from legibility_dump import dumped_program
 
 SAID = (
@@ -21,6 +22,7 @@ SAID = (
 )
 
 
+@pytest.mark.slow
 def test_the_dump_of_the_questions_has_what_they_ask_for() -> None:
     text = dumped_program().to_text()
     assert [said for said in SAID if said not in text] == []

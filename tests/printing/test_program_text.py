@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from tiny_programs import (
     MUON,
     PASS_NAMES,
@@ -396,7 +396,12 @@ FAST_CALLS = MORE_CALLS[3::6]  # one of each kind of model
 
 
 @pytest.mark.parametrize(
-    ("model", "place", "extra"), [*FAST_CALLS, *slow(*(case for case in MORE_CALLS if case not in FAST_CALLS))]
+    ("model", "place", "extra"),
+    [
+        *FAST_CALLS,
+        *slow(*(case for case in MORE_CALLS[::3] if case not in FAST_CALLS)),
+        *exhaustive(*(case for i, case in enumerate(MORE_CALLS) if i % 3 and case not in FAST_CALLS)),
+    ],
 )
 def test_one_more_call_between_modules_changes_only_lines_about_it(
     model: type[nn.Module], place: int, extra: Callable[[torch.Tensor], torch.Tensor]

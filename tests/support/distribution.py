@@ -15,6 +15,7 @@ _DEALT_OUT_BY_CASE = "tests/end_to_end/test_fuzzed_training.py"
 # What takes longest, longest first: whatever begins late ends late, while the other workers have nothing left to do.
 _FIRST = (
     "tests/end_to_end/test_fuzzed_training.py",
+    "tests/benchmarks/",
     "tests/runtime/workers/",
     "tests/verifier/",
     "tests/end_to_end/test_parity.py",

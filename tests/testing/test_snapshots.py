@@ -254,6 +254,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
+@pytest.mark.slow
 def test_check_does_without_syrupy(folder: Folder) -> None:
     source = HIDDEN + "from mirrorc.testing import check\ncheck('alpha', 'CHECK: alpha')\n"
     source += "try:\n    from mirrorc.testing import ProgramSnapshot\nexcept ImportError as error:\n    print(error)\n"

@@ -228,6 +228,7 @@ for folder in ("", "{folder}"):
 """
 
 
+@pytest.mark.slow
 def test_the_structured_trace_is_on_where_it_has_a_folder(tmp_path: Path) -> None:
     code = TRACES.format(folder=tmp_path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -74,7 +74,7 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
         torch.testing.assert_close(buckets[0].tensor[place], expected[place])
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
     which=st.lists(st.sampled_from(["product", "table", "whole"]), min_size=5, max_size=5),

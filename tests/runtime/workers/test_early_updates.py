@@ -27,7 +27,7 @@ DEALT: dict[str, dict[str, Any]] = {  # new parameters are lost, and not sums
     },
 }
 LOST = CASES | DEALT
-FAST = (*CASES, "dealt out, clipped, (1, 2, 1)", "update")
+FAST = ("2 x 2, the chief", "dealt out, clipped, (1, 2, 1)", "update")
 
 
 def each(size: int, **given: Any) -> list[Any]:
@@ -61,19 +61,23 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
+FAST_TRAINED = ("2 x 2", "factors, 2 x 2")
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What training gives, with and without early updates; losses and values, by case and whether they are early."""
     given = {}
     for case, own in TRAINED.items():
         for early in (True, False):
             options = {**SMALL, **own.get("options", {}), "early_update": early}
             given[f"{case} {early}"] = each(len(own["devices"]), train={**own, "options": options})
-    return outcomes(tmp_path_factory.mktemp("bits"), given, limit_seconds=200)
+    fast = [name for name in given if name.rpartition(" ")[0] in FAST_TRAINED]
+    return LazyOutcomes(tmp_path_factory.mktemp, given, fast, limit_seconds=200)
 
 
-@pytest.mark.parametrize("case", TRAINED)
-def test_early_updates_give_the_same_bits(trained: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", selections.slow_but(FAST_TRAINED, TRAINED))
+def test_early_updates_give_the_same_bits(trained: Mapping[str, Any], case: str) -> None:
     for early, late in zip(trained[f"{case} True"], trained[f"{case} False"], strict=True):
         if early is not None:
             assert early["losses"] == late["losses"] and early["values"] == late["values"]
@@ -112,7 +116,7 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
             assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
 def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two_steps(
     found: Mapping[str, Any], case: str
 ) -> None:

@@ -99,7 +99,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     "other model": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]]},
 }
 
-SLOW = ("2 x 2", "table", "factors, 2 x 1", "factors, empty", "factors, tied", "factors, bound", "whole, random")
+SLOW = (
+    *("2 x 2", "table", "bound", "parts", "factors, 2 x 1", "factors, empty", "factors, tied", "factors, bound"),
+    "whole, random",
+)
 FAST = (CASES | FAULTS).keys() - set(SLOW)
 
 
