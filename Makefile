@@ -23,11 +23,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
-# Every property, on a selection of models, devices and optimizers: ten to fifteen minutes on two cores.
+# Every property, on a selection of models, devices and optimizers: six to ten minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: about half an hour.
+# The same properties on wider selections, and what needs real processes: about twenty minutes.
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
