@@ -60,9 +60,8 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
 @pytest.mark.parametrize(
     ("kind", "batch_first", "num_devices"),
     [
-        ("GRU", False, 2),
         ("LSTM", True, 3),
-        *slow(("RNN", True, 1), ("RNN", False, 2)),
+        *slow(("GRU", False, 2), ("RNN", True, 1), ("RNN", False, 2)),
         *exhaustive(("LSTM", False, 1), ("GRU", True, 3)),
     ],
 )
