@@ -1,9 +1,12 @@
-"""`compile`: checks the user's options and makes a step from them."""
+"""`compile`: checks the user's options and makes a step from them.
+
+It is long, as each option is described here.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from mirrorc.option_kinds import (
     FrontEndName,
     LinkName,
     LossReduction,
+    PlacementName,
     Workers,
     check_kinds,
 )
@@ -50,6 +54,7 @@ from mirrorc.passes import PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.placements import placing
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
 from mirrorc.worlds import check_world, joined_workers, worker_devices, workers_of
@@ -95,6 +100,7 @@ def compile(
     early_update: bool = True,
     shard_optimizer: bool = False,
     overlap_next_step: bool = False,
+    placement: PlacementName | Mapping[str, str] = "auto",
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -175,6 +181,12 @@ def compile(
             for each, and updates it, where forward first reads its parameters. Calls of the model, of ``state_dict`` and
             ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
             the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
+        placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of which
+            each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first where that
+            is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first device, and
+            "least-loaded" deals parameters out to devices by their bytes, the largest first: each is summed up and updated on
+            the device that owns it, and all others write a copy, once a step. A dict names owners, ``{"embedding.weight":
+            "cpu:0"}``, with a rule ("central", "least-loaded" or a device) for all others under ``"*"``. Numbers are the same.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -214,6 +226,7 @@ def compile(
     casts_to = checked_autocast(autocast, parsed)
     parts = checked_microbatches(microbatches, passes, disable_passes)
     bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
+    placed = placing(model_state, program_workers, parsed, asked)
     base = passes
     if base is None:
         base = default_pipeline(
@@ -228,7 +241,7 @@ def compile(
             early_update=early_update,
             overlap_next_step=overlap_next_step,
             shard_optimizer=shard_optimizer,
-            **preferred,
+            **{**placed, **preferred},
         )
     pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
     check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)

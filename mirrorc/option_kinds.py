@@ -21,6 +21,7 @@ FrontEndName = Literal["auto", "dynamo"] | str
 FiniteCheck = bool | Literal["skip"]
 Workers = Auto | None
 Exchange = Literal["auto", "dense", "factors"]
+PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ _TAKES = {
         (),
         "say 'dense', to send all gradients whole, 'factors', to send the factors of those that have some, or 'auto'",
         get_args(Exchange),
+    ),
+    "placement": _Takes(
+        (Mapping,),
+        "say 'auto', 'mirrored', 'shared', 'central' or 'least-loaded', or give a dict with the owners of parameters, such as "
+        "{'embedding.weight': 'cpu:0', '*': 'least-loaded'}",
+        get_args(PlacementName),
     ),
     "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),
     "overlap_next_step": _Takes((bool,), "say True, to return with the last buckets in flight, or False"),

@@ -20,6 +20,7 @@ from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.overlap_next_step import OverlapNextStep
 from mirrorc.passes.pack_gradients import PackGradients
 from mirrorc.passes.place_gradients import PlaceGradients
+from mirrorc.passes.place_variables import CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
@@ -31,11 +32,15 @@ from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
+from mirrorc.passes.spread_copies import SpreadCopies
 from mirrorc.passes.unscale_gradients import UnscaleGradients
+from mirrorc.passes.update_at_owner import UpdateAtOwner
 from mirrorc.passes.update_in_parts import UpdateInParts
 from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
+    "CENTRAL",
+    "LEAST_LOADED",
     "PASSES",
     "AccumulateMicrobatches",
     "CheckFinite",
@@ -51,6 +56,7 @@ __all__ = [
     "OverlapNextStep",
     "PackGradients",
     "PlaceGradients",
+    "PlaceVariables",
     "PlanBuckets",
     "ReadRowElements",
     "RecomputeElementwise",
@@ -62,7 +68,9 @@ __all__ = [
     "ScheduleOverlap",
     "ShardOptimizer",
     "ShareParameters",
+    "SpreadCopies",
     "UnscaleGradients",
+    "UpdateAtOwner",
     "UpdateInParts",
     "default_pipeline",
     "told_of_sharing",
@@ -74,6 +82,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "recompute-elementwise": RecomputeElementwise,
     "lay-channels-last": LayChannelsLast,
     "plan-buckets": PlanBuckets,
+    "place-variables": PlaceVariables,
     "outline-regions": OutlineRegions,
     "factor-gradients": FactorGradients,
     "place-gradients": PlaceGradients,
@@ -86,12 +95,14 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "insert-update": InsertUpdate,
     "schedule-overlap": ScheduleOverlap,
     "share-parameters": ShareParameters,
+    "update-at-owner": UpdateAtOwner,
     "reduce-over-workers": ReduceOverWorkers,
     "overlap-next-step": OverlapNextStep,
     "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
+    "spread-copies": SpreadCopies,
     "lower-collectives": LowerCollectives,
     "scale-in-updates": ScaleInUpdates,
     "update-in-parts": UpdateInParts,
@@ -124,6 +135,8 @@ def default_pipeline(
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
     shard_optimizer: bool = False,
+    placement: str = "auto",
+    owners: tuple[tuple[str, str], ...] = (),
 ) -> list[Pass]:
     """The passes that `mirrorc.compile` runs, in order.
 
@@ -149,9 +162,14 @@ def default_pipeline(
         cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
         shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
+        placement: where parameters are. "auto" and "shared" keep them once for devices that share one memory, see
+            `ShareParameters`, "mirrored" as a copy on each device; anything else is a rule of `PlaceVariables`, by which one
+            device owns each of them.
+        owners: the owners of variables that are named, see `PlaceVariables`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
+    has_owners = placement not in ("auto", "mirrored", "shared")
     is_cut = overlap_next_step and over_workers and cuts_for_next_step
     needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
@@ -161,6 +179,7 @@ def default_pipeline(
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
         PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need=is_cut),
+        *([PlaceVariables(placement, owners)] if has_owners else []),
         OutlineRegions(cuts_forward=is_cut),
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
@@ -172,13 +191,15 @@ def default_pipeline(
         InsertAllReduce(),
         InsertUpdate(),
         ScheduleOverlap(),
-        ShareParameters(),
+        *([ShareParameters()] if placement in ("auto", "shared") else []),
+        *([UpdateAtOwner()] if has_owners else []),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
         *([OverlapNextStep()] if overlap_next_step else []),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
+        *([SpreadCopies(link=link)] if has_owners else []),
         LowerCollectives(link=link),
         *([ScaleInUpdates(fused_groups)] if max_grad_norm is not None or scales_loss else []),
         UpdateInParts(part_elements),

@@ -106,7 +106,8 @@ def _move_before(commit: fx.Node) -> int:
     for node in nodes[nodes.index(commit) :]:
         if node.op == "output" or node in late:
             continue
-        if node.target in ops.WRITERS or node.target in ops.RESCALING or not late.isdisjoint(node.all_input_nodes):
+        is_late = node.target in ops.WRITERS or node.target in ops.RESCALING or node.target is ops.updated
+        if is_late or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         else:
             commit.prepend(node)

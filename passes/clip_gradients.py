@@ -249,7 +249,7 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
     takers = [taker for taker in gradient_takers(graph) if replica_of(taker) == replica]
     found = [_Sum(value, index, taker) for taker in takers for index, value in taken_by(taker) if index in wanted]
     missing = wanted - {one.bucket for one in found}
-    launches = tuple(ops.EXCHANGES) if any(calls_to(graph, *ops.EXCHANGES)) else (ops.all_reduce, ops.reduce_scatter)
+    launches = tuple(ops.EXCHANGES) if any(calls_to(graph, *ops.EXCHANGES)) else tuple(ops.REDUCTIONS)
     for wait in calls_to(graph, ops.wait):
         if replica_of(wait) == replica and bucket_of(wait) in missing and wait.all_input_nodes[0].target in launches:
             found.append(_Sum(wait, bucket_of(wait), None))

@@ -140,6 +140,8 @@ class FactorGradients:
             return "" if is_cpu else "one device has no share to make"
         if why_not := why_memory_is_not_shared(program.devices):
             return why_not
+        if any(bucket.owner is not None for bucket in program.buckets):
+            return "each is added up whole, by the device that owns its variable"
         if self.parameters_are_shared is False:
             return "no pass shares parameters, so that each device needs the whole gradient"
         if not has_shares:

@@ -51,6 +51,7 @@ ORDER = (
     "mirrorc/microbatches",
     "mirrorc/worlds",
     "mirrorc/optimizer_sharding",  # over workers
+    "mirrorc/placements",  # of variables
     "mirrorc/next_step",  # over workers
     "mirrorc/batch_parts",  # of workers
     "mirrorc/mixed_precision",

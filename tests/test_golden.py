@@ -14,6 +14,7 @@ from golden_programs import (
     NUM_DEVICES,
     OVERLAP,
     PARTS_OF_FACTORS,
+    PLACED,
     UPDATE,
     VERSIONS,
     WORKER,
@@ -25,6 +26,7 @@ from golden_programs import (
     golden_program,
     overlap_text,
     parts_of_factors_text,
+    placed_text,
     versions,
     worker_text,
 )
@@ -33,7 +35,7 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, CHECKED, WORKER, FACTORS, DEALT, PARTS_OF_FACTORS, OVERLAP, CAPTURED]
+FILES = [*LOWERED, *PLACED, CHECKED, WORKER, FACTORS, DEALT, PARTS_OF_FACTORS, OVERLAP, CAPTURED]
 SEEDS = ("1", "2")
 
 
@@ -73,6 +75,8 @@ def golden_text(file: str) -> str:
         return overlap_text()
     if file == WORKER:
         return worker_text()
+    if file in PLACED:
+        return placed_text(file)
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)
     return golden_program(name, int(num_devices)).to_text(slots=True, sources=False)
 

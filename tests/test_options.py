@@ -108,6 +108,7 @@ TAKEN: dict[str, set[str]] = {
     "early_update": BOOLS,
     "shard_optimizer": BOOLS,
     "overlap_next_step": BOOLS,
+    "placement": {"'auto'", "no dict"},
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""

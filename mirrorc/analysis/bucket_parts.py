@@ -86,8 +86,8 @@ class BucketParts:
     `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
     was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
-    `step_optimizer` gives new parameters. From these values on, slices, concatenations and sums over different replicas are
-    understood exactly. The result of any other operator of torch is taken
+    `step_optimizer` gives new parameters, and `updated` those that a replica has updated. From these values on, slices,
+    concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
 
@@ -134,6 +134,8 @@ class BucketParts:
             return self._computed(node)
         if node.target is ops.pack:
             return self._whole(GRADIENTS, bucket_of(node), [replica_at(self._program, node)])
+        if node.target is ops.updated:
+            return self._whole(PARAMETERS, bucket_of(node), [replica_at(self._program, node)])
         if node.target is operator.getitem:
             step, place = node.args
             if not isinstance(step, fx.Node) or step.target is not ops.step_optimizer:
@@ -158,7 +160,7 @@ class BucketParts:
         if launch.target not in ops.REDUCTIONS:
             return None
         whole = self._whole(GRADIENTS, bucket_of(launch), range(self._program.num_replicas))
-        if launch.target is ops.reduce_scatter and whole is not None:
+        if launch.target in ops.SHARED_OUT and whole is not None:
             bucket, replica = self._program.buckets[whole.bucket], replica_at(self._program, wait)
             return _cut(whole, *bucket.share(replica, self._program.num_replicas))
         return whole

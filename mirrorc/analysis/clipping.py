@@ -186,7 +186,7 @@ def lies_in_own_memory(value: Any) -> bool:
         return True  # it was what the replica alone has of its worker's sum
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
-    return launch.target is ops.reduce_scatter or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
+    return launch.target in ops.SHARED_OUT or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
 
 
 def asked_of_late_share(wait: fx.Node) -> Any:

@@ -199,6 +199,7 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
     topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
         lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
         lambda old, new: _placement(new.placement) if old.placement is not new.placement else "",
+        lambda old, new: _owner(old, new) if old.owner != new.owner else "",
         lambda old, new: _sent(new) if old.is_sent_as_factors != new.is_sent_as_factors else "",
         lambda old, new: _ready(old, new),
     ]
@@ -217,6 +218,12 @@ def _sent(new: PrintedBucket) -> str:
 
 def _placement(placement: Placement) -> str:
     return f"{placement.value.word} now: {placement.value.description}"
+
+
+def _owner(old: PrintedBucket, new: PrintedBucket) -> str:
+    if not new.owner:
+        return f"left to no device now, and was left to {old.owner}"
+    return f"left to {new.owner}" + (f" instead of {old.owner}" if old.owner else "")
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:

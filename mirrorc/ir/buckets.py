@@ -99,6 +99,7 @@ class Bucket:
         placement: where its parameters are, and which replica updates which elements.
         sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
         part: the elements that this worker updates, whose optimizer state it has; None if each worker updates all elements.
+        owner: the replica to which its update is left, or is to be left; None if to none.
     """
 
     index: int
@@ -109,6 +110,7 @@ class Bucket:
     placement: Placement = Placement.MIRRORED
     sent_factors: tuple[SentFactors, ...] = ()
     part: Elements | None = None
+    owner: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -130,13 +132,13 @@ class Bucket:
         It updates them, too, unless the worker updates a part of the bucket alone. A replica's share of a small shared bucket
         may be empty.
         """
-        return self.placement.value.share(self.num_elements, replica, num_replicas)
+        return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
         """The elements that a replica updates, element by element: its share of the bucket, or of its worker's part."""
         if self.part is None:
             return self.share(replica, num_replicas)
-        start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas)
+        start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas, self.owner)
         return self.part.start + start, self.part.start + stop
 
     def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
@@ -150,7 +152,7 @@ class Bucket:
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
         """Whether a replica writes parameters of this bucket: its share, if that is not empty, or its own copy."""
-        if not self.reduces_by_shares:
+        if self.has_owner or not self.reduces_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
         return start < stop
@@ -158,7 +160,12 @@ class Bucket:
     @property
     def reduces_by_shares(self) -> bool:
         """Whether a replica gets its share of the sum alone. An update that is not element-wise needs the whole sum."""
-        return self.placement.value.updates_by_shares and self.rule.elementwise
+        return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether its owner alone gets the sum and updates, and all other replicas have copies of what the owner has updated."""
+        return self.placement.value.has_owner
 
     @property
     def is_written_last(self) -> bool:

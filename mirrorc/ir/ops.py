@@ -210,6 +210,20 @@ def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None)
 @operation(
     Kind.LAUNCH,
     since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
+    gives=pending_operand,
+    stem="b{bucket}_pending",
+    value="pending",
+    called="b{bucket}_pending",
+    awaited="sum",
+)
+def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = None) -> Any:
+    """Launches the sum of a bucket over all replicas, which replica ``root`` alone gets; all others get no element of it."""
+
+
+@operation(
+    Kind.LAUNCH,
+    since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
     gives=of_exchange,
     stem="b{bucket}_exchange",
@@ -416,6 +430,19 @@ def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> A
     """Lets the user's optimizers of these buckets update them by themselves, in order; gives the new parameters, 1-D each."""
 
 
+@operation(
+    Kind.SOURCE,
+    since=Stage.SCHEDULED,
+    gives=of_bucket,
+    stem="b{bucket}_updated",
+    value="parameters",
+    called="updated(b{bucket})",
+    printed=Printed.WHERE_USED,
+)
+def updated(*, bucket: int, replica: int) -> Any:
+    """The parameters of a bucket, 1-D, in their memory, once this replica has updated them."""
+
+
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
 def store(value: Any, *, bucket: int, replica: int) -> None:
     """Writes a bucket's parameters."""
@@ -456,6 +483,9 @@ FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 """Operations that give a gradient as factors."""
 
 REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
+SHARED_OUT = Selection(lambda found: {Effect.SUMS, Effect.SCATTERS} <= found.effects)
+"""Reductions of which each replica gets its share of the sum alone."""
+
 EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
 """Operations that join workers, to add up what they have."""
 

@@ -43,18 +43,21 @@ class PlacementFacts:
         description: a clause that says where parameters are and who updates them.
         owner: the replica in whose memory a replica's parameters are.
         share: the elements that a replica updates, if the update is element-wise: the first one, and one past the last
-            one. Takes the number of elements, the replica, and the number of replicas.
-        updates_by_shares: whether each replica updates another part of one copy, and so needs its share of a sum alone.
+            one. Takes the number of elements, the replica, the number of replicas, and the bucket's owner.
+        updates_by_shares: whether each element is updated by one replica alone, which so needs its share of a sum alone.
         is_written_last: whether a device may write parameters only after the last read of every other device in the step.
+        has_owner: whether one replica, the bucket's owner, makes all updates and has the optimizer's state, and each other
+            replica writes what the owner has updated into a copy of its own. The table adds the owner's name.
     """
 
     word: str
     in_table: str
     description: str
     owner: Callable[[int], int] = field(repr=False)
-    share: Callable[[int, int, int], tuple[int, int]] = field(repr=False)
+    share: Callable[[int, int, int, int | None], tuple[int, int]] = field(repr=False)
     updates_by_shares: bool
     is_written_last: bool
+    has_owner: bool = False
 
 
 def _itself(replica: int) -> int:
@@ -65,12 +68,16 @@ def _first_replica(replica: int) -> int:
     return 0
 
 
-def _whole(num_elements: int, replica: int, num_replicas: int) -> tuple[int, int]:
+def _whole(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
     return 0, num_elements
 
 
-def _own_share(num_elements: int, replica: int, num_replicas: int) -> tuple[int, int]:
+def _own_share(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
     return share_bounds(num_elements, num_replicas, replica)
+
+
+def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
+    return (0, num_elements) if replica == owner else (0, 0)
 
 
 class Placement(enum.Enum):
@@ -93,6 +100,16 @@ class Placement(enum.Enum):
         share=_own_share,
         updates_by_shares=True,
         is_written_last=True,
+    )
+    OWNED = PlacementFacts(
+        word="owned",
+        in_table="owned by",
+        description="one device has the optimizer's state and updates, and each other one has a copy of what it has updated",
+        owner=_itself,
+        share=_all_to_owner,
+        updates_by_shares=True,
+        is_written_last=False,
+        has_owner=True,
     )
 
 

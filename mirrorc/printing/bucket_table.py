@@ -22,6 +22,9 @@ _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
 SENT_AS_FACTORS = "sent as factors"
 """What the table says of a bucket whose factors workers send to each other."""
 
+PLANNED = "to be owned by"
+"""What the table says of a bucket with an owner to which its update is not left yet, before the owner's name."""
+
 _LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first and the last
 _WIDTH = 158
 _INDENT = "#   "
@@ -39,7 +42,11 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
-        lines += [_row(bucket, ready.get(bucket.index, "")), *_members(bucket, slots), *_shares(program, bucket, fold)]
+        lines += [
+            _row(program, bucket, ready.get(bucket.index, "")),
+            *_members(bucket, slots),
+            *_shares(program, bucket, fold),
+        ]
     lines = folded(lines, "# … bucket ", lambda line: line.startswith("# bucket ")) if fold else lines
     labels = dict.fromkeys(bucket.rule.label for bucket in program.buckets)
     held = ((label, program.optimizer_groups[label]) for label in labels if label in program.optimizer_groups)
@@ -49,8 +56,10 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     ]
 
 
-def _row(bucket: Bucket, ready_after: str) -> str:
+def _row(program: Program, bucket: Bucket, ready_after: str) -> str:
     placement = bucket.placement.value.in_table
+    if bucket.owner is not None and 0 <= bucket.owner < program.num_replicas:
+        placement = f"{placement if bucket.has_owner else PLANNED} {program.devices[bucket.owner]}"
     rule = bucket.rule.label + (f" · {placement}" if placement else "")
     rule += f" · {SENT_AS_FACTORS}" if bucket.is_sent_as_factors else ""
     rule += f" · ready after {ready_after}" if ready_after else ""
@@ -123,7 +132,7 @@ def _alike(layers: Iterable[_Members]) -> list[_Members]:
 
 
 def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
-    if not bucket.reduces_by_shares and bucket.part is None:
+    if bucket.has_owner or (not bucket.reduces_by_shares and bucket.part is None):
         return []
     parts = [
         f"{device.name} {range_text(*bucket.updated(replica, program.num_replicas))}"

@@ -101,6 +101,9 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
     if bucket is None or own is None:
         return ""
     start, stop = own
+    if bucket.has_owner:
+        where = f"{program.devices[bucket.owner or 0]} alone gets the sum"
+        return where if start == stop or others else ""
     elements = f"elements {range_text(start, stop)}" if start < stop else "no elements"
     where = f" on {program.devices[replica].name}, others: see bucket {bucket.index}" if others else ""
     return f"{elements} of {bucket.num_elements}{where}"
@@ -256,6 +259,8 @@ def _updated(program: Program, node: fx.Node) -> str:
     bucket = _bucket(program, node)
     if bucket is None:
         return ""
+    if bucket.has_owner:
+        return f"{bucket.rule.label}, once for all replicas"
     is_share = bucket.placement.value.updates_by_shares
     part = f", worker {program.workers.rank}'s part of {program.workers.num_workers}" if bucket.part is not None else ""
     return bucket.rule.label + part + (f", this device's share of {program.num_replicas}" if is_share else "")

@@ -49,6 +49,7 @@ class PrintedBucket:
         gradients: its gradients, in order.
         rule: the label of its update rule.
         placement: where its parameters are.
+        owner: the device that updates them, or is to update them, if that is left to one; empty if not.
         is_sent_as_factors: whether workers send each other its factors.
         ready_after: the region that gives its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
@@ -67,6 +68,7 @@ class PrintedBucket:
     ready_after: str = ""
     last_gradient: str = ""
     shares: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)

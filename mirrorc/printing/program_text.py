@@ -7,8 +7,9 @@ The printed form::
                 [ "· worker N of N, replicas N … N of N" ] [ "· MS ms" ]
     workers   = "# workers: " TEXT
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
-    bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ "· shared" ] [ "· ready after d(VARIABLE) in REGION" ]
+    bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ placement ] [ "· ready after d(VARIABLE) in REGION" ]
                 member+ [ share ]
+    placement = "· shared" | "· to be owned by DEVICE" | "· owned by DEVICE"
     member    = "#     VARIABLE[SHAPE]"
               | "#   " [ LAYER [ "… LAYER" ] ":" ] VARIABLE[SHAPE] ...
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
@@ -59,6 +60,7 @@ beside ``update``, the rule.
 Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
 slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
 device's share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received;
+``updated(b0)``, parameters that this device has updated;
 ``new(bn.running_mean)``; variables by their own names. Inside regions a value is called by the module and the operator that
 it comes from (`mirrorc.capture.value_names`), with ``d_`` before it in backward; what is computed between modules, by the last
 module that it is made of. Many values of a kind are counted: ``93 activations`` are kept for backward, ``3 d(activations)`` are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mirrorc.ir.variables import Placement
-from mirrorc.printing.bucket_table import SENT_AS_FACTORS
+from mirrorc.printing.bucket_table import PLANNED, SENT_AS_FACTORS
 from mirrorc.printing.printed_program import PrintedBucket, PrintedGradient
 from mirrorc.printing.text_cursor import TextCursor
 
@@ -13,7 +13,9 @@ _BUCKET = re.compile(
     r"# bucket (?P<index>\d+)  (?P<dtype>\S+) +(?P<size>\d+(?:\.\d+)? [KMGT]?i?B)  (?P<count>\d+) gradients?  (?P<rule>\S.*)"
 )
 _READY = re.compile(r"ready after d\((?P<gradient>.*)\) in (?P<region>\S+)")
-_PLACEMENTS = {placement.value.in_table: placement for placement in Placement}
+_PLACEMENTS = {placement.value.in_table: placement for placement in Placement if not placement.value.has_owner}
+_WITH_OWNER = {placement.value.in_table: placement for placement in Placement if placement.value.has_owner}
+_OWNER = re.compile(rf"(?P<how>{'|'.join([PLANNED, *_WITH_OWNER])}) (?P<device>\S+)")
 _LISTED = "#     "  # the beginning of the line of a single gradient, if gradients are not grouped by layers
 _INDENT = "#   "
 _MORE = "#       "
@@ -37,10 +39,13 @@ def _bucket(text: TextCursor) -> PrintedBucket:
     rule, *facts = row["rule"].split(" · ")
     ready = [match for fact in facts if (match := _READY.fullmatch(fact))]
     placements = dict.fromkeys(fact for fact in facts if fact and fact in _PLACEMENTS)
+    owners = [match for fact in facts if (match := _OWNER.fullmatch(fact))]
+    placements |= {owner["how"]: None for owner in owners if owner["how"] in _WITH_OWNER}
     sent = [fact for fact in facts if fact == SENT_AS_FACTORS]
-    named = " or ".join(word for word in _PLACEMENTS if word)
+    named = " or ".join([*filter(None, _PLACEMENTS), *(f"{word} DEVICE" for word in (PLANNED, *_WITH_OWNER))])
     expected = f"'RULE · {named} · {SENT_AS_FACTORS} · ready after d(VARIABLE) in REGION' at the end"
-    text.expect(len(placements) <= 1 and len(ready) + len(placements) + len(sent) == len(facts), expected)
+    num_known = len(ready) + len(placements) + sum(owner["how"] == PLANNED for owner in owners) + len(sent)
+    text.expect(len(placements) <= 1 and len(owners) <= 1 and num_known == len(facts), expected)
     gradients = _gradients(text, count)
     text.expect(
         len(gradients) == count, f"{count} gradients up to here, '#     VARIABLE[SHAPE]'; there are {len(gradients)}"
@@ -56,7 +61,8 @@ def _bucket(text: TextCursor) -> PrintedBucket:
         num_gradients=count,
         gradients=tuple(gradients),
         rule=rule,
-        placement=_PLACEMENTS[next(iter(placements), "")],
+        placement=(_PLACEMENTS | _WITH_OWNER)[next(iter(placements), "")],
+        owner=owners[0]["device"] if owners else "",
         is_sent_as_factors=bool(sent),
         ready_after=ready[0]["region"] if ready else "",
         last_gradient=ready[0]["gradient"] if ready else "",

@@ -171,6 +171,9 @@ class PrintedValues:
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         is_share = awaited_elements(self._program, launch, 0) is not None
+        is_share = (
+            is_share and not self._program.buckets[bucket_of(origin)].has_owner
+        )  # which has all of it, or nothing
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:

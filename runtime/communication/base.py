@@ -95,6 +95,14 @@ class Communicator:
         """This replica's share (`mirrorc.ir.shares.share_bounds`) of the sum, the same bits as in an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
+    def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
+        """As `launch_all_reduce`, for a sum that replica ``root`` alone gets."""
+        raise self._not_carried("reduce")
+
+    def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
+        """On replica ``root`` the sum, the same bits as in an all_reduce; nothing of it on another one, which does not wait."""
+        raise self._not_carried("reduce")
+
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
         """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order, and may write it."""
         share = self.wait_reduce_scatter(bucket, replica, pending)

@@ -9,6 +9,7 @@ import torch
 from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
+from mirrorc.runtime.communication.rendezvous import Rendezvous
 from mirrorc.runtime.devices.events import record_event, wait_event
 
 
@@ -26,6 +27,10 @@ class CopyCommunicator(Communicator):
         """See `Communicator`."""
         self._offer("reduce_scatter", bucket, replica, tensor)
 
+    def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
+        """See `Communicator`."""
+        self._leave("reduce", bucket, replica, tensor).announce_to(root, replica)
+
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
         return self._sum("all_reduce", bucket, replica, slice(None))
@@ -36,11 +41,20 @@ class CopyCommunicator(Communicator):
         share = slice(*share_bounds(num_elements, len(self.devices), replica))
         return self._sum("reduce_scatter", bucket, replica, share)
 
+    def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
+        """See `Communicator`."""
+        if replica != root:
+            return self._rendezvous[("reduce", bucket)].tensors[replica][:0]
+        return self._sum("reduce", bucket, replica, slice(None))
+
     def _offer(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> None:
+        self._leave(kind, bucket, replica, tensor).announce(replica)
+
+    def _leave(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> Rendezvous:
         rendezvous = self._rendezvous[(kind, bucket)]
         rendezvous.tensors[replica] = tensor
         rendezvous.events[replica] = record_event(tensor.device)
-        rendezvous.announce(replica)
+        return rendezvous
 
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
         rendezvous = self._rendezvous[(kind, bucket)]

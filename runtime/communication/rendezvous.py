@@ -47,6 +47,11 @@ class Rendezvous:
             if other != replica:
                 self._inboxes[other].put(replica)
 
+    def announce_to(self, root: int, replica: int) -> None:
+        """Tells one replica alone that this one has left its tensor; no other one may wait here."""
+        if root != replica:
+            self._inboxes[root].put(replica)
+
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
         """Returns when these other replicas have announced themselves.
 

@@ -41,6 +41,23 @@ class SharedMemoryCommunicator(Communicator):
         """As in the base class. The bucket may have gradients that are left as factors, if all replicas leave the same ones."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
+    def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
+        """See `Communicator`."""
+        rendezvous = self._rendezvous[("reduce", bucket)]
+        rendezvous.tensors[replica] = tensor
+        rendezvous.announce_to(root, replica)
+
+    def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
+        """See `Communicator`; the sum lies in replica 0's bucket, which is added up in the order of replicas."""
+        rendezvous = self._rendezvous[("reduce", bucket)]
+        if replica != root:
+            return rendezvous.tensors[replica][:0]
+        rendezvous.await_replicas(replica, range(len(self.devices)))
+        total, *others = rendezvous.tensors
+        for tensor in others:
+            total.add_(tensor)
+        return total
+
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]

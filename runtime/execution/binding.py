@@ -188,9 +188,11 @@ class Binder:
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        root: Any = node.kwargs.get("root")
         launch: Any = {
             ops.all_reduce: communicator.launch_all_reduce,
             ops.reduce_scatter: communicator.launch_reduce_scatter,
+            ops.reduce: functools.partial(communicator.launch_reduce, root=root),
         }[node.target]  # type: ignore[index]
 
         return lambda own, **_: launch(bucket, replica, own)
@@ -266,9 +268,11 @@ class Binder:
                 late = self.late[node] = LateShare()
                 return leaving(communicator, bucket, replica, list(visitors.values()), leaves, late)
             return visiting(communicator, bucket, replica, list(visitors.values()))
+        root: Any = collective.kwargs.get("root")
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
+            ops.reduce: functools.partial(communicator.wait_reduce, root=root),
             ops.exchange: communicator.wait_exchange,
             ops.gather_factors: communicator.wait_gather,
         }
@@ -318,6 +322,10 @@ class Binder:
             return tuple(self.state.store.buckets[index].parameters[replica] for index in buckets)
 
         return step_optimizer
+
+    @binds(ops.updated)
+    def _bind_updated(self, replica: int, node: fx.Node) -> Constant:
+        return Constant(self.state.store.buckets[bucket_of(node)].parameters[replica])
 
     @binds(ops.store)
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:

@@ -176,6 +176,7 @@ class _Walk:
         ops.reserved,
         ops.recv,
         ops.step_optimizer,
+        ops.updated,
         ops.store,
         ops.accumulate,
         ops.write,

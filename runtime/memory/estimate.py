@@ -170,10 +170,12 @@ class _Tally:
             name for name, start, stop in shares if start < stop
         }  # each has a flat optimizer with its own scalars
         copies = self._copies(bucket)
-        for owners in copies:
-            if num_flat := len(updating.intersection(owners)):
-                self._add(owners, "optimizer_state", per_element * own + scalars * num_flat)
-        self._add(copies[0], "optimizer_state", scalars * len(bucket.slots))  # shown in the user's optimizer
+        with_state = [owners for owners in copies if updating.intersection(owners)]
+        for owners in with_state:
+            num_flat = len(updating.intersection(owners))
+            self._add(owners, "optimizer_state", per_element * own + scalars * num_flat)
+        # shown in the user's optimizer
+        self._add((with_state or copies)[0], "optimizer_state", scalars * len(bucket.slots))
 
     def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
         """Adds the state of an optimizer that runs by itself, on the first replica's parameters."""

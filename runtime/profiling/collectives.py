@@ -72,7 +72,9 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
 
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
-    giver = node.kwargs.get("root", node.kwargs.get("source"))
+    if node.target is ops.reduce and node.kwargs["root"] != replica:
+        members = [(replica, node)]  # it gets nothing of the sum, and waits for nobody
+    giver = None if node.target is ops.reduce else node.kwargs.get("root", node.kwargs.get("source"))
     awaited = [
         (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)
     ]

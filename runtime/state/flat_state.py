@@ -79,14 +79,14 @@ class FlatState:
 
     def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
         """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
-        bucket = flat.bucket
+        bucket, home = flat.bucket, self._first(flat).parameter.device
         for key, first in flat_entries(states[0]).items():
             if key in SCALAR_STATE:
                 value = torch.as_tensor(first).detach().reshape(())
                 value = value if value.is_floating_point() else value.to(torch.float32)  # as fused kernels want counts
                 self._hold_number(flat, key, value)
                 continue
-            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=flat.parameters[0].device)
+            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
             for view, state in zip(slot_views(whole, bucket), states, strict=True):
                 view.copy_(state[key])
             if bucket.part is not None:
@@ -108,11 +108,16 @@ class FlatState:
             own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy."""
+        """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy.
+
+        The tensor is the first one's of those replicas that update any of the bucket, and of all that have its parameters.
+        """
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
-        for replica, own in self._replicas(flat).items():
+        replicas = self._replicas(flat)
+        home = flat.bucket.owner_of_parameters(next(iter(replicas)))
+        for replica, own in replicas.items():
             start, stop = (place - first for place in flat.bucket.updated(replica, len(flat.parameters)))
-            is_view = flat.bucket.owner_of_parameters(replica) == 0
+            is_view = flat.bucket.owner_of_parameters(replica) == home
             own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
         self.whole.setdefault(flat.bucket.index, {})[key] = whole
 

@@ -60,6 +60,7 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
     found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
+    found += every_stage(HANDMADE["buffer"](), placement="central").values()
     of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
     found += every_stage(of_workers, over_workers=True).values()
     found += every_stage(of_workers, over_workers=True, overlap_next_step=True).values()
@@ -129,7 +130,8 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 
 
 def test_selections_are_made_of_effects() -> None:
-    assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter]
+    assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter, ops.reduce]
+    assert list(ops.SHARED_OUT) == [ops.reduce_scatter, ops.reduce]
     assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors, ops.scatter_sums]
     assert list(ops.BETWEEN_WORKERS) == [*ops.EXCHANGES, ops.gather_parameters]
     assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.BETWEEN_WORKERS, ops.broadcast]

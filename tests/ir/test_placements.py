@@ -16,7 +16,12 @@ from mirrorc.printing.bucket_table import table_lines
 from mirrorc.serialization.record_data import decode_record, encode_record
 
 ROOT = Path(__file__).parents[2]
-MAY_NAME_A_PLACEMENT = {"mirrorc/ir/variables.py", "mirrorc/ir/buckets.py", "passes/share_parameters.py"}
+MAY_NAME_A_PLACEMENT = {
+    "mirrorc/ir/variables.py",
+    "mirrorc/ir/buckets.py",
+    "passes/share_parameters.py",
+    "passes/update_at_owner.py",
+}
 
 
 def test_only_the_pass_that_establishes_a_placement_names_one() -> None:
@@ -28,8 +33,12 @@ def test_only_the_pass_that_establishes_a_placement_names_one() -> None:
 
 
 def test_placements_are_saved_by_name_and_pickled() -> None:
-    assert [encode_record(placement, Placement, "placement") for placement in Placement] == ["MIRRORED", "SHARED"]
-    assert [placement.value.word for placement in Placement] == ["mirrored", "shared"]
+    assert [encode_record(placement, Placement, "placement") for placement in Placement] == [
+        "MIRRORED",
+        "SHARED",
+        "OWNED",
+    ]
+    assert [placement.value.word for placement in Placement] == ["mirrored", "shared", "owned"]
     for placement in Placement:
         assert decode_record(placement.name, Placement, "placement") is placement
         assert pickle.loads(pickle.dumps(placement)) is placement

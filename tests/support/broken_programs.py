@@ -140,6 +140,25 @@ def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
     return "schedule-overlap", mutate
 
 
+def owned(change: Callable[[fx.Graph], None], pass_name: str = "update-at-owner") -> Mutation:
+    """A change of a program whose buckets have owners: of the graph of the first bucket's owner, once lowered."""
+
+    def mutate(_: Program) -> Program:
+        program = every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS)[pass_name]
+        verify(program)
+        graphs = program.graphs()
+        change(graphs[program.buckets[0].owner or 0] if len(graphs) > 1 else graphs[0])
+        return program
+
+    return "lower-devices", mutate
+
+
+def take_parameters_before_their_update(graph: fx.Graph) -> None:
+    taken = first(graph, ops.updated)
+    (update,) = [node for node in targets(graph, ops.update) if bucket_of(node) == bucket_of(taken)]
+    update.prepend(taken)
+
+
 def over_workers(
     change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any
 ) -> Mutation:
@@ -1313,6 +1332,14 @@ BAD: dict[str, list[Mutation]] = {
         sharded(lambda graph: setattr(first(graph, ops.reduce_scatter), "target", ops.all_reduce)),
         bucket_change("schedule-overlap", lambda b: (dataclasses.replace(b[0], placement=Placement.SHARED), b[1])),
         bucket_change("lower-devices", lambda b: (b[0], dataclasses.replace(b[1], placement=Placement.SHARED))),
+        owned(
+            lambda graph: with_kwargs(first(graph, ops.reduce), root=1 - int(first(graph, ops.reduce).kwargs["root"]))
+        ),
+        owned(lambda graph: setattr(first(graph, ops.reduce), "target", ops.reduce_scatter)),
+    ],
+    "owners_update_alone": [
+        owned(take_parameters_before_their_update),
+        owned(take_parameters_before_their_update, "lower-devices"),
     ],
     "shared_parameters_are_written_last": [
         sharded(use_a_view_while_others_update),

@@ -36,7 +36,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline
+from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -49,6 +49,9 @@ FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one
 DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
 PARTS_OF_FACTORS = "digits-worker-1-of-2-dealt-factors.txt"  # as the former two at once
 OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
+PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-central.txt": 3}
+"""The files with programs whose parameters are placed as their names say, and the numbers of devices."""
+
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -234,7 +237,7 @@ def _devices(number: int) -> Any:
 
 
 def golden_program(
-    name: str, num_devices: int, *, check_finite: bool = False, workers: Workers | None = None
+    name: str, num_devices: int, *, check_finite: bool = False, workers: Workers | None = None, placement: str = "auto"
 ) -> Program:
     """A model's lowered program; captured once for all numbers of devices that have shards of one size."""
     if num_devices == MODELS[name].uneven_on:
@@ -250,8 +253,9 @@ def golden_program(
     if workers is not None:
         program = program.evolve(workers=workers)
     is_one_of_several = program.workers.are_several
-    pipeline = default_pipeline(**MODELS[name].buckets, check_finite=check_finite, over_workers=is_one_of_several)
-    return run_passes(program, pipeline)
+    options = {"check_finite": check_finite, "over_workers": is_one_of_several, "placement": placement}
+    pipeline = default_pipeline(**MODELS[name].buckets, **options)  # type: ignore[arg-type]
+    return run_passes(program, told_of_sharing(pipeline))
 
 
 def golden_texts() -> Iterator[tuple[str, str]]:
@@ -259,6 +263,8 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     for name in MODELS:
         for num_devices in NUM_DEVICES:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
+    for file in PLACED:
+        yield file, placed_text(file)
     yield CHECKED, checked_text()
     yield WORKER, worker_text()
     yield FACTORS, factors_text()
@@ -271,6 +277,12 @@ def golden_texts() -> Iterator[tuple[str, str]]:
 def checked_text() -> str:
     """A lowered program whose steps take place only if all is finite."""
     return golden_program("digits", 2, check_finite=True).to_text(slots=True, sources=False)
+
+
+def placed_text(file: str) -> str:
+    """The lowered program whose parameters are placed as the name of its file says."""
+    name, _, placement = file.removesuffix(".txt").split("-", 2)
+    return golden_program(name, PLACED[file], placement=placement).to_text(slots=True, sources=False)
 
 
 def worker_text() -> str:

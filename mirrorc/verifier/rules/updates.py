@@ -71,7 +71,8 @@ def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> 
         return False
     bucket = program.buckets[index]
     if node.target is ops.store:
-        return given.holds(PARAMETERS, index, 0, bucket.num_elements)
+        owners = [bucket.owner] if bucket.has_owner and bucket.owner is not None else None
+        return given.holds(PARAMETERS, index, 0, bucket.num_elements, owners)
     share = bucket.updated(
         replica_at(program, node), program.num_replicas
     )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
@@ -143,14 +144,56 @@ def _is_sum_over_workers(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
-    """Shared parameters that are updated element by element get shares of the sum, all others the whole sum."""
+    """Shared parameters that are updated element by element get shares of the sum, an owner gets all of it alone, and all others
+    get the whole sum."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             bucket = program.buckets[bucket_of(node)]
-            if (node.target is ops.reduce_scatter) != bucket.reduces_by_shares:
+            are_shares, is_to_owner = node.target in ops.SHARED_OUT, node.target is ops.reduce
+            if are_shares != bucket.reduces_by_shares or is_to_owner != bucket.has_owner:
                 yield Violation(
                     f"{say(node)} does not fit its parameters, which are {bucket.placement.value.word}", node
                 )
+            elif is_to_owner and node.kwargs["root"] != bucket.owner:
+                yield Violation(
+                    f"{say(node)} goes to replica {node.kwargs['root']}, but {_owner(program, bucket)}", node
+                )
+
+
+@rule(since=Stage.SCHEDULED)
+def owners_update_alone(program: Program) -> Iterator[Violation]:
+    """A bucket with an owner is updated by its owner alone; all other replicas store what the owner has updated, which is taken
+    behind the update."""
+    owned = {bucket.index: bucket for bucket in program.buckets if bucket.has_owner}
+    if not owned:
+        return
+    for where, graph, _ in scopes(program):
+        done: set[tuple[int, int]] = set()
+        for node in calls_to(graph, *ops.UPDATES, ops.updated):
+            replica = replica_at(program, node)
+            indices = [bucket_of(node)] if node.target is ops.updated else written_buckets(node)
+            for bucket in (owned[index] for index in indices if index in owned):
+                is_owner = replica == bucket.owner
+                if is_owner is (node.target is ops.store):
+                    what = "stores a copy of" if is_owner else "updates"
+                    yield Violation(
+                        f"{node.name} on {where(replica_of(node))} {what} bucket {bucket.index}, but {_owner(program, bucket)}",
+                        node,
+                    )
+                elif node.target is ops.updated and (bucket.index, replica) not in done:
+                    yield Violation(
+                        f"{node.name} on {where(replica_of(node))} takes the parameters of bucket {bucket.index} before they are "
+                        "updated",
+                        node,
+                    )
+                if node.target is not ops.updated:
+                    done.add((bucket.index, replica))
+
+
+def _owner(program: Program, bucket: Bucket) -> str:
+    owner = bucket.owner
+    is_there = owner is not None and 0 <= owner < program.num_replicas
+    return f"its owner is {program.devices[owner]}" if is_there and owner is not None else "it has no owner"
 
 
 @rule(since=Stage.UPDATED)

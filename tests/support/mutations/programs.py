@@ -86,7 +86,8 @@ class Source:
         pipeline = [_WITHOUT_LIMITS.get(one.name, one) for one in pipeline]
         pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
         pipeline = pipeline if self.captured.trains else for_evaluation(pipeline)
-        unshared = select_passes(pipeline, ["share-parameters"])
+        has_sharing = any(one.name == "share-parameters" for one in pipeline)
+        unshared = select_passes(pipeline, ["share-parameters"] if has_sharing else [])
         if not self.is_shared or not self.captured.trains:
             yield "", unshared
             return
@@ -254,6 +255,13 @@ def handmade_sources() -> Iterator[Source]:
         yield Source(f"pairs, clipped on {n}", handmade(n, pairs, buffer=True), caps | clipped)
         yield Source(f"own optimizer and AdamW, clipped on {n}", handmade(n, mixed), SMALL_BUCKETS | clipped)
 
+    for n, placement in ((2, "least-loaded"), (3, "least-loaded"), (3, "central")):
+        placed = {"placement": placement}
+        yield Source(f"pairs, {placement} on {n}", handmade(n, pairs, buffer=True), caps | placed, is_shared=False)
+        several = handmade(n, mixed, buffer=True)
+        yield Source(f"own optimizer and AdamW, {placement} on {n}", several, SMALL_BUCKETS | placed, is_shared=False)
+        bounds = placed | {"max_grad_norm": 1.0, "check_finite": True}
+        yield Source(f"pairs, clipped and {placement} on {n}", handmade(n, pairs), caps | bounds, is_shared=False)
     groups = [Weight(name, (200,), rule=UpdateRule(f"AdamW group {i % 2}", i % 2)) for i, name in enumerate("abcd")]
     apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True, "fused_groups": (1,)}
     yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)

@@ -43,7 +43,7 @@ def wait_before_taking_part(program: Program) -> Iterator[Edit]:
 def broadcast_from_another_replica(program: Program) -> Iterator[Edit]:
     """A broadcast gives what another replica has than the one whose optimizer made it."""
     for node in placed_nodes(program, ops.broadcast):
-        yield partial(with_keywords, node, root=1)
+        yield partial(with_keywords, node, root=(node.kwargs["root"] + 1) % program.num_replicas)  # type: ignore[operator]
 
 
 @breaks
@@ -69,7 +69,7 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
         (store,) = wait.users
         if does_store:
             sums = calls_to(received.graph, ops.wait)
-            alike = (n for n in sums if n.args[0].target is ops.all_reduce and n.kwargs == wait.kwargs)  # type: ignore[union-attr]
+            alike = (n for n in sums if n.args[0].target in ops.REDUCTIONS and n.kwargs == wait.kwargs)  # type: ignore[union-attr]
             with_argument(store, 0, next(alike))
         else:
             store.graph.erase_node(store)

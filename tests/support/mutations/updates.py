@@ -229,7 +229,7 @@ def update_without_a_share(program: Program) -> Iterator[Edit]:
             wait.graph.call_function(ops.update, (wait,), kwargs)
 
     for wait in placed_nodes(program, ops.wait):
-        if not wait.users and wait.args[0].target is ops.reduce_scatter:  # type: ignore[union-attr]
+        if not wait.users and wait.args[0].target in ops.SHARED_OUT:  # type: ignore[union-attr]
             yield partial(edit, wait)
 
 
@@ -285,11 +285,35 @@ def exchange_two_writes(program: Program) -> Iterator[Edit]:
 
 @breaks
 def change_a_placement(program: Program) -> Iterator[Edit]:
-    """A bucket's parameters are said to be shared when they are not, or the other way round."""
-    other = {Placement.SHARED: Placement.MIRRORED, Placement.MIRRORED: Placement.SHARED}
+    """A bucket's parameters are said to be shared, or left to an owner, when they are not, or the other way round."""
+    other = dict(zip(Placement, [*list(Placement)[1:], Placement.MIRRORED], strict=True))
     is_told = program.stage >= Stage.SCHEDULED and program.num_replicas > 1 and not program.accumulates
     for bucket in program.buckets if is_told else ():
         yield partial(with_bucket, program, bucket.index, placement=other[bucket.placement])
+
+
+@breaks
+def change_an_owner(program: Program) -> Iterator[Edit]:
+    """A bucket is said to have another owner than the device that updates it."""
+    for bucket in program.buckets if program.stage >= Stage.SCHEDULED and not program.accumulates else ():
+        if bucket.has_owner and bucket.owner is not None:
+            yield partial(with_bucket, program, bucket.index, owner=(bucket.owner + 1) % program.num_replicas)
+
+
+@breaks
+def copy_before_the_update(program: Program) -> Iterator[Edit]:
+    """A device sends parameters that it owns before it has updated them."""
+    for timeline in timelines(program):
+        updates = {bucket_of(node): node for node in timeline if node.target is ops.update}
+        for node in (n for n in timeline if n.target is ops.updated):
+            yield partial(updates[bucket_of(node)].prepend, node)
+
+
+@breaks
+def reduce_to_another_device(program: Program) -> Iterator[Edit]:
+    """The sum of a bucket goes to a device that does not own it."""
+    for node in placed_nodes(program, ops.reduce):
+        yield partial(with_keywords, node, root=(node.kwargs["root"] + 1) % program.num_replicas)  # type: ignore[operator]
 
 
 @breaks

@@ -1,0 +1,148 @@
+"""Decides which device owns each variable, and gives each bucket one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from mirrorc.errors import PassError
+from mirrorc.ir.buckets import Bucket, Slot
+from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted, listed
+
+LEAST_LOADED = "least-loaded"
+"""The rule by which variables go to the device that owns fewest bytes, the largest first."""
+
+CENTRAL = "central"
+"""The rule by which all variables go to the first device."""
+
+
+@dataclass(frozen=True)
+class PlaceVariables:
+    """Gives every variable that is updated an owner, and splits buckets so that each has one::
+
+        bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]           bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]  cpu:1
+        bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]   ->   bucket 1  f32  fc1.weight[512, 2048]             cpu:0
+                                                                  bucket 2  f32  fc1.bias[512]                     cpu:1
+
+    Variables that are named go to the devices that are named for them, and those of optimizers that do not work element by
+    element go to the first device, on which these run. All others follow the rule. By "least-loaded" they are taken from the
+    largest to the smallest, and each goes to the device that owns fewest bytes then, of two the first one. What is named counts.
+
+    A bucket keeps its variables, in their order, or is split into one bucket for each of their owners. Buckets are numbered anew
+    in the order in which they become ready.
+
+    Needs: a bucket plan, before regions are cut.
+    Guarantees: each bucket has an owner; none has gradients of variables of two owners.
+    Source: the rules are those of TensorFlow's CentralStorageStrategy and of tensorpack's LeastLoadedDeviceSetter.
+
+    Attributes:
+        rule: "central", "least-loaded", or the name of a device, which gets all variables that are not named.
+        owners: pairs of a variable's name and a device's name.
+    """
+
+    rule: str = LEAST_LOADED
+    owners: tuple[tuple[str, str], ...] = ()
+    name: str = field(default="place-variables", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    trains_only: ClassVar = True
+
+    def run(self, program: Program) -> Program:
+        if not program.buckets:
+            raise PassError("pass 'place-variables' needs a bucket plan: run 'plan-buckets' before it")
+        owner_of = self._owners(program)
+        parts = [part for bucket in program.buckets for part in _parts(bucket, owner_of)]
+        output = program.shard_graphs[0].output_node().args[0]
+        assert isinstance(output, dict)
+        position = {name: i for i, name in enumerate(output["gradients"])}
+        parts.sort(key=lambda bucket: position[bucket.slots[-1].variable])
+        buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(parts))
+        return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
+
+    def _owners(self, program: Program) -> dict[str, int]:
+        """The owner of each variable that is in a bucket.
+
+        Raises:
+            PassError: a name is that of no device or of no variable, or an owner cannot be kept.
+        """
+        replicas = {device.name: replica for replica, device in enumerate(program.devices)}
+        named = dict(self.owners)
+        for name, device in named.items():
+            if name not in program.variables:
+                raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the program")
+            if device not in replicas:
+                raise PassError(_unknown(f"{device!r}, as the owner of {name!r}", replicas))
+        sizes = {slot.variable: (bucket, slot) for bucket in program.buckets for slot in bucket.slots}
+        found: dict[str, int] = {}
+        for name, (bucket, _) in sizes.items():
+            owner = replicas[named[name]] if name in named else 0
+            if not bucket.rule.elementwise and owner != 0:
+                raise PassError(
+                    f"{name!r} cannot be owned by {named[name]}: {bucket.rule.label} does not work element by element, so it "
+                    f"runs by itself, on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
+                )
+            if name in named or not bucket.rule.elementwise:
+                found[name] = owner
+        rest = [name for name in sizes if name not in found]
+        if self.rule == LEAST_LOADED:
+            loads = [0] * program.num_replicas
+            for name, owner in found.items():
+                loads[owner] += _num_bytes(*sizes[name])
+            for name in sorted(rest, key=lambda name: -_num_bytes(*sizes[name])):
+                owner = min(range(program.num_replicas), key=loads.__getitem__)
+                found[name] = owner
+                loads[owner] += _num_bytes(*sizes[name])
+            return found
+        if self.rule != CENTRAL and self.rule not in replicas:
+            raise PassError(_unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, **replicas}))
+        return found | dict.fromkeys(rest, replicas.get(self.rule, 0))
+
+    def _remarks(self, program: Program, buckets: Sequence[Bucket], owner_of: Mapping[str, int]) -> list[str]:
+        """Says what each device owns, and what was split for it."""
+        owned = []
+        for replica, device in enumerate(program.devices):
+            own = [bucket for bucket in buckets if bucket.owner == replica]
+            size = size_text(sum(slot.num_elements * b.dtype.itemsize for b in own for slot in b.slots))
+            number = sum(len(bucket.slots) for bucket in own)
+            owned.append(f"{device} {counted(number, 'variable')} ({size})" if number else f"{device} nothing")
+        rule = "by their bytes, the largest first" if self.rule == LEAST_LOADED else f"by the rule {self.rule}"
+        said = f"{rule}, {len(self.owners)} by name: " if self.owners else f"{rule}: "
+        remarks = [f"what each device owns, {said}{listed(owned, most=8)}"]
+        if len(buckets) > len(program.buckets):
+            remarks.append(
+                f"{counted(len(program.buckets), 'bucket')} became {len(buckets)}, as all of a bucket has one owner"
+            )
+        unowned = [name for name, _ in self.owners if name not in owner_of]
+        if unowned:
+            remarks.append(
+                f"{listed(unowned)} {'has' if len(unowned) == 1 else 'have'} no owner, as nothing updates it"
+            )
+        return remarks
+
+
+def _unknown(what: str, known: Mapping[str, int]) -> str:
+    return f"pass 'place-variables' is given {what}: there are {', '.join(known)}"
+
+
+def _num_bytes(bucket: Bucket, slot: Slot) -> int:
+    return slot.num_elements * bucket.dtype.itemsize
+
+
+def _parts(bucket: Bucket, owner_of: Mapping[str, int]) -> list[Bucket]:
+    """A bucket of those gradients of a bucket whose variables have one owner, for each owner."""
+    ends = [*(slot.offset for slot in bucket.slots[1:]), bucket.num_elements]
+    owners = dict.fromkeys(owner_of[slot.variable] for slot in bucket.slots)
+    if len(owners) == 1:
+        return [replace(bucket, owner=next(iter(owners)))]
+    parts = []
+    for owner in owners:
+        slots, place = [], 0
+        for slot, end in zip(bucket.slots, ends, strict=True):
+            if owner_of[slot.variable] == owner:
+                slots.append(replace(slot, offset=place))
+                place += end - slot.offset  # aligned as before
+        parts.append(replace(bucket, slots=tuple(slots), num_elements=place, owner=owner))
+    return parts

@@ -1,0 +1,179 @@
+"""What `mirrorc.compile(placement=...)` makes, and what it refuses."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_programs import assert_same, reload
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import World
+from mirrorc.capture.model_state import ModelState
+from mirrorc.errors import PassError
+from mirrorc.ir.devices import Device
+from mirrorc.ir.workers import ALONE
+from mirrorc.passes import PlaceVariables, default_pipeline
+from mirrorc.placements import placing
+
+
+class Tied(nn.Module):
+    """A head with the weight of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.table(x)))
+
+
+def step_of(placement: Any, model: nn.Module | None = None, **options: Any) -> mirrorc.Step:
+    model = model or Tied()
+    options = {"devices": 2, "backend": "eager", **options}
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
+    return mirrorc.compile(model, optimizer=optimizer, loss_fn=F.cross_entropy, placement=placement, **options)
+
+
+def owners(placement: Any, **options: Any) -> dict[str, int | None]:
+    program = step_of(placement, **options).prepare(torch.tensor([0, 1, 2]), target=torch.tensor([0, 1, 2]))
+    return {slot.variable: bucket.owner for bucket in program.buckets for slot in bucket.slots}
+
+
+def test_each_placement_has_its_program() -> None:
+    assert owners("central") == {"table.weight": 0, "body.weight": 0, "body.bias": 0}
+    assert owners("least-loaded") == {"table.weight": 0, "body.weight": 1, "body.bias": 1}
+    for placement in ("auto", "mirrored", "shared"):
+        assert set(owners(placement).values()) == {None}
+    words = {
+        placement: step_of(placement)
+        .prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
+        .buckets[0]
+        .placement.name
+        for placement in ("auto", "mirrored", "shared", "central")
+    }
+    assert words == {"auto": "SHARED", "mirrored": "MIRRORED", "shared": "SHARED", "central": "OWNED"}
+
+
+def test_a_dict_names_owners_and_tied_parameters_have_all_their_names() -> None:
+    assert owners({"head.weight": "cpu:1", "*": "central"}) == {"table.weight": 1, "body.weight": 0, "body.bias": 0}
+    assert owners({"table.weight": "cpu:1"}) == {"table.weight": 1, "body.weight": 0, "body.bias": 0}
+    assert owners({"body.bias": "cpu:0", "*": "cpu:1"}) == {"table.weight": 1, "body.weight": 1, "body.bias": 0}
+
+
+def test_a_program_with_owners_is_saved_and_loaded(tmp_path: Path) -> None:
+    program = step_of("least-loaded", devices=3).prepare(torch.tensor([0, 1, 2]), target=torch.tensor([0, 1, 2]))
+    loaded = reload(program, tmp_path)
+    assert_same(loaded, program)
+    assert [bucket.owner for bucket in loaded.buckets] == [bucket.owner for bucket in program.buckets]
+
+
+def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
+    model = Tied()
+    model.body.weight.requires_grad_(False)
+    program = step_of({"body.weight": "cpu:1"}, model).prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
+    assert "body.weight has no owner, as nothing updates it" in str(program)
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "said"),
+    [
+        (
+            {"tabel.weight": "cpu:0"},
+            {},
+            "placement names 'tabel.weight', which is no parameter of the model; the closest name",
+        ),
+        (
+            {"table.weight": "cpu:2"},
+            {},
+            "placement gives 'table.weight' to 'cpu:2', which is none of the devices: name one",
+        ),
+        (
+            {"*": "mirrored"},
+            {},
+            "all parameters that are not named, to 'mirrored': say 'central', 'least-loaded', or one of the",
+        ),
+        ({"table.weight": "cpu:0", "head.weight": "cpu:1"}, {}, "which are one parameter: name one device for it"),
+        ("central", {"passes": default_pipeline()}, "placement='central' has no part in a pipeline given with passes="),
+        (
+            "central",
+            {"disable_passes": ["place-variables"]},
+            "asks for the pass 'place-variables', which disable_passes leaves",
+        ),
+        (
+            "least-loaded",
+            {"disable_passes": ["update-at-owner"]},
+            "asks for the pass 'update-at-owner', which disable_passes",
+        ),
+        (
+            "shared",
+            {"disable_passes": ["share-parameters"]},
+            "asks for the pass 'share-parameters', which disable_passes",
+        ),
+        (
+            "central",
+            {"bucket_cap_mb": "auto"},
+            "cannot be used with bucket_cap_mb= as it is given: what is measured are sums",
+        ),
+        (
+            "central",
+            {"world": World(2, 1)},
+            "cannot be used with workers= as it is given: an owner updates for the devices",
+        ),
+        (
+            "mirrored",
+            {"world": World(2, 2)},
+            "placement='mirrored' cannot be used over several workers where one has 2 devices",
+        ),
+        (
+            "near",
+            {},
+            "placement is 'near': say 'auto', 'mirrored', 'shared', 'central' or 'least-loaded', or give a dict",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(placement: Any, options: dict[str, Any], said: str) -> None:
+    if "world" in options:
+        options = {**options, "devices": None}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        step_of(placement, **options)
+
+
+def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
+    gpus = [Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)]
+    asked = {"placement": "shared", "passes": None, "disable_passes": ()}
+    said = (
+        "placement='shared' is not possible on cuda:0 and cuda:1: the devices do not share one memory; use 'mirrored'"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        placing(ModelState(Tied(), None), ALONE, gpus, asked)
+
+
+def test_another_kind_of_value_is_refused() -> None:
+    with pytest.raises(TypeError, match=re.escape("placement is 3: say 'auto', 'mirrored'")):
+        step_of(3)
+
+
+def test_what_steps_by_itself_cannot_be_given_away() -> None:
+    model = Tied()
+    step = step_of({"body.weight": "cpu:1"}, model, optimizer=torch.optim.Muon([model.body.weight]))
+    with pytest.raises(
+        PassError, match=r"'body.weight' cannot be owned by cpu:1: Muon group 0 does not work element by element"
+    ):
+        step.prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
+
+
+def test_passes_with_owners_can_be_put_into_a_pipeline_of_ones_own() -> None:
+    from mirrorc.passes import UpdateAtOwner
+
+    own = [
+        mirrorc.after("plan-buckets", PlaceVariables("central")),
+        mirrorc.after("schedule-overlap", UpdateAtOwner()),
+    ]
+    options: dict[str, Any] = {"add_passes": own, "disable_passes": ["share-parameters"]}
+    assert owners("auto", **options) == owners("central")
