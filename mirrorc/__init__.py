@@ -2,12 +2,13 @@
 
 from importlib.metadata import version
 
-from mirrorc import cluster
+from mirrorc import all_reduce_algorithms, cluster
 from mirrorc.api import compile
 from mirrorc.batch_parts import shard_batch
 from mirrorc.capture.arguments import PerReplica, replicated
 from mirrorc.capture.traced_outputs import summed
 from mirrorc.clipping import ClipGradNorm
+from mirrorc.communication_options import CommunicationOptions
 from mirrorc.errors import (
     CaptureError,
     CommunicationError,
@@ -27,6 +28,7 @@ __all__ = [
     "CaptureError",
     "ClipGradNorm",
     "CommunicationError",
+    "CommunicationOptions",
     "ExecutionError",
     "LossCheck",
     "MirrorcError",
@@ -40,6 +42,7 @@ __all__ = [
     "World",
     "__version__",
     "after",
+    "all_reduce_algorithms",
     "before",
     "check_loss",
     "cluster",

@@ -1,7 +1,4 @@
-"""`compile`: checks the user's options and makes a step from them.
-
-It is long, as each option is described here.
-"""
+"""`compile`: checks the user's options and makes a step from them. It is long, as it says what each option means."""
 
 from __future__ import annotations
 
@@ -13,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.all_reduce_choice import checked_all_reduce
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.cluster import Cluster, find_place, join
+from mirrorc.communication_options import CommunicationOptions, with_communication_options
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
@@ -50,7 +49,7 @@ from mirrorc.options import (
     wait_seconds,
     why_replicas_are_not_compared,
 )
-from mirrorc.passes import PlanBuckets, default_pipeline, told_of_sharing
+from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
@@ -77,6 +76,8 @@ def compile(
     bucket_cap_mb: float | Auto = 25.0,
     first_bucket_mb: float | None = None,
     link: LinkName | None = None,
+    all_reduce: str | AllReduceAlgorithm = "native",
+    communication_options: CommunicationOptions | None = None,
     exact_order: bool = False,
     capture: FrontEndName = "auto",
     timeout_seconds: float = 1800.0,
@@ -124,6 +125,10 @@ def compile(
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
             several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
             (``~/.cache/mirrorc``), and later runs look it up.
+        all_reduce: how sums over the devices are made: "native" as the link makes them; "reduce-to-one", "hierarchical-copy",
+            "ring", "halving-doubling", "tree" or "round-robin" of messages between devices; "auto" chooses for each bucket, and a
+            remark says why. With options: ``"reduce-to-one{device=1}"``, or an object of `mirrorc.all_reduce_algorithms`.
+        communication_options: `mirrorc.CommunicationOptions`, in place of the options that it stands for.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
@@ -194,6 +199,9 @@ def compile(
     """
     asked = dict(locals())  # the arguments
     check_kinds(asked)
+    asked = with_communication_options(asked, compile)
+    bucket_cap_mb, first_bucket_mb, link = asked["bucket_cap_mb"], asked["first_bucket_mb"], asked["link"]
+    timeout_seconds = asked["timeout_seconds"]
     check_loss_function(loss_fn)
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
@@ -209,6 +217,7 @@ def compile(
     program_workers = sharding(program_workers, parsed, asked)
     check_overlap(program_workers, parsed, asked)
     check_link(link, parsed)
+    algorithm = checked_all_reduce(program_workers, parsed, asked)
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
     is_measured = bucket_cap_mb == "auto"
@@ -232,6 +241,7 @@ def compile(
         base = default_pipeline(
             **sizes,
             link=link,
+            all_reduce=algorithm,
             microbatches=parts,
             **bounds,
             scales_loss=used_scaler is not None,

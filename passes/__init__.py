@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from mirrorc.passes.accumulate_microbatches import AccumulateMicrobatches
+from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.check_finite import CheckFinite
 from mirrorc.passes.clip_gradients import ClipGradients
 from mirrorc.passes.decompose_gelu import DecomposeGelu
@@ -39,10 +40,12 @@ from mirrorc.passes.update_in_parts import UpdateInParts
 from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
+    "ALGORITHMS",
     "CENTRAL",
     "LEAST_LOADED",
     "PASSES",
     "AccumulateMicrobatches",
+    "AllReduceAlgorithm",
     "CheckFinite",
     "ClipGradients",
     "DecomposeGelu",
@@ -104,11 +107,12 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "check-finite": CheckFinite,
     "spread-copies": SpreadCopies,
     "lower-collectives": LowerCollectives,
+    **ALGORITHMS,
     "scale-in-updates": ScaleInUpdates,
     "update-in-parts": UpdateInParts,
     "lower-devices": LowerDevices,
 }
-"""Every pass of mirrorc, by name, in the order of the pipeline."""
+"""Every pass of mirrorc, by name, in the order of the pipeline, which has one of the algorithms of all-reduce at most."""
 
 
 def default_pipeline(
@@ -116,6 +120,7 @@ def default_pipeline(
     bucket_cap_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
     link: str | None = None,
+    all_reduce: AllReduceAlgorithm | None = None,
     min_factored_elements: int = 2**17,
     part_elements: int = 2**19,
     gelu_by_sigmoid: bool = False,
@@ -144,6 +149,7 @@ def default_pipeline(
         bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket.
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
+        all_reduce: how sums over devices are made of messages, see `mirrorc.passes.all_reduce`; None for what the link offers.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
         part_elements: how many elements of a product updates make at a time, see `UpdateInParts`.
         gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
@@ -201,6 +207,7 @@ def default_pipeline(
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
         *([SpreadCopies(link=link)] if has_owners else []),
         LowerCollectives(link=link),
+        *([all_reduce] if all_reduce is not None else []),
         *([ScaleInUpdates(fused_groups)] if max_grad_norm is not None or scales_loss else []),
         UpdateInParts(part_elements),
         LowerDevices(),
@@ -208,12 +215,16 @@ def default_pipeline(
 
 
 def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes; if none of them is `ShareParameters`, each `FactorGradients` that leaves it to the pipeline is told so."""
-    if any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
-        return list(passes)
-    return [
-        replace(one, parameters_are_shared=False)
-        if isinstance(one, FactorGradients) and one.parameters_are_shared is None
-        else one
-        for one in passes
-    ]
+    """The passes; each `FactorGradients` that leaves it to the pipeline is told if none of them is `ShareParameters`, and which
+    algorithm sends whole gradients."""
+    told: dict[str, Any] = {}
+    if not any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
+        told["parameters_are_shared"] = False
+    if sending := [one.name for one in passes if isinstance(one, AllReduceAlgorithm) and one.sends]:
+        told["all_reduce"] = sending[0]
+    return [replace(one, **_untold(one, told)) if isinstance(one, FactorGradients) else one for one in passes]
+
+
+def _untold(one: FactorGradients, told: dict[str, Any]) -> dict[str, Any]:
+    """What the pass leaves to the pipeline of what can be told."""
+    return {name: value for name, value in told.items() if getattr(one, name) is None}

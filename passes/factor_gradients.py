@@ -67,6 +67,8 @@ class FactorGradients:
         link: the name of the link that `LowerCollectives` is asked to use; None for the best one.
         parameters_are_shared: whether a later pass shares parameters. None if the pipeline tells, see
             `mirrorc.passes.told_of_sharing`; alone, the pass takes it that one does.
+        all_reduce: the name of the algorithm that sends whole gradients between devices; None if the pipeline tells, too, or
+            if there is none.
 
     Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016); devices of one worker need
         not send them.
@@ -75,6 +77,7 @@ class FactorGradients:
     min_elements: int = 2**17
     link: str | None = None
     parameters_are_shared: bool | None = None
+    all_reduce: str | None = None
     name: str = field(default="factor-gradients", init=False)
     input_stage: Stage = field(default=Stage.OUTLINED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
@@ -146,6 +149,8 @@ class FactorGradients:
             return "no pass shares parameters, so that each device needs the whole gradient"
         if not has_shares:
             return ""
+        if self.all_reduce is not None:
+            return f"{self.all_reduce} sends whole gradients between devices"
         carrier = carrier_of(self.link or best_link(program.devices)[0], ops.reduce_scatter)
         is_read = link_named(carrier).reads_one_memory
         return "" if is_read else f"over the link {carrier}, no device reads the others' factors in their memory"

@@ -85,6 +85,8 @@ TAKEN: dict[str, set[str]] = {
     "bucket_cap_mb": {"1", "2.5", "inf", "numpy's 2.5", "'auto'"},
     "first_bucket_mb": {"None", "1", "2.5", "inf", "numpy's 2.5"},
     "link": {"None", "'copy'"},
+    "all_reduce": {"'auto'"},
+    "communication_options": {"None"},
     "exact_order": BOOLS,
     "capture": {"'auto'"},
     "timeout_seconds": {"1", "2.5", "inf", "numpy's 2.5"},

@@ -23,6 +23,7 @@ from mirrorc.ir.routes import replica_at, route_of, sends_in
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 _SAME_ELEMENTS = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operators that give the same elements, in the same memory or in their own."""
+_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class BucketParts:
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
     was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
     `step_optimizer` gives new parameters, and `updated` those that a replica has updated. From these values on, slices,
-    concatenations and sums over different replicas are understood exactly. The result of any other operator of torch is taken
+    concatenations and sums over different replicas are understood exactly, and so are sums in a wider dtype, which are cast
+    back. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
 
@@ -234,7 +236,22 @@ class BucketParts:
         if node.target is torch.ops.aten.add.Tensor and exact is not None and other is not None and not node.kwargs:
             return _added(exact, other)
         own = {key: value for key, value in node.kwargs.items() if key != "replica"}
+        if self._narrows_again(part, first, node, own):
+            return replace(part, steps=part.steps[:-1])
         return replace(part, steps=(*part.steps, said_step(node.target, tuple(others), own)))
+
+    def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
+        """Whether a node casts a value back to a dtype from which it was cast to one that has all its numbers: then sums that
+        were made meanwhile are rounded, and nothing else has changed."""
+        if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
+            return False
+        narrow, wide = keywords["dtype"], value.meta["val"].dtype
+        *earlier, last = part.steps
+        casts = [step for step in earlier if step[0] == target_name(_CAST)]
+        is_from_narrow = (
+            casts[-1] == _said_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
+        )
+        return last == _said_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
         """The part that a 1-D value holds, if the value has no other elements."""
@@ -247,6 +264,10 @@ class BucketParts:
 def said_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """How the steps of a `Part` name an operator, by its arguments besides the first; nodes among them count as equal."""
     return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
+
+
+def _said_cast(dtype: torch.dtype) -> tuple[str, str]:
+    return said_step(_CAST, (), {"dtype": dtype})
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:

@@ -40,6 +40,23 @@ def test_packs_sums_and_shares() -> None:
         assert not part.holds(GRADIENTS, 0, 0, 16, range(2)) and not part.holds(GRADIENTS, 0, 0, 8, range(3))
 
 
+def test_sums_in_a_wider_dtype_are_the_same_elements_when_they_are_cast_back() -> None:
+    program = reduced()
+    packs = targets(program.mirrored_graph, ops.pack)
+
+    def cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return insert(program, program.mirrored_graph.output_node(), aten._to_copy.default, (node,), {"dtype": dtype})
+
+    wide = value(program, aten.add.Tensor, *(cast(pack, torch.float64) for pack in packs))
+    mixed = value(program, aten.add.Tensor, cast(packs[0], torch.float64), packs[1])
+    narrow = value(program, aten.add.Tensor, *(cast(pack, torch.bfloat16) for pack in packs))
+    again, rounded, other = (cast(node, torch.float32) for node in (wide, narrow, cast(wide, torch.bfloat16)))
+    parts = BucketParts(program)
+    assert spans(parts.of(wide)) == spans(parts.of(again)) == [(0, 16, {0, 1})]
+    assert [len(part.steps) for part in map(parts.of, (wide, again, rounded, other)) if part] == [1, 0, 2, 3]
+    assert parts.of(mixed) is None
+
+
 def test_slices_sums_and_concatenations() -> None:
     program = reduced()
     one, other = targets(program.mirrored_graph, ops.pack)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrorc.ir.program import Program, Stage
-from mirrorc.passes import PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
+from mirrorc.passes import ALGORITHMS, PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import format_passes, parse_passes
 
@@ -108,7 +108,8 @@ def test_every_pass_has_its_name() -> None:
     assert {name: make().name for name, make in PASSES.items()} == {name: name for name in PASSES}
     asked = {"max_grad_norm": 1.0, "scales_loss": True, "over_workers": True, "shard_optimizer": True}
     asked |= {"overlap_next_step": True}
-    pipelines = [default_pipeline(microbatches=2, **asked), default_pipeline(placement="central")]
+    pipelines = [default_pipeline(microbatches=2, all_reduce=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
+    pipelines.append(default_pipeline(placement="central"))
     names = [[compiler_pass.name for compiler_pass in passes] for passes in pipelines]
     assert all([name for name in PASSES if name in own] == own for own in names)
     assert {name for own in names for name in own} == set(PASSES)

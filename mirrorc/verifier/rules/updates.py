@@ -27,7 +27,7 @@ from mirrorc.verifier.rules.programs import (
     written_buckets,
 )
 
-_EARLY_COMMIT = ("early commit", 0)
+_COMMIT = ("commit", 0)
 
 
 @rule(since=Stage.UPDATED)
@@ -234,7 +234,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any, or
-    makes an early commit, to which each device comes after that."""
+    makes an early commit, to which each device comes after that. Where messages make sums, any commit will do of devices that do
+    not only queue work."""
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
         return
@@ -245,7 +246,8 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
             own = [node for node, owner in owners.items() if owner == replica or node.target in ops.COLLECTIVES]
             orders.append((where(replica), own))
     variables = ViewedVariables(program)
-    late = set.intersection(*(_launched_after_uses(variables, nodes) for _, nodes in orders))
+    meets = _sums_by_messages(program) and not any(device.is_asynchronous for device in program.devices)
+    late = set.intersection(*(_launched_after_uses(variables, nodes, meets) for _, nodes in orders))
     for where_name, nodes in orders:
         is_safe = False
         for node in nodes:
@@ -253,16 +255,26 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
                 source = node.args[0]
                 is_safe = is_safe or (isinstance(source, fx.Node) and tag(source) in late)
             elif node.target is ops.commit:
-                is_safe = is_safe or _EARLY_COMMIT in late
+                is_safe = is_safe or _COMMIT in late
             elif not is_safe and shared.intersection(written_buckets(node)):
                 yield Violation(
                     f"{node.name} on {where_name} may write parameters that another device still reads", node
                 )
 
 
-def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> set[tuple[str, int]]:
+def _sums_by_messages(program: Program) -> bool:
+    """Whether the sum of a bucket of shared parameters is made of messages, so that no reduction of it is waited for."""
+    reduced = {
+        bucket_of(node)
+        for _, graph, _ in scopes(program)
+        for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors)
+    }
+    return any(bucket.is_written_last and bucket.index not in reduced for bucket in program.buckets)
+
+
+def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets: bool) -> set[tuple[str, int]]:
     """The reductions that a device launches after its last region and its last operator on a variable or a view of one; and its
-    early commit, if that comes after them."""
+    commit, if that comes after them, and is early or ``meets`` the other devices with all their work done."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:
@@ -271,5 +283,5 @@ def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node]) -> se
     found = {
         tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
     }
-    commits = any(node.target is ops.commit and is_early(node) for node in nodes[last + 1 :])
-    return found | {_EARLY_COMMIT} if commits else found
+    commits = any(node.target is ops.commit and (meets or is_early(node)) for node in nodes[last + 1 :])
+    return found | {_COMMIT} if commits else found

@@ -185,10 +185,11 @@ def pack_late(program: Program) -> Iterator[Edit]:
 
 @keeps
 def send_in_another_order(program: Program) -> Iterator[Edit]:
-    """Two sends that follow each other change places: they never block, and are known by bucket and receiver."""
+    """Two sends with no wait between them change places: they never block, and are known by their tags."""
     for timeline in timelines(program):
-        for one, other in pairwise(node for node in timeline if node.target is ops.send):
-            yield partial(other.append, one)
+        for one, other in pairwise(node for node in timeline if node.target in (ops.send, ops.wait)):
+            if one.target is other.target is ops.send:
+                yield partial(other.append, one)
 
 
 @keeps

@@ -14,6 +14,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_model, ha
 from torch import fx, nn
 
 import mirrorc
+from mirrorc.all_reduce_algorithms import ALGORITHMS, Ring, Tree
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
@@ -64,20 +65,23 @@ class Source:
         captured: the program.
         caps: bucket sizes, and other options of the pipeline.
         is_shared: whether to compile it with shared parameters as well.
+        since: the pass from which on its programs are subjects; all if empty.
     """
 
     name: str
     captured: Program
     caps: dict[str, Any]
     is_shared: bool = True
+    since: str = ""
 
     def subjects(self) -> Iterator[Subject]:
         """The program after every pass, with shared parameters and, where that differs, with a copy for each device."""
         for name, pipeline in self._pipelines():
-            program, is_new = self.captured, not name
+            program, is_new, is_since = self.captured, not name, not self.since
             for compiler_pass in pipeline:
                 before, program = program, compiler_pass.run(program)
-                if is_new:
+                is_since = is_since or compiler_pass.name == self.since
+                if is_new and is_since:
                     yield Subject(self.name + name, compiler_pass, before, program)
                 is_new = is_new or compiler_pass.name == _SHARED_UNTIL
 
@@ -216,6 +220,20 @@ def _after(node: fx.Node, others: object) -> None:
         first.prepend(node)
 
 
+def summed_by_messages() -> Iterator[Source]:
+    """Sums that every algorithm of all-reduce makes of messages, of two buckets of one type; shares of some are empty."""
+    for n in (2, 3, 5):
+        for name, algorithm in ALGORITHMS.items():
+            if algorithm().sends:
+                weights = [Weight("a", (100,)), Weight("b", (100,))]
+                caps = SMALL_BUCKETS | {"all_reduce": algorithm()}
+                yield Source(f"{name} on {n}", handmade(n, weights), caps, since=name)
+    own = [Weight("a", (300,), rule=MUON), Weight("b", (300,))]
+    yield Source("ring, own optimizer on 3", handmade(3, own), SMALL_BUCKETS | {"all_reduce": Ring()}, since="ring")
+    clipped = {"max_grad_norm": 1.0, "check_finite": True, "all_reduce": Tree()}
+    yield Source("tree, clipped and checked on 3", handmade(3, own[1:]), SMALL_BUCKETS | clipped, since="tree")
+
+
 def handmade_sources() -> Iterator[Source]:
     """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
     pairs = [Weight(name, (200,)) for name in "abcdef"]
@@ -288,6 +306,7 @@ def handmade_sources() -> Iterator[Source]:
             f"own optimizer and AdamW, {kind} on 3", handmade(3, mixed).evolve(accumulation=kind), SMALL_BUCKETS
         )
         yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
+    yield from summed_by_messages()
     world = World(3, (1, 2, 3))
     for n in (1, 2, 3):
         workers, over_workers = world.worker(n - 1), caps | {"over_workers": True}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import partial
 
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.nodes import bucket_of, calls_to, origin_of
 from mirrorc.ir.program import Program
 from mutations.places import (
     next_like,
@@ -21,6 +22,11 @@ from mutations.places import (
     with_keywords,
 )
 from mutations.table import Edit, breaks
+
+
+def is_of_parameters(send: fx.Node) -> bool:
+    """Whether a send is of parameters that an optimizer has made."""
+    return origin_of(send.all_input_nodes[0]).target is operator.getitem
 
 
 @breaks
@@ -66,7 +72,7 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
 
     def edit(received: fx.Node, does_store: bool) -> None:
         (wait,) = received.users
-        (store,) = wait.users
+        (store,) = wait.users  # parameters are stored; sums of gradients are not
         if does_store:
             sums = calls_to(received.graph, ops.wait)
             alike = (n for n in sums if n.args[0].target in ops.REDUCTIONS and n.kwargs == wait.kwargs)  # type: ignore[union-attr]
@@ -77,7 +83,8 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
         received.graph.erase_node(received)
 
     for received in placed_nodes(program, ops.recv):
-        yield from (partial(edit, received, does_store) for does_store in (True, False))
+        if all(user.target is ops.store for wait in received.users for user in wait.users):
+            yield from (partial(edit, received, does_store) for does_store in (True, False))
 
 
 @breaks
@@ -93,8 +100,9 @@ def send_elsewhere(program: Program) -> Iterator[Edit]:
 def receive_from_elsewhere(program: Program) -> Iterator[Edit]:
     """Parameters are awaited from another replica than the one that sends them."""
     for node in placed_nodes(program, ops.recv):
-        for source in range(1, program.num_replicas + 1):
-            yield partial(with_keywords, node, source=source)
+        for source in range(program.num_replicas + 1):
+            if source != node.kwargs["source"]:
+                yield partial(with_keywords, node, source=source)
 
 
 @breaks
@@ -106,7 +114,7 @@ def send_too_early(program: Program) -> Iterator[Edit]:
         total.append(send)
 
     for timeline in timelines(program):
-        for send in (node for node in timeline if node.target is ops.send):
+        for send in (node for node in timeline if node.target is ops.send and is_of_parameters(node)):
             sums = [n for n in timeline if n.target is ops.wait and bucket_of(n) == bucket_of(send)]
             yield partial(edit, send, sums[0])
 
@@ -129,7 +137,8 @@ def send_the_parameters_of_another(program: Program) -> Iterator[Edit]:
 def send_in_another_round(program: Program) -> Iterator[Edit]:
     """A send, or its receipt, is tagged with another chunk or round than the other end."""
     for node in placed_nodes(program, ops.send, ops.recv):
-        yield from (partial(with_keywords, node, **{name: 1}) for name in ("chunk", "round"))
+        for name in ("chunk", "round"):
+            yield partial(with_keywords, node, **{name: node.kwargs.get(name, 0) + 1})  # type: ignore[operator]
 
 
 @breaks

@@ -1,0 +1,94 @@
+"""Options of communication under the names that TensorFlow's users know."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from mirrorc.passes.all_reduce import ALGORITHMS
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How gradients are communicated, in the words of ``tf.distribute.experimental.CommunicationOptions``.
+
+    Each field stands for options of `mirrorc.compile`, which are not given besides.
+
+    Args:
+        bytes_per_pack: the size of a bucket in bytes, also of the first one: a gradient that would exceed it opens the next
+            bucket. 0 leaves bucket sizes as they are, see ``bucket_cap_mb``.
+        timeout_seconds: the longest time that a device waits for another one; None leaves it as it is.
+        implementation: "auto" leaves it as it is; "nccl" is ``link="nccl"``; "ring", or any other that ``all_reduce=`` takes, is
+            that algorithm. Capital letters will do, too.
+
+    Raises:
+        TypeError, ValueError: a value is of the wrong kind, negative, or no implementation.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        size = self.bytes_per_pack
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(
+                f"bytes_per_pack is {size!r}: give a number of bytes, or 0 to leave bucket sizes as they are"
+            )
+        seconds = self.timeout_seconds
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds > 0):
+            raise ValueError(f"timeout_seconds is {seconds!r}: give a positive number of seconds, or None")
+        if not isinstance(self.implementation, str):
+            raise TypeError(f"implementation is {self.implementation!r}: give a name, such as 'auto', 'ring' or 'nccl'")
+        name = self.implementation.lower().partition("{")[0]
+        if name not in ("auto", "nccl", *ALGORITHMS):
+            known = ", ".join(map(repr, dict.fromkeys(("auto", "nccl", *ALGORITHMS))))
+            raise ValueError(f"implementation is {self.implementation!r}: give one of {known}")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `mirrorc.compile` that it stands for, by name."""
+        found: dict[str, Any] = {}
+        if self.bytes_per_pack:
+            found |= {"bucket_cap_mb": self.bytes_per_pack / _MIB, "first_bucket_mb": self.bytes_per_pack / _MIB}
+        if self.timeout_seconds is not None:
+            found["timeout_seconds"] = self.timeout_seconds
+        name = self.implementation.lower()
+        if name == "nccl":
+            found["link"] = name
+        elif name != "auto":
+            found["all_reduce"] = name
+        return found
+
+
+def with_communication_options(asked: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of `mirrorc.compile`, with those that its ``communication_options`` stand for.
+
+    Args:
+        asked: the arguments, by name.
+        function: whose they are, for their defaults.
+
+    Raises:
+        TypeError: they are no `CommunicationOptions`.
+        ValueError: an argument that they stand for is given, too.
+    """
+    given = asked["communication_options"]
+    if given is None:
+        return asked
+    if not isinstance(given, CommunicationOptions):
+        raise TypeError(
+            f"communication_options is {given!r}: give mirrorc.CommunicationOptions(bytes_per_pack=..., timeout_seconds=..., "
+            "implementation=...)"
+        )
+    parameters = inspect.signature(function).parameters
+    for name, value in given.options().items():
+        if asked[name] != parameters[name].default:
+            raise ValueError(
+                f"{name}={asked[name]!r} and {given} say different things of {name}, which is {value!r} there: leave out one of "
+                "them"
+            )
+    return {**asked, **given.options()}

@@ -1,0 +1,89 @@
+"""A picture of a bucket's messages, made from the mirrored graph: a column for each device, an arrow for each message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mirrorc.analysis.bucket_parts import BucketParts
+from mirrorc.analysis.message_costs import Message, messages, times_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import Route
+
+_COLUMN, _BUCKET, _TOP, _SIDE = 150, 96, 52, 60  # pixels: between devices, a bucket's time, above and beside
+_PARTIAL, _WHOLE = "#b45309", "#1d4ed8"
+_STYLE = "font-family: sans-serif; font-size: 12px"
+
+
+def message_picture(program: Program, bucket: int = 0) -> str:
+    """The messages of a bucket as SVG.
+
+    Time goes down, in the time that messages take, one after the other on each device: see
+    `mirrorc.analysis.message_costs.MessageCosts.path_bytes`. An arrow ends where its message has come. Sums of some replicas'
+    gradients are brown, and the whole sum is blue. At each arrow stands which part of the bucket it moves.
+
+    Args:
+        program: a program with a mirrored graph in which gradients are sent.
+        bucket: whose messages.
+    """
+    found = messages(program, [bucket])
+    times, size = times_of(found), program.buckets[bucket].num_bytes
+    end = max((stop for _, stop in times.values()), default=0)
+    height = round(_TOP + _BUCKET * end / size + 34)
+    width = 2 * _SIDE + _COLUMN * (program.num_replicas - 1)
+    lines = [*_lanes(program, height), *_arrows(program, found, times, size)]
+    marks = "".join(
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        f'<path d="M0,0 L8,4 L0,8 z" fill="{color}"/></marker>'
+        for name, color in (("partial", _PARTIAL), ("whole", _WHOLE))
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'style="{_STYLE}">',
+            f"<defs>{marks}</defs>",
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            *lines,
+            f'<text x="{width / 2:g}" y="{height - 8}" text-anchor="middle" fill="#444">done after the time of '
+            f"{_number(end / size)} buckets</text>",
+            "</svg>\n",
+        ]
+    )
+
+
+def _lanes(program: Program, height: int) -> Iterator[str]:
+    for replica, device in enumerate(program.devices):
+        x = _SIDE + _COLUMN * replica
+        yield f'<text x="{x}" y="20" text-anchor="middle" font-weight="bold">{device.name}</text>'
+        yield f'<line x1="{x}" y1="30" x2="{x}" y2="{height - 26}" stroke="#999" stroke-width="2"/>'
+
+
+def _arrows(program: Program, found: list[Message], times: Mapping[Route, tuple[int, int]], size: int) -> Iterator[str]:
+    parts, everyone = BucketParts(program), frozenset(program.reduced_replicas)
+    for message in found:
+        route, part = message.route, parts.of(message.node.args[0])
+        assert part is not None, "it is a message of gradients"
+        name = "whole" if all(span.replicas == everyone for span in part.spans) else "partial"
+        color = _WHOLE if name == "whole" else _PARTIAL
+        (x1, x2), (y1, y2) = (
+            [_SIDE + _COLUMN * replica for replica in (route.source, route.destination)],
+            [_TOP + _BUCKET * time / size for time in times[route]],
+        )
+        aside = 3 if x1 < x2 else -3
+        line = f'x1="{x1 + aside}" y1="{y1:g}" x2="{x2 - aside}" y2="{y2:g}"'
+        yield f'<line {line} stroke="{color}" stroke-width="1.5" marker-end="url(#{name})"/>'
+        near = min(0.5, 40 / abs(x2 - x1))
+        x, y = x1 + near * (x2 - x1), y1 + near * (y2 - y1)
+        text = _elements(part.spans[0].start, part.spans[-1].stop, program.buckets[message.route.bucket].num_elements)
+        yield (
+            f'<text x="{x:g}" y="{y - 2:.1f}" text-anchor="middle" fill="{color}" stroke="white" stroke-width="3" '
+            f'paint-order="stroke" font-size="10">{text}</text>'
+        )
+
+
+def _elements(start: int, stop: int, length: int) -> str:
+    """Which part of a bucket: ``all``, or from where to where in hundredths of it."""
+    return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
+
+
+def _number(number: float) -> str:
+    return f"{round(number, 1):g}"

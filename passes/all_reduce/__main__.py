@@ -1,0 +1,33 @@
+"""``python -m mirrorc.passes.all_reduce docs/all_reduce`` draws every algorithm, from the graphs that it makes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mirrorc.passes.all_reduce import ALGORITHMS
+from mirrorc.passes.all_reduce.sketch import sketched
+from mirrorc.printing.message_picture import message_picture
+
+NUM_ELEMENTS = 960  # which 2, 3, 4, 5, 6 and 8 devices divide
+
+
+def pictures() -> dict[str, str]:
+    """The pictures of docs/all_reduce.md, by the names of their files."""
+    drawn = [(name, 4) for name, algorithm in ALGORITHMS.items() if algorithm().sends]
+    drawn.append(("halving-doubling", 6))
+    return {
+        f"{name}-{number}.svg": message_picture(sketched(ALGORITHMS[name](), number, NUM_ELEMENTS))
+        for name, number in drawn
+    }
+
+
+def main(folder: Path) -> None:
+    """Writes the pictures into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures().items():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""What all algorithms of all-reduce have in common: each is a pass that writes sums down as messages between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import fx
+
+from mirrorc.analysis.message_costs import MessageCosts, message_costs
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted, numbered
+
+
+@dataclass(frozen=True)
+class AllReduceAlgorithm:
+    """Turns each sum over the replicas into messages and additions, which a subclass lays out::
+
+        s  = all_reduce(p, q, bucket=0, link=copy)       send(q, bucket=0, destination=0, chunk=0, round=0, replica=1)
+        ...                                              r  = recv(bucket=0, source=1, chunk=0, round=0, replica=0)
+        w  = wait(s, bucket=0, replica=0)                ...
+        w1 = wait(s, bucket=0, replica=1)          ->    v  = wait(r, bucket=0, replica=0)
+        update(w, bucket=0, replica=0)                   t  = aten.add(p, v)
+        update(w1, bucket=0, replica=1)                  send(t, bucket=0, destination=1, chunk=0, round=1, replica=0)
+                                                         update(t, bucket=0, replica=0)
+                                                         r1 = recv(bucket=0, source=0, chunk=0, round=1, replica=1)
+                                                         v1 = wait(r1, bucket=0, replica=1)
+                                                         update(v1, bucket=0, replica=1)
+
+    An algorithm has two halves. In `add_up` sums are made, until each element's sum is held by some replica. In `spread` all
+    replicas get them. Where devices share one copy of the parameters, each needs its share of the sum alone (`reduce_scatter`):
+    then the second half is left out, and each replica is sent those elements of its share that it does not hold.
+
+    Messages go over the link that carries sends where the sum would go over the link that was chosen. A gradient that was left
+    as factors is made whole when its bucket is packed.
+
+    Needs: collectives with links.
+    Guarantees: each replica gets the sum, or its share of it, of the same elements as before; the verifier proves it. All
+        replicas get the same bits, since each element's sum is made in one place or in one order.
+    """
+
+    name: str = field(default="", init=False)
+    input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    requires: ClassVar = (Property.LINKED,)
+    trains_only: ClassVar = True
+    updates_only: ClassVar = True
+
+    @property
+    def changes_bits(self) -> str:
+        """How bits may change, see `mirrorc.pipeline.protocol.Traits`."""
+        return "replicas' gradients are added up in another order"
+
+    @property
+    def sends(self) -> bool:
+        """Whether it makes the sums of messages, so that whole gradients are sent."""
+        return True
+
+    def objection(self, num_replicas: int) -> str:
+        """Why it cannot be used for so many replicas; an empty text if it can."""
+        return ""
+
+    def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
+        """The algorithm for one bucket, and why: itself, unless it is one that chooses."""
+        return self, ""
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """Makes the sums; gives what replicas hold of them, each element once at least."""
+        raise NotImplementedError
+
+    def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
+        """Brings the whole sum to each replica; gives what each has, in their order. Here, who holds one sends it to all."""
+        return [
+            traffic.collected(replica, self.seen_by(replica, traffic, sums), 0, traffic.num_elements)
+            for replica in range(traffic.num_replicas)
+        ]
+
+    def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
+        """The sums from which a replica is sent what it needs: all, the first holder's first."""
+        return sums
+
+    def run(self, program: Program) -> Program:
+        if why := self.objection(program.num_replicas):
+            raise PassError(f"pass {self.name!r} cannot be used on {counted(program.num_replicas, 'device')}: {why}")
+        if not any(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
+            return program.with_remarks(f"no {self.name}: no devices sum up gradients here", is_kept=False)
+        before, program = program, program.evolve(graph=copied(program.mirrored_graph))
+        found: dict[tuple[str, str], list[int]] = {}
+        sent: list[int] = []
+        for launch in list(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
+            index = bucket_of(launch)
+            chosen, why = self.chosen_for(program, launch)
+            found.setdefault((chosen.name, why), []).append(index)
+            if chosen.sends and launch.all_input_nodes[0].meta["val"].numel():
+                sent.append(index)
+                _write_down(program, launch, chosen)
+        program = program if sent else before
+        said = [
+            f"{name} for {numbered('bucket', sorted({*own}))}" + (f": {why}" if why else "")
+            for (name, why), own in found.items()
+        ]
+        costs = [self._say_costs(message_costs(program, sent))] if sent else []
+        return program.with_remarks(*said, *costs)
+
+    def _say_costs(self, costs: MessageCosts) -> str:
+        return (
+            f"in a step a device sends at most {size_text(max(costs.bytes_sent))} in "
+            f"{counted(max(costs.num_messages), 'message')}; the longest chain of a bucket has "
+            f"{counted(costs.path_messages, 'message')}, and takes as long as a message of {size_text(costs.path_bytes)}"
+        )
+
+
+def _write_down(program: Program, launch: fx.Node, algorithm: AllReduceAlgorithm) -> None:
+    traffic = Traffic(program, launch)
+    replicas = range(traffic.num_replicas)
+    sums = list(algorithm.add_up(traffic))
+    if launch.kwargs["op"] == "mean":
+        sums = [traffic.divided(held, traffic.num_replicas) for held in sums]
+    traffic.next_round()
+    if traffic.by_shares:
+        results: Sequence[Held] = [
+            traffic.collected(r, algorithm.seen_by(r, traffic, sums), *traffic.share(r)) for r in replicas
+        ]
+    else:
+        results = algorithm.spread(traffic, sums)
+    traffic.finish(results)

@@ -1,0 +1,65 @@
+"""The choice of an algorithm for each bucket, by devices, link and size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import bucket_of
+from mirrorc.ir.program import Program
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.halving_doubling import HalvingDoubling
+from mirrorc.passes.all_reduce.native import Native
+from mirrorc.passes.all_reduce.ring import Ring
+from mirrorc.passes.all_reduce.tree import Tree
+from mirrorc.printing.values import size_text
+
+
+@dataclass(frozen=True)
+class Auto(AllReduceAlgorithm):
+    """Chooses an algorithm for each bucket, and says why.
+
+    As in TensorFlow, a library's own sums come first: native, wherever the link moves sums by itself (NCCL). Where devices read
+    each other's buckets in one memory, native sums send nothing; TensorFlow reduces to one device there. Over copies, two
+    devices do best with native sums, and so do sums of which each device needs its share alone. Of more devices,
+    large buckets take the algorithm that sends least, with the fewest messages: halving-doubling for a power of two, else a
+    ring. Small ones take a tree, whose messages are few.
+
+    Attributes:
+        small_bytes: up to this size a bucket is small: messages take longer to begin than to move.
+    """
+
+    small_bytes: int = 2**16
+    name: str = field(default="auto", init=False)
+
+    @property
+    def sends(self) -> bool:
+        """Of itself; the algorithms that it chooses say it of each bucket."""
+        return False
+
+    def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
+        """See the base class."""
+        link, count = link_named(launch.kwargs["link"]), program.num_replicas
+        if link.moves_by_itself:
+            return Native(), f"the link {link.name} sums up by itself, while devices compute"
+        if link.reads_one_memory:
+            return Native(), "devices read each other's buckets in the memory that they share, so nothing is sent"
+        if launch.target is ops.reduce_scatter:
+            return (
+                Native(),
+                "each device copies the others' parts of its share alone, which is the least that is possible",
+            )
+        if count == 2:
+            return Native(), "two devices send each other their buckets, which is the least that is possible"
+        num_bytes = program.buckets[bucket_of(launch)].num_bytes
+        if num_bytes <= self.small_bytes:
+            return Tree(), f"up to {size_text(self.small_bytes)}, few messages count more than few bytes"
+        if count & (count - 1) == 0:
+            return (
+                HalvingDoubling(),
+                f"above {size_text(self.small_bytes)} it sends least, in fewer messages than a ring",
+            )
+        return Ring(), f"above {size_text(self.small_bytes)} it sends least; {count} devices are no power of two"

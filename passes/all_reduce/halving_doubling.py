@@ -1,0 +1,65 @@
+"""Recursive halving and doubling: partners exchange halves, then sums of growing length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+
+
+@dataclass(frozen=True)
+class HalvingDoubling(AllReduceAlgorithm):
+    """Devices at distance N/2, N/4, ..., 1 exchange halves of what they hold and add; then 1, 2, ..., N/2 exchange the sums.
+
+    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is no power of two, the P devices of the
+    largest one below do that. Each of the others sends its bucket to one of them before, and is sent the sum by it afterwards.
+
+    Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the devices that are too many.
+    """
+
+    name: str = field(default="halving-doubling", init=False)
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """See the base class."""
+        power = _power_in(traffic.num_replicas)
+        chunks = traffic.chunks(power)
+        held = [traffic.own(replica) for replica in range(power)]
+        if power < traffic.num_replicas:
+            for replica in range(power, traffic.num_replicas):
+                sent = traffic.send(traffic.own(replica), replica - power)
+                held[replica - power] = traffic.add(held[replica - power], sent)
+            traffic.next_round()
+        distance = power // 2
+        while distance:
+            received = []
+            for replica, value in enumerate(held):
+                partner = replica ^ distance
+                first = partner - partner % distance  # the chunks that the partner keeps
+                half = traffic.cut(value, chunks[first][0], chunks[first + distance - 1][1])
+                received.append(traffic.send(half, partner, chunk=first))
+            for replica, value in enumerate(held):
+                got = received[replica ^ distance]
+                held[replica] = traffic.add(traffic.cut(value, got.start, got.stop), got)
+            distance //= 2
+            traffic.next_round()
+        return held
+
+    def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
+        """See the base class."""
+        power, held, distance = len(sums), list(sums), 1
+        while distance < power:
+            received = [
+                traffic.send(value, replica ^ distance, chunk=replica - replica % distance)
+                for replica, value in enumerate(held)
+            ]
+            held = [traffic.joined([value, received[replica ^ distance]]) for replica, value in enumerate(held)]
+            distance *= 2
+            traffic.next_round()
+        return [*held, *(traffic.send(held[extra], power + extra) for extra in range(traffic.num_replicas - power))]
+
+
+def _power_in(number: int) -> int:
+    """The largest power of two that is not larger than a number."""
+    return 1 << (number.bit_length() - 1)

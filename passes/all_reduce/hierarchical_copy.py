@@ -1,0 +1,60 @@
+"""Hierarchical copies: groups add up on a main device each, and the main devices exchange their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+
+
+@dataclass(frozen=True)
+class HierarchicalCopy(AllReduceAlgorithm):
+    """Each group of neighbouring devices adds up on its main device; main devices send each other the groups' sums, add these,
+    and send the whole sum to their groups.
+
+    Messages between groups, which often go over a slower connection, are as few as possible: one bucket from each group to each
+    other one. The main device of a group rotates: bucket i has the group's device i mod its size. Groups' sizes differ by one
+    at most, so any number of devices will do.
+
+    Attributes:
+        groups: how many groups there are, two at least.
+
+    Source: the hierarchical copies of TensorFlow and tensorpack, which know two groups of four GPUs.
+    """
+
+    groups: int = 2
+    name: str = field(default="hierarchical-copy", init=False)
+
+    def objection(self, num_replicas: int) -> str:
+        """See the base class."""
+        number = self.groups
+        if isinstance(number, bool) or not isinstance(number, int) or number < 2:
+            return f"groups is {number!r}: give a number of groups, 2 at least"
+        return f"groups is {number}, more than there are devices" if number > num_replicas > 1 else ""
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """See the base class."""
+        sums = []
+        for group in self._groups(traffic):
+            main = self._main(group, traffic)
+            owns = [traffic.own(replica) for replica in group]
+            sums.append(traffic.add_all([own if own.replica == main else traffic.send(own, main) for own in owns]))
+        traffic.next_round()
+        mains = [held.replica for held in sums]
+        received = {main: [h if h.replica == main else traffic.send(h, main) for h in sums] for main in mains}
+        return [traffic.add_all(received[main]) for main in mains]
+
+    def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
+        """See the base class: the sum of the group's own main device."""
+        (group,) = (group for group in self._groups(traffic) if replica in group)
+        return [held for held in sums if held.replica in group]
+
+    def _groups(self, traffic: Traffic) -> list[range]:
+        cuts = [traffic.num_replicas * i // self.groups for i in range(self.groups + 1)]
+        return [range(*bounds) for bounds in pairwise(cuts)]
+
+    def _main(self, group: range, traffic: Traffic) -> int:
+        return group[traffic.number % len(group)]

@@ -1,0 +1,22 @@
+"""Native: sums as the link makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+
+
+@dataclass(frozen=True)
+class Native(AllReduceAlgorithm):
+    """Leaves each sum to its link: logical CPUs add up in the memory that they share, GPUs use NCCL, others copy."""
+
+    name: str = field(default="native", init=False)
+
+    @property
+    def changes_bits(self) -> str:
+        return ""
+
+    @property
+    def sends(self) -> bool:
+        return False

@@ -1,0 +1,76 @@
+"""Reduction to one device, which sends the sum to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+
+
+@dataclass(frozen=True)
+class ReduceToOne(AllReduceAlgorithm):
+    """Every device sends its bucket to one, which adds them up and sends the sum to all others.
+
+    Two messages follow each other, whatever the number of devices, but the one device takes in and gives out N - 1 buckets.
+
+    Attributes:
+        device: the number of the device that adds up.
+        order: the numbers of all devices in the order in which their gradients are added; None for 0, 1, 2 and so on, which
+            gives the bits of native sums.
+        dtype: the dtype in which sums are made, a floating-point one, where it is more precise than the bucket's; None for the
+            bucket's. The sum is sent in the bucket's dtype.
+
+    Source: TensorFlow's ``ReductionToOneDevice``, which has a device and a function of the values instead.
+    """
+
+    device: int = 0
+    order: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    name: str = field(default="reduce-to-one", init=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"dtype is {self.dtype!r}: give a floating-point dtype such as torch.float64, or None")
+
+    @property
+    def changes_bits(self) -> str:
+        changed = [
+            *(["replicas' gradients are added up in another order"] if self.order is not None else []),
+            *(["sums are rounded from another dtype"] if self.dtype is not None else []),
+        ]
+        return ", and ".join(changed)
+
+    def objection(self, num_replicas: int) -> str:
+        """See the base class."""
+        if isinstance(self.device, bool) or not isinstance(self.device, int) or not 0 <= self.device < num_replicas:
+            return f"device is {self.device!r}: give a number from 0 to {num_replicas - 1}"
+        if self.order is not None and sorted(self.order) != list(range(num_replicas)):
+            return f"order is {self.order!r}: name each device from 0 to {num_replicas - 1} once"
+        return ""
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """See the base class."""
+        return [reduced_on(traffic, self.device, self.order, self.dtype)]
+
+
+def reduced_on(
+    traffic: Traffic, device: int, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+) -> Held:
+    """The sum of all replicas' buckets on one device.
+
+    Args:
+        traffic: the bucket's.
+        device: the number of the device that adds up.
+        order: see `ReduceToOne`.
+        dtype: see `ReduceToOne`.
+    """
+    replicas = order if order is not None else range(traffic.num_replicas)
+    owns = [traffic.own(replica) for replica in replicas]
+    held = [own if own.replica == device else traffic.send(own, device) for own in owns]
+    of_bucket = traffic.dtype_of(owns[0])
+    wide = of_bucket if dtype is None else torch.promote_types(of_bucket, dtype)
+    return traffic.cast(traffic.add_all([traffic.cast(value, wide) for value in held]), of_bucket)

@@ -1,0 +1,56 @@
+"""A ring: chunks go round, and each device adds its own to what it passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+
+
+@dataclass(frozen=True)
+class Ring(AllReduceAlgorithm):
+    """The bucket is cut into N chunks, and each device sends one chunk to the next device in each of 2 (N - 1) rounds.
+
+    In the first N - 1 rounds each device adds its own gradients to the chunk that it receives; then device i holds the sum of
+    chunk i. In the others whole sums go round. A device sends 2 (N - 1) / N of the bucket, which is the least that is possible,
+    but 2 (N - 1) messages follow each other.
+
+    Source: the bandwidth-optimal ring of Patarasuk and Yuan (2009).
+    """
+
+    name: str = field(default="ring", init=False)
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """See the base class."""
+        count = traffic.num_replicas
+        chunks = traffic.chunks(count)
+        passed = [traffic.own(replica, *chunks[replica - 1]) for replica in range(count)]
+        for number in range(count - 1):
+            if number:
+                traffic.next_round()
+            passed = _passed_on(traffic, passed, [(replica - 1 - number) % count for replica in range(count)])
+            for replica in range(count):
+                own = traffic.own(replica, *chunks[(replica - 2 - number) % count])
+                passed[replica] = traffic.add(own, passed[replica])
+        return passed
+
+    def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
+        """See the base class."""
+        count, passed = traffic.num_replicas, list(sums)
+        found = [[held] for held in sums]
+        for number in range(count - 1):
+            if number:
+                traffic.next_round()
+            passed = _passed_on(traffic, passed, [(replica - number) % count for replica in range(count)])
+            for replica in range(count):
+                found[replica].append(passed[replica])
+        return [traffic.joined(held) for held in found]
+
+
+def _passed_on(traffic: Traffic, held: Sequence[Held], chunks: Sequence[int]) -> list[Held]:
+    """What each replica receives when each sends what it holds to the next one; ``chunks`` has the numbers of what they send."""
+    count = traffic.num_replicas
+    received = [traffic.send(held[replica], (replica + 1) % count, chunks[replica]) for replica in range(count)]
+    return [received[replica - 1] for replica in range(count)]

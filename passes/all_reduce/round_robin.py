@@ -1,0 +1,43 @@
+"""Round-robin: devices take turns in adding up buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
+from mirrorc.passes.all_reduce.reduce_to_one import reduced_on
+from mirrorc.passes.all_reduce.traffic import Held, Traffic
+
+
+@dataclass(frozen=True)
+class RoundRobin(AllReduceAlgorithm):
+    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load dealt out.
+
+    Gradients are added up in the order of devices, which gives the bits of native sums.
+
+    Attributes:
+        num_devices: how many devices take turns, the first ones; None for all.
+
+    Source: the naive mode of tensorpack's parameter placement, which deals out variables this way.
+    """
+
+    num_devices: int | None = None
+    name: str = field(default="round-robin", init=False)
+
+    @property
+    def changes_bits(self) -> str:
+        return ""
+
+    def objection(self, num_replicas: int) -> str:
+        """See the base class."""
+        number = self.num_devices
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= num_replicas
+        ):
+            return f"num_devices is {number!r}: give a number from 1 to {num_replicas}, or None for all"
+        return ""
+
+    def add_up(self, traffic: Traffic) -> Sequence[Held]:
+        """See the base class."""
+        return [reduced_on(traffic, traffic.number % (self.num_devices or traffic.num_replicas))]

@@ -1,0 +1,202 @@
+"""Traffic: the messages and additions in place of one all_reduce or reduce_scatter, as nodes of the mirrored graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import insert
+from mirrorc.ir.links import carrier_of
+from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import route_of, sends_in
+
+aten = torch.ops.aten
+_WORDS = ("bucket", "pack")  # that name what is summed
+
+
+@dataclass(frozen=True)
+class Held:
+    """Consecutive elements of what is summed, a bucket or a pack of it, that a replica holds: its own gradients, or a sum.
+
+    Attributes:
+        node: the value; None if there are no elements.
+        replica: who holds it.
+        start: the first element, counted from the start of what is summed.
+        stop: one past the last element.
+        is_packed: whether it is there when the bucket is packed, since nothing was received for it.
+    """
+
+    node: fx.Node | None
+    replica: int
+    start: int
+    stop: int
+    is_packed: bool = False
+
+
+class Traffic:
+    """Writes an algorithm down: each method inserts nodes into the graph, and gives the values that they make.
+
+    What a replica does with its packed bucket alone, its first sends above all, stands where the bucket was launched. All else
+    stands where the replica waited for the sum, so that it is done as late as possible, while backward goes on before.
+    Values without elements are not sent.
+
+    Args:
+        program: the program, whose mirrored graph is changed.
+        launch: an `all_reduce` or a `reduce_scatter` of it, with a link.
+
+    Attributes:
+        number: the number of the bucket that is summed; where buckets are sent in packs, that of the pack.
+        num_elements: how many elements are summed.
+        num_replicas: how many replicas there are.
+        by_shares: whether each replica needs its share of the sum alone, and not all of it.
+    """
+
+    def __init__(self, program: Program, launch: fx.Node) -> None:
+        self._bucket = program.buckets[bucket_of(launch)]
+        self._words = {name: launch.kwargs[name] for name in _WORDS if launch.kwargs.get(name) is not None}
+        self.number: int = [*self._words.values()][-1]  # type: ignore[assignment]
+        self.num_elements: int = launch.all_input_nodes[0].meta["val"].numel()
+        self.num_replicas = program.num_replicas
+        self.by_shares = launch.target is ops.reduce_scatter
+        self._program, self._launch = program, launch
+        self._packed = launch.all_input_nodes
+        self._waits: dict[Any, fx.Node] = {replica_of(wait): wait for wait in launch.users}
+        self._link = carrier_of(str(launch.kwargs["link"]), ops.send)
+        others = [
+            send for send in sends_in(launch.graph) if self._words.items() <= send.kwargs.items()
+        ]  # of parameters
+        sent = [route_of(program, send) for send in others]
+        self._round = max((route.round + 1 for route in sent), default=0)
+
+    def next_round(self) -> None:
+        """Begins the next round: sends of one chunk between the same replicas are told apart by their rounds."""
+        self._round += 1
+
+    def chunks(self, count: int) -> list[tuple[int, int]]:
+        """The bucket in ``count`` chunks of nearly equal lengths; those for all replicas are shares where these are needed."""
+        length = self.num_elements
+        if self.by_shares and count == self.num_replicas:
+            return [self.share(replica) for replica in range(count)]
+        return [(length * i // count, length * (i + 1) // count) for i in range(count)]
+
+    def share(self, replica: int) -> tuple[int, int]:
+        """The elements that a replica needs of the sum: its share, or all."""
+        return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
+
+    def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
+        """A replica's own gradients in a part of the bucket, or in all of it."""
+        whole = Held(self._packed[replica], replica, 0, self.num_elements, is_packed=True)
+        return self.cut(whole, start, whole.stop if stop is None else stop)
+
+    def cut(self, held: Held, start: int, stop: int) -> Held:
+        """The elements from ``start`` to ``stop`` of a value, counted from the start of what is summed."""
+        if (start, stop) == (held.start, held.stop):
+            return held
+        if start == stop or held.node is None:
+            return replace(held, node=None, start=start, stop=stop)
+        place = (held.node, 0, start - held.start, stop - held.start)
+        return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
+
+    def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
+        """Sends a value to another replica; gives what that one receives.
+
+        Args:
+            held: the value.
+            destination: the replica that receives it.
+            chunk: its number among the values that are sent between the two in this round.
+        """
+        if held.node is None:
+            return replace(held, replica=destination)
+        tag = {**self._words, "chunk": chunk, "round": self._round, "link": self._link}
+        begins, ends = self._place(held), self._launch if held.is_packed else self._waits[destination]
+        insert(
+            self._program, begins, ops.send, (held.node,), {**tag, "destination": destination, "replica": held.replica}
+        )
+        receipt = insert(self._program, ends, ops.recv, (), {**tag, "source": held.replica, "replica": destination})
+        waits = {**self._words, "replica": destination}
+        got = insert(self._program, self._waits[destination], ops.wait, (receipt,), waits)
+        return Held(got, destination, held.start, held.stop)
+
+    def add(self, one: Held, other: Held) -> Held:
+        """The sum of two values of the same elements on the same replica."""
+        if one.node is None:
+            return one
+        is_packed = one.is_packed and other.is_packed
+        both = replace(one, is_packed=is_packed)
+        return replace(both, node=self._compute(both, aten.add.Tensor, (one.node, other.node)))
+
+    def add_all(self, values: Sequence[Held]) -> Held:
+        """The sum of values of the same elements on the same replica, added up in their order."""
+        total = values[0]
+        for value in values[1:]:
+            total = self.add(total, value)
+        return total
+
+    def cast(self, held: Held, dtype: torch.dtype) -> Held:
+        """A value in another dtype."""
+        if held.node is None or held.node.meta["val"].dtype == dtype:
+            return held
+        return replace(held, node=self._compute(held, aten._to_copy.default, (held.node,), dtype=dtype))
+
+    def dtype_of(self, held: Held) -> torch.dtype:
+        """The dtype of a value."""
+        return self._bucket.dtype if held.node is None else held.node.meta["val"].dtype
+
+    def divided(self, held: Held, divisor: int) -> Held:
+        """A value divided by a number."""
+        if held.node is None:
+            return held
+        return replace(held, node=self._compute(held, aten.div.Tensor, (held.node, divisor)))
+
+    def joined(self, values: Iterable[Held]) -> Held:
+        """Values of consecutive elements on one replica as one value."""
+        found = sorted(values, key=lambda held: (held.start, held.stop))
+        some = [held for held in found if held.node is not None]
+        if len(some) < 2:
+            return some[0] if some else found[0]
+        whole = replace(some[0], stop=some[-1].stop, is_packed=all(held.is_packed for held in some))
+        return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
+
+    def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
+        """Brings elements of the sum to a replica, from those who hold them; what it holds itself is not sent.
+
+        Args:
+            replica: who needs them.
+            sums: what replicas hold of the sum; each element is there once at least, and the first that has it sends it.
+            start: the first element that is needed.
+            stop: one past the last.
+        """
+        pieces, place = [Held(None, replica, start, start)], start
+        while place < stop:
+            holders = [held for held in sums if held.start <= place < held.stop]
+            source = next((held for held in holders if held.replica == replica), holders[0])
+            piece = self.cut(source, place, min(source.stop, stop))
+            place = piece.stop
+            pieces.append(piece if piece.replica == replica else self.send(piece, replica, chunk=len(pieces) - 1))
+        return self.joined(pieces)
+
+    def finish(self, results: Sequence[Held]) -> None:
+        """Puts what each replica has in the end in place of its wait for the sum, and removes wait and launch."""
+        for replica, wait in self._waits.items():
+            if wait.users:
+                wait.replace_all_uses_with(results[replica].node or self._nothing(replica))
+            wait.graph.erase_node(wait)
+        self._launch.graph.erase_node(self._launch)
+
+    def _nothing(self, replica: int) -> fx.Node:
+        """A value without elements, of which a norm is taken, too, where a replica's share is empty."""
+        own = self.own(replica)
+        start, _ = self.share(replica)
+        return self._compute(own, aten.slice.Tensor, (own.node, 0, start, start))
+
+    def _place(self, held: Held) -> fx.Node:
+        return self._launch if held.is_packed else self._waits[held.replica]
+
+    def _compute(self, held: Held, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+        return insert(self._program, self._place(held), target, args, kwargs)
