@@ -48,6 +48,11 @@ def checked_all_reduce(
             f"all_reduce={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
             "one of them, or use 'reduce-to-one' or 'round-robin', which add up in the order of replicas"
         )
+    if asked["placement"] not in ("auto", "mirrored", "shared"):
+        raise ValueError(
+            f"all_reduce={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
+            "owns their parameter there, and to no other; leave out one of them"
+        )
     if workers.are_several and algorithm.sends:
         raise ValueError(
             f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
@@ -81,7 +86,10 @@ def algorithm_of(given: Any) -> AllReduceAlgorithm:
     name = given.partition("{")[0].strip()
     if name not in ALGORITHMS and ":" not in name:
         raise ValueError(f"all_reduce is {given!r}: {there_are}")
-    made = parse_passes(given, ALGORITHMS)
+    try:
+        made = parse_passes(given, ALGORITHMS)
+    except ValueError as error:
+        raise ValueError(f"all_reduce is {given!r}: {error}; {there_are}") from error
     if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
         raise ValueError(f"all_reduce is {given!r}, which is not one algorithm: {there_are}")
     return made[0]

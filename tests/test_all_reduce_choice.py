@@ -73,6 +73,11 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
             "all_reduce='ring' cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums",
         ),
         (
+            {"all_reduce": "tree", "placement": "central"},
+            ValueError,
+            "all_reduce='tree' cannot be used with placement='central': gradients are reduced to the device that owns",
+        ),
+        (
             {"all_reduce": "ring", "world": mirrorc.World(2)},
             ValueError,
             "all_reduce='ring' cannot be used over several workers: it makes sums of messages between the devices of one process",
