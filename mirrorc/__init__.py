@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from mirrorc import all_reduce_algorithms, cluster
+from mirrorc import all_reduce_algorithms, cluster, packing
 from mirrorc.api import compile
 from mirrorc.batch_parts import shard_batch
 from mirrorc.capture.arguments import PerReplica, replicated
@@ -47,6 +47,7 @@ __all__ = [
     "check_loss",
     "cluster",
     "compile",
+    "packing",
     "replicated",
     "shard_batch",
     "summed",

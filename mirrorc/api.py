@@ -44,11 +44,13 @@ from mirrorc.options import (
     check_finite_option,
     check_loss_function,
     check_replicas_option,
+    checked_packing,
     dump_directory,
     example_call,
     wait_seconds,
     why_replicas_are_not_compared,
 )
+from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.placement import add_passes as put_in
@@ -75,6 +77,8 @@ def compile(
     disable_passes: Sequence[str] = (),
     bucket_cap_mb: float | Auto = 25.0,
     first_bucket_mb: float | None = None,
+    packing: Packing | None = None,
+    gradient_order: GradientOrder = "ready",
     link: LinkName | None = None,
     all_reduce: str | AllReduceAlgorithm = "native",
     communication_options: CommunicationOptions | None = None,
@@ -125,6 +129,13 @@ def compile(
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
             several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
             (``~/.cache/mirrorc``), and later runs look it up.
+        packing: which gradients are reduced together: a plan of `mirrorc.packing`, for which ``bucket_cap_mb`` and
+            ``first_bucket_mb`` are the short form of `mirrorc.packing.ByBytes`; a number of packs of equal length (`EqualPacks`),
+            0 for one all-reduce per gradient; or a function that takes a list of `mirrorc.packing.Gradient` (name, elements,
+            dtype, ready) and gives groups of their names.
+        gradient_order: in which order gradients are packed: "ready" as backward makes them, "reversed" against the order in which
+            the model registers its parameters, or a key function of a `mirrorc.packing.Gradient`. All buckets are reduced in the
+            order in which they become ready.
         all_reduce: how sums over the devices are made: "native" as the link makes them; "reduce-to-one", "hierarchical-copy",
             "ring", "halving-doubling", "tree" or "round-robin" of messages between devices; "auto" chooses for each bucket, and a
             remark says why. With options: ``"reduce-to-one{device=1}"``, or an object of `mirrorc.all_reduce_algorithms`.
@@ -206,6 +217,7 @@ def compile(
     longest_wait = wait_seconds(timeout_seconds)
     chosen_backend, front_end = backend_named(backend), front_end_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
+    planned = checked_packing(asked)
     check_early_update(early_update, passes)
     dump_to = dump_directory(dump)
     program_workers = workers_of(world, rank)
@@ -221,13 +233,11 @@ def compile(
     check_cuda_graphs(cuda_graphs, parsed)
     check_model(model)
     is_measured = bucket_cap_mb == "auto"
-    sizes: dict[str, Any] = {} if is_measured else {"bucket_cap_mb": bucket_cap_mb}
-    sizes |= {} if first_bucket_mb is None else {"first_bucket_mb": first_bucket_mb}
     objection = chosen_backend.objection(parsed[0].torch_device)
     if objection:
         warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
         chosen_backend = backend_named("eager")
-    preferred = chosen_backend.preferences(parsed[0].torch_device)
+    preferred: dict[str, Any] = {**chosen_backend.preferences(parsed[0].torch_device)}
     model_state = ModelState(model, loss_fn)
     model_state.check_memory()
     optimizers = check_optimizers(optimizer, model_state.parameters)
@@ -239,7 +249,7 @@ def compile(
     base = passes
     if base is None:
         base = default_pipeline(
-            **sizes,
+            **planned,
             link=link,
             all_reduce=algorithm,
             microbatches=parts,

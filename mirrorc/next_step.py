@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
+from mirrorc.packing import ByBytes
 
 _PASS = "overlap-next-step"
 
@@ -58,6 +60,14 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
         "shard_optimizer": (
             asked["shard_optimizer"],
             "new parameters, which workers gather when they have updated their parts, would have to be awaited as well",
+        ),
+        "packing": (
+            not isinstance(asked["packing"], ByBytes | NoneType),
+            "the last buckets are planned by bytes, in the order in which forward reads their parameters",
+        ),
+        "gradient_order": (
+            asked["gradient_order"] != "ready",
+            "gradients of the last buckets lie in the order in which forward reads their parameters",
         ),
         "bucket_cap_mb": (
             asked["bucket_cap_mb"] == "auto",

@@ -10,6 +10,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import carries_between_workers
 from mirrorc.ir.workers import Workers
+from mirrorc.packing import may_cut
 
 _PASS = "shard-optimizer"
 
@@ -48,5 +49,10 @@ def sharding(workers: Workers, devices: Sequence[Device], asked: Mapping[str, An
             "early_update=False cannot be used with shard_optimizer=True yet: workers gather new parameters when they have "
             "committed, so a connection that is lost then leaves parameters between two steps, which early_update=False promises "
             "not to do; leave out one of them"
+        )
+    if asked["packing"] is not None and may_cut(asked["packing"]):
+        raise ValueError(
+            "packing= as it is given cannot be used with shard_optimizer=True yet: packs end within gradients, and workers would "
+            "get parts of parts; give a plan of whole gradients, or leave out one of them"
         )
     return replace(workers, shards_optimizer=True)

@@ -51,7 +51,7 @@ _TAKES = {
     "disable_passes": _NAMES,
     "bucket_cap_mb": _Takes(
         (Real,),
-        "give a positive number of MiB (math.inf for one bucket), or 'auto' to choose by measurement",
+        "give a positive number of MiB (0 for one bucket), or 'auto' to choose by measurement",
         get_args(Auto),
     ),
     "first_bucket_mb": _Takes(

@@ -10,6 +10,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.workers import Workers
+from mirrorc.packing import may_cut
 from mirrorc.passes import CENTRAL, LEAST_LOADED
 from mirrorc.printing.wording import listed
 
@@ -76,6 +77,10 @@ def _check_owned(placement: Any, workers: Workers, asked: Mapping[str, Any]) -> 
         "bucket_cap_mb": (
             asked["bucket_cap_mb"] == "auto",
             "what is measured are sums that all devices get, and not sums that owners get; give numbers",
+        ),
+        "packing": (
+            asked["packing"] is not None and may_cut(asked["packing"]),
+            "packs end within gradients there, whose parts would go to owners apart; give a plan of whole gradients",
         ),
     }
     for option, (is_asked, why) in reasons.items():

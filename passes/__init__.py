@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from mirrorc.packing import ByBytes, GradientOrder, Packing
 from mirrorc.passes.accumulate_microbatches import AccumulateMicrobatches
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.check_finite import CheckFinite
@@ -117,8 +118,10 @@ PASSES: dict[str, Callable[..., Pass]] = {
 
 def default_pipeline(
     *,
-    bucket_cap_mb: float = 25.0,
-    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float = ByBytes.cap_mb,
+    first_bucket_mb: float = ByBytes.first_mb,
+    packing: Packing | None = None,
+    gradient_order: GradientOrder = "ready",
     link: str | None = None,
     all_reduce: AllReduceAlgorithm | None = None,
     min_factored_elements: int = 2**17,
@@ -146,8 +149,10 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket.
+        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket. 0 for one bucket.
         first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
+        packing: another plan of `mirrorc.packing`, in place of these caps.
+        gradient_order: in which order gradients are put into buckets, see `PlanBuckets`.
         link: the name of the link to use, instead of what `LowerCollectives` finds best.
         all_reduce: how sums over devices are made of messages, see `mirrorc.passes.all_reduce`; None for what the link offers.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
@@ -184,7 +189,7 @@ def default_pipeline(
         ReadRowElements(),
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
-        PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need=is_cut),
+        PlanBuckets(bucket_cap_mb, first_bucket_mb, is_cut, packing, gradient_order),
         *([PlaceVariables(placement, owners)] if has_owners else []),
         OutlineRegions(cuts_forward=is_cut),
         FactorGradients(min_elements=min_factored_elements, link=link),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -170,7 +170,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
     if any(bucket.part is not None for bucket in buckets):
         return True
     if not program.workers.are_several or program.workers.are_alike:
-        return program.num_replicas > 1 and any(bucket.reduces_by_shares for bucket in buckets)
+        return program.num_replicas > 1 and any(bucket.updates_by_shares for bucket in buckets)
     if not any(bucket.rule.elementwise for bucket in buckets):
         raise PassError(
             f"the norm of gradients that {buckets[0].rule.label} takes cannot be bounded over workers that have different "
@@ -204,7 +204,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
     for replica, sums in own.items():
         here = {"replica": replica}
         taken = [one for one in sums if one.taker is not None]
-        measured = (taken or _empty_shares(program, sums)) if are_exchanged else sums
+        measured = (taken or _empty_shares(program, sums, anchor)) if are_exchanged else sums
         values = tuple(_own_elements(program, one, anchor, are_exchanged=are_exchanged) for one in measured)
         norm = insert(program, anchor, ops.norm, values, words | here)
         if are_exchanged:
@@ -231,9 +231,15 @@ def _own_elements(program: Program, one: _Sum, before: fx.Node, *, are_exchanged
     return insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, own.start, own.stop))
 
 
-def _empty_shares(program: Program, sums: Sequence[_Sum]) -> Sequence[_Sum]:
+def _empty_shares(program: Program, sums: Sequence[_Sum], before: fx.Node) -> Sequence[_Sum]:
     """An empty share of a small bucket, for a replica that updates nothing; whole sums are measured where they are taken."""
-    return [one for one in sums if program.buckets[one.bucket].reduces_by_shares][:1]
+    for one in sums:
+        bucket = program.buckets[one.bucket]
+        if bucket.is_cut and bucket.updates_by_shares:  # it has every pack, none of whose elements it updates
+            return [replace(one, value=insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, 0, 0)))]
+        if bucket.reduces_by_shares:
+            return [one]
+    return []
 
 
 def _rescale(

@@ -94,6 +94,7 @@ class FactorGradients:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
+        cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         if why_not := self._why_no_shares(program, bool(slots)):
             return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
@@ -102,7 +103,13 @@ class FactorGradients:
         names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
-                if why := self._why_not(node, slots.get(name), name in program.workers.sent_as_factors):
+                is_sent = name in program.workers.sent_as_factors
+                why = (
+                    "in buckets that are cut into packs"
+                    if name in cut
+                    else self._why_not(node, slots.get(name), is_sent)
+                )
+                if why:
                     whole[name] = why
                 else:
                     names[node] = name

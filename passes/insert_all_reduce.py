@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.graph_edits import call, copy_into
-from mirrorc.ir.nodes import origin_of
+from mirrorc.ir.buckets import Bucket, are_cut
+from mirrorc.ir.graph_edits import call, copy_into, insert
+from mirrorc.ir.nodes import origin_of, words_of_pack
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
 
@@ -29,6 +32,13 @@ class InsertAllReduce:
     A program that accumulates gradients reduces nothing: each replica keeps its own, and the step that updates with them reduces
     the sum. What passes have made of a bucket on the way to its reduction is left out: they do that with the sum, in that step.
 
+    Where buckets are cut, each pack is reduced by itself, and each replica puts its packs together when it has all of them::
+
+        b0_pack0 ...; b0_pack1 ...                  ->    b0_pack0 ...; all_reduce(b0_pack0, ..., bucket=0, pack=0, op=sum)
+                                                          b0_pack1 ...; all_reduce(b0_pack1, ..., bucket=0, pack=1, op=sum)
+        output {packed: ((b0_pack0, ...), ...)}           unpack = unpack(wait, wait_2, bucket=0, replica=0)
+                                                          output {reduced: ((unpack, ...),)}
+
     Needs: packed buckets.
     Guarantees: each bucket is reduced once; each pending value is waited for once by each replica. With one replica
         there is nothing to reduce.
@@ -47,8 +57,11 @@ class InsertAllReduce:
         elif program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}
             reduced = tuple(
-                _reduce(graph, bucket.index, output["packed"][bucket.index], order) for bucket in program.buckets
+                _reduce(graph, words_of_pack(bucket, pack), output["packed"][pack.number], order)
+                for bucket, pack in program.packs
             )
+        if are_cut(program.buckets):
+            reduced = tuple(_unpacked(program, graph, bucket, reduced) for bucket in program.buckets)
         graph.output({"losses": output["losses"], "reduced": reduced, "writes": output["writes"]})
         return program.evolve(stage=Stage.REDUCED, graph=graph).with_remarks(_remark(program), is_kept=False)
 
@@ -68,20 +81,37 @@ def _remark(program: Program) -> str:
         return "no all-reduce: gradients are accumulated, and reduced once, by the step that updates with them"
     if program.num_replicas == 1:
         return "no all-reduce: one replica has nothing to reduce"
+    per = "pack" if are_cut(program.buckets) else "bucket"
     return (
-        f"{counted(len(program.buckets), 'all-reduce')}, one per bucket, right after the pack of the last of "
+        f"{counted(len(program.packs), 'all-reduce')}, one per {per}, right after the pack of the last of "
         f"{program.num_replicas} replicas; each replica waits for each once"
     )
 
 
-def _reduce(graph: fx.Graph, index: int, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+def _reduce(
+    graph: fx.Graph, words: dict[str, Any], packs: tuple[fx.Node, ...], order: dict[fx.Node, int]
+) -> tuple[fx.Node, ...]:
     with graph.inserting_after(max(packs, key=order.__getitem__)):
-        pending = call(graph, ops.all_reduce, packs, {"bucket": index, "op": "sum"})
+        pending = call(graph, ops.all_reduce, packs, {**words, "op": "sum"})
     pending.meta["val"] = ops.Pending(packs[0].meta["val"])
     last, waits = pending, []
     for replica, pack in enumerate(packs):
         with graph.inserting_after(last):
-            last = call(graph, ops.wait, (pending,), {"bucket": index, "replica": replica})
+            last = call(graph, ops.wait, (pending,), {**words, "replica": replica})
         last.meta["val"] = pack.meta["val"]
         waits.append(last)
     return tuple(waits)
+
+
+def _unpacked(
+    program: Program, graph: fx.Graph, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]
+) -> tuple[fx.Node, ...]:
+    """What each replica has of a bucket whose packs it has: all of it, put together right behind the last of them."""
+    if not bucket.is_cut:
+        return tuple(reduced[bucket.own_packs[0].number])
+    found = []
+    for replica in range(program.num_replicas):
+        packs = tuple(reduced[pack.number][replica] for pack in bucket.packs)
+        words = {"bucket": bucket.index, "replica": replica}
+        found.append(insert(program, max(packs).next, ops.unpack, packs, words))
+    return tuple(found)

@@ -11,6 +11,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import call, copy_into
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.wording import listed, numbered
@@ -66,6 +67,9 @@ class InsertUpdate:
         others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
         if others and not program.accumulates:
             _step_and_broadcast(program, graph, others, output["reduced"])
+        for node in calls_to(graph, ops.unpack):
+            if not node.users:  # the replica updates nothing, so it does not need its packs together
+                graph.erase_node(node)
         for variable, replicas in output["writes"].items():
             for replica, value in enumerate(replicas):
                 if value is not None:  # a replica without examples keeps its own

@@ -17,7 +17,7 @@ from torch import fx
 from mirrorc.analysis.backward import first_of_backward
 from mirrorc.analysis.cuts import moved_before_cuts
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, are_cut
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to, region_title
@@ -31,9 +31,9 @@ class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
     Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation; ``bwd_k`` ends with
-    the last gradient of bucket k. Equal bodies become one region that is called several times. If a piece has another body for
-    the second shape of a shard, it is a region of its own, named after its counterpart: ``bwd_k_shard1``, in print
-    ``bwd_k.shard1``::
+    the last gradient of bucket k, or where buckets are cut, of pack k. Equal bodies become one region that is called several
+    times. If a piece has another body for the second shape of a shard, it is a region of its own, named after its counterpart:
+    ``bwd_k_shard1``, in print ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
@@ -86,7 +86,7 @@ def _remark(program: Program) -> str:
         forward = f"{num_forward} pieces of forward, cut where it first reads parameters of the buckets that come last"
     said = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
-        f"{counted(len(program.buckets), 'bucket')}, and {forward}"
+        f"{counted(len(program.packs), 'pack' if are_cut(program.buckets) else 'bucket')}, and {forward}"
     )
     if len(program.shard_graphs) > 1:
         said += f", for {len(program.shard_graphs)} shard shapes together"
@@ -193,7 +193,10 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
     assert all(position[_source(n)] < first_backward for n in must_be_forward), (
         "backward starts before the loss is there"
     )
-    ends = [max(position[output["gradients"][slot.variable]] for slot in bucket.slots) for bucket in program.buckets]
+    ends = [
+        max(position[output["gradients"][slot.variable]] for slot in bucket.slots_in(pack))
+        for bucket, pack in program.packs
+    ]
     for i in range(1, len(ends)):  # graphs of other shard shapes may order gradients otherwise
         ends[i] = max(ends[i], ends[i - 1])
     piece_of: dict[fx.Node, int] = {}
@@ -207,7 +210,7 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
         piece_of[node] = piece
     piece_of |= moved_before_cuts(piece_of, min_bytes)
     pieces = [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
-    late = [bucket for bucket, end in zip(program.buckets, ends, strict=True) if end == ends[-1]]
+    late = [bucket for (bucket, _), end in zip(program.packs, ends, strict=True) if end == ends[-1]]
     forward = _cut_before_reads(graph, pieces[0], late) if cuts_forward else [pieces[0]]
     return _Cut(forward, pieces[1:])
 

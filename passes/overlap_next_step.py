@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.analysis.handed_over import readers_of
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, are_cut
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early, region_calls, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
@@ -67,6 +67,10 @@ class OverlapNextStep:
             raise PassError(
                 "pass 'overlap-next-step' hands over sums that are in flight to other workers, and nothing is: "
                 "'reduce-over-workers' must come before it"
+            )
+        if are_cut(program.buckets):
+            raise PassError(
+                "pass 'overlap-next-step' hands over whole buckets, and this plan cuts them into packs: leave one of both out"
             )
         graph = copied(program.mirrored_graph)
         if not all(map(is_early, calls_to(graph, ops.commit))):

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
+from mirrorc.ir.nodes import words_of_pack
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_rules import any_value
 from mirrorc.printing.wording import counted
@@ -39,8 +40,19 @@ class PackGradients:
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
+    Of a bucket that is cut, each pack is filled when its own elements are complete, not when the whole bucket is. A gradient that
+    lies in several packs is an operand of all of them::
+
+        bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
+        g0    = bwd_0[0]                                    ->    g0    = bwd_0[0]
+        bwd_1 = call_region(..., region=bwd_1, replica=0)         b0_pack0 = pack(g0, bucket=0, pack=0, replica=0)
+        g1    = bwd_1[0]                                          bwd_1 = call_region(..., region=bwd_1, replica=0)
+                                                                  g1    = bwd_1[0]
+                                                                  b0_pack1 = pack(g0, g1, bucket=0, pack=1, replica=0)
+
     Needs: a bucket plan and the mirrored graph.
-    Guarantees: every gradient is packed exactly once, in its slot's place; nothing else uses it. Accumulated gradients are added
+    Guarantees: every gradient is packed in each pack in which it lies, in its slot's place; nothing else uses it. Accumulated
+    gradients are added
         once, before anything else takes the bucket.
     """
 
@@ -53,19 +65,22 @@ class PackGradients:
         output = copy_into(graph, program.mirrored_graph)
         order = {node: i for i, node in enumerate(graph.nodes)}
         packed = []
-        for bucket in program.buckets:
+        latest: dict[int, fx.Node] = {}  # the last pack of each replica
+        for bucket, pack in program.packs:
             replicas = range(program.num_replicas)
-            own = {r: _pack(graph, bucket, output["gradients"], r, order) for r in program.present}
+            own = {r: _pack(graph, bucket, pack, output["gradients"], r, order, latest) for r in program.present}
             last = max(own.values(), default=None)
             for replica in replicas:
                 if replica not in own:
-                    own[replica] = last = _pack_zeros(program, graph, bucket, replica, last)
+                    own[replica] = last = _pack_zeros(program, graph, bucket, pack, replica, last)
             if program.accumulation is Accumulation.ENDS:
-                own = {replica: _add_accumulated(program, pack) for replica, pack in own.items()}
+                own = {replica: _add_accumulated(program, packed) for replica, packed in own.items()}
             packed.append(tuple(own[replica] for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
-        packs = f"{counted(len(program.buckets), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
-        remark = f"{packs}, one per bucket, right after the bucket's last gradient"
+        packs = f"{counted(len(program.packs), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
+        when = "one per bucket, right after the bucket's last gradient"
+        when = "each right after the last gradient that lies in it" if are_cut(program.buckets) else when
+        remark = f"{packs}, {when}"
         if len(program.present) < program.num_replicas:
             remark += "; those of replicas without examples fill it with zeros"
         if program.accumulation is Accumulation.ENDS:
@@ -84,24 +99,37 @@ def _add_accumulated(program: Program, pack: fx.Node) -> fx.Node:
     return insert(program, pack.next, ops.add_accumulated, (pack,), dict(pack.kwargs))
 
 
-def _pack(graph: fx.Graph, bucket: Bucket, gradients: Any, replica: int, order: dict[fx.Node, int]) -> fx.Node:
-    members = tuple(gradients[slot.variable][replica] for slot in bucket.slots)
+def _pack(
+    graph: fx.Graph,
+    bucket: Bucket,
+    pack: Pack,
+    gradients: Any,
+    replica: int,
+    order: dict[fx.Node, int],
+    latest: dict[int, fx.Node],
+) -> fx.Node:
+    """Packs gradients right after the last of them; behind the pack before, if both are complete with the same gradient."""
+    members = tuple(gradients[slot.variable][replica] for slot in bucket.slots_in(pack))
     last = max(members, key=order.__getitem__)
-    with graph.inserting_after(last):
-        node = call(graph, ops.pack, members, {"bucket": bucket.index, "replica": replica})
-    _set_type(node, bucket, last.meta["val"])
+    place = max(last, latest.get(replica, last)) if bucket.packs else last
+    with graph.inserting_after(place):
+        node = call(graph, ops.pack, members, {**words_of_pack(bucket, pack), "replica": replica})
+    _set_type(node, bucket, pack, last.meta["val"])
+    latest[replica] = node
     return node
 
 
-def _pack_zeros(program: Program, graph: fx.Graph, bucket: Bucket, replica: int, last: fx.Node | None) -> fx.Node:
+def _pack_zeros(
+    program: Program, graph: fx.Graph, bucket: Bucket, pack: Pack, replica: int, last: fx.Node | None
+) -> fx.Node:
     """Packs no gradients, right after the ``last`` pack of the bucket; if there is none, behind those of other buckets."""
     with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
-        node = call(graph, ops.pack, (), {"bucket": bucket.index, "replica": replica})
+        node = call(graph, ops.pack, (), {**words_of_pack(bucket, pack), "replica": replica})
     like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)
-    _set_type(node, bucket, like)
+    _set_type(node, bucket, pack, like)
     return node
 
 
-def _set_type(node: fx.Node, bucket: Bucket, like: Any) -> None:
+def _set_type(node: fx.Node, bucket: Bucket, pack: Pack, like: Any) -> None:
     with like.fake_mode:
-        node.meta["val"] = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=like.device)
+        node.meta["val"] = torch.empty(pack.num_elements, dtype=bucket.dtype, device=like.device)

@@ -1,28 +1,62 @@
-"""Decides which gradient goes in which bucket, and in which order buckets are reduced."""
+"""Decides which gradient goes in which bucket, in which order buckets are reduced, and in which packs.
+
+It is long, as it has all plans.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
 from mirrorc.analysis.sent_factors import sent_factors
+from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket, SentFactors, Slot
+from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import UpdateRule, Variable
-from mirrorc.printing.wording import counted, numbered
+from mirrorc.packing import (
+    LEAST_ELEMENTS,
+    ByBytes,
+    EqualPacks,
+    EqualSplits,
+    Gradient,
+    GradientOrder,
+    Packing,
+    Plan,
+    check_caps,
+    check_order,
+    equal_ranges,
+    groups_of,
+    in_order,
+    plan_of,
+)
+from mirrorc.printing.wording import counted, listed, numbered
 
 _Kind = tuple[torch.dtype, UpdateRule, bool]
 """What all gradients of a bucket have alike: dtype, update rule, and whether workers send their factors."""
-
 _NUM_LATE = 4  # buckets, about, of gradients that come when forward needs their parameters
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
+
+
+@dataclass
+class _Planned:
+    """What a plan makes.
+
+    Attributes:
+        closed: the gradients of each bucket.
+        remarks: on why.
+        num_packs: in how many packs a bucket is cut, by the name of its first gradient; other buckets are not cut.
+    """
+
+    closed: list[list[Variable]]
+    remarks: list[str]
+    num_packs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,78 +85,258 @@ class PlanBuckets:
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
 
+    With another ``packing``, buckets are what it says: one for each gradient, or the user's own groups. These are numbered by the
+    gradient of theirs that backward makes last. A group whose gradients are updated by different rules becomes several buckets.
+    Or there is one bucket of each kind, which is communicated in several packs of equal length (`mirrorc.ir.buckets.Pack`). They
+    are numbered over all buckets, in the order in which they become complete::
+
+        bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
+        packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
+
     Attributes:
-        bucket_cap_mb: cap of a bucket, in MiB.
-        first_bucket_mb: cap of bucket 0, in MiB.
+        bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
         by_need: whether the last buckets are numbered in the order in which forward reads their parameters.
+        packing: another plan of `mirrorc.packing`, in place of these caps; None for them.
+        gradient_order: in which order gradients are put into buckets, see `mirrorc.packing.GradientOrder`.
     """
 
-    bucket_cap_mb: float = 25.0
-    first_bucket_mb: float = 1.0
+    bucket_cap_mb: float = ByBytes.cap_mb
+    first_bucket_mb: float = ByBytes.first_mb
     by_need: bool = False
+    packing: Packing | None = None
+    gradient_order: GradientOrder = "ready"
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
     trains_only: ClassVar = True
 
     def __post_init__(self) -> None:
-        for option in ("bucket_cap_mb", "first_bucket_mb"):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-                raise ValueError(f"{option} is {value!r}: give a positive number of MiB (math.inf for one bucket)")
+        check_caps(self.bucket_cap_mb, self.first_bucket_mb, ("bucket_cap_mb", "first_bucket_mb"))
+        check_order(self.gradient_order)
+        if self.packing is not None:
+            plan_of(self.packing)
+            if (self.bucket_cap_mb, self.first_bucket_mb) != (ByBytes.cap_mb, ByBytes.first_mb):
+                raise ValueError("bucket_cap_mb and first_bucket_mb are the short form of a packing: give one of both")
+        if self.by_need and not self._is_by_need_possible:
+            raise ValueError(
+                "by_need=True puts gradients into buckets by bytes, as backward makes them: it goes with no other packing and "
+                "with no other gradient_order"
+            )
+
+    @property
+    def _is_by_need_possible(self) -> bool:
+        return isinstance(self._plan, ByBytes) and self.gradient_order == "ready"
+
+    @property
+    def _plan(self) -> Plan:
+        return ByBytes(self.bucket_cap_mb, self.first_bucket_mb) if self.packing is None else plan_of(self.packing)
 
     def run(self, program: Program) -> Program:
-        open_buckets: dict[_Kind, list[Variable]] = {}
         as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
+        ready = _gradients(program)
+        position = {one.name: one.ready for one in ready}
+        try:
+            gradients = in_order(ready, self.gradient_order, list(program.variables))
+            late = _last_third(program, [one.name for one in ready]) if self.by_need else {}
+            planned = self._planned(program, gradients, as_factors, late)
+        except (TypeError, ValueError) as error:
+            raise PassError(f"pass 'plan-buckets': {error}") from error
+        closed = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
+        closed = _last_by_need(program, closed, late) if late else closed
+        unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
+        buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
+        buckets = _cut(program, buckets, planned.num_packs, position)
+        remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
+        result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
+        alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
+        num_kinds = len({_kind(member, as_factors) for members in closed for member in members})
+        kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
+        needed = [bucket.index for bucket in buckets if bucket.slots[0].variable in late]
+        by_need = (
+            f"{numbered('bucket', needed)}, a third of all bytes, in the order in which forward reads their parameters"
+        )
+        return result.with_remarks(
+            self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])
+        )
+
+    def _planned(
+        self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str], late: Mapping[str, int]
+    ) -> _Planned:
+        plan = self._plan
+        if isinstance(plan, ByBytes):
+            return self._by_bytes(plan, program, gradients, as_factors, late)
+        if isinstance(plan, EqualPacks | EqualSplits):
+            return _equal(plan, program, gradients, as_factors)
+        return _by_groups(groups_of(plan, gradients), program, as_factors)
+
+    def _by_bytes(
+        self,
+        plan: ByBytes,
+        program: Program,
+        gradients: Sequence[Gradient],
+        as_factors: Collection[str],
+        late: Mapping[str, int],
+    ) -> _Planned:
+        """Buckets of whole gradients, as large as caps allow."""
+        open_buckets: dict[_Kind, list[Variable]] = {}
         closed: list[list[Variable]] = []
         opened: list[str] = []
-        gradients = _gradients(program)
-        position = {name: i for i, name in enumerate(gradients)}
-        late = _last_third(program, gradients) if self.by_need else {}
         late_cap = sum(late.values()) / _NUM_LATE
-        for name in gradients:
+        first_cap, other_cap = plan.caps
+        for name, *_ in gradients:
             variable = program.variables[name]
-            assert variable.update is not None, f"{name} has a gradient that nothing uses"
-            key = (variable.dtype, variable.update, name in as_factors)
+            key = _kind(variable, as_factors)
             members = open_buckets.setdefault(key, [])
-            cap_mb = self.first_bucket_mb if not closed else self.bucket_cap_mb
-            why = _why_new(members, variable, late, cap_mb * 2**20, late_cap) if members else ""
+            cap = first_cap if not closed else other_cap
+            why = _why_new(members, variable, late, cap, late_cap) if members else ""
             if why:
                 opened.append(f"{name} opens a new bucket: {why}")
                 closed.append(members)
                 members = open_buckets[key] = []
             members.append(variable)
         closed.extend(members for members in open_buckets.values() if members)
-        closed.sort(key=lambda members: position[members[-1].name])
-        closed = _last_by_need(program, closed, late) if late else closed
-        unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
-        buckets = tuple(_bucket(i, members, as_factors, unit) for i, members in enumerate(closed))
-        planned = program.evolve(buckets=buckets).with_remarks(*opened, is_kept=False)
-        alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
-        kinds = f"{len(open_buckets)} kinds of bucket: a bucket holds {alike}"
-        needed = [bucket.index for bucket in buckets if bucket.slots[0].variable in late]
-        by_need = (
-            f"{numbered('bucket', needed)}, a third of all bytes, in the order in which forward reads their parameters"
-        )
-        return planned.with_remarks(
-            self._remark(buckets), *([kinds] if len(open_buckets) > 1 else []), *([by_need] if len(needed) > 1 else [])
-        )
+        return _Planned(closed, opened)
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
         """Says what was planned, and by which rule buckets are closed."""
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
+        plan, order = self._plan, self._said_of_order()
+        if not isinstance(plan, ByBytes):
+            whose = plan if isinstance(plan, EqualPacks | EqualSplits) else f"the groups of packing={_name(plan)}"
+            return f"{number} in {counted(len(buckets), 'bucket')}{order}: {whose}"
         if len(buckets) == 1:
-            return f"{number} in one bucket"
+            return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
         return (
-            f"{number} in {len(buckets)} buckets, in the order in which backward makes them: a gradient that would take a bucket "
-            f"over {self.bucket_cap_mb:g} MiB (bucket 0: {self.first_bucket_mb:g} MiB) opens the next"
+            f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
+            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next"
         )
 
+    def _said_of_order(self) -> str:
+        if self.gradient_order == "ready":
+            return ", in the order in which backward makes them"
+        if self.gradient_order == "reversed":
+            return ", in the reverse of the order in which the model registers their parameters"
+        return f", in the order of gradient_order={_name(self.gradient_order)}"
 
-def _gradients(program: Program) -> list[str]:
+
+def _name(function: Any) -> str:
+    """What a function of the user's is called."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
+    assert variable.update is not None, f"{variable.name} has a gradient that nothing uses"
+    return variable.dtype, variable.update, variable.name in as_factors
+
+
+def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
+    """A bucket for each group whose gradients are of one kind, or several buckets."""
+    closed: list[list[Variable]] = []
+    remarks = []
+    for group in groups:
+        kinds = _kinds(program, group, as_factors)
+        closed += kinds
+        if len(kinds) > 1:
+            others = [members[0].name for members in kinds]
+            remarks.append(
+                f"the group of {others[0]} becomes {len(kinds)} buckets: {listed(others[1:])} and what is like it follow another "
+                "update rule, or are sent to other workers in another way"
+            )
+    return _Planned(closed, remarks)
+
+
+def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
+    """The gradients, those of one kind together, in their order."""
+    kinds: dict[_Kind, list[Variable]] = {}
+    for one in gradients:
+        variable = program.variables[one.name]
+        kinds.setdefault(_kind(variable, as_factors), []).append(variable)
+    return list(kinds.values())
+
+
+def _equal(
+    plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
+) -> _Planned:
+    """A bucket for each kind, to be cut into packs of equal length; or one for each gradient, where the plan declines."""
+    number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
+    alone = [[program.variables[one.name]] for one in gradients]
+    if number == 0:
+        return _Planned(alone, ["each gradient is reduced by itself: nothing is packed"])
+    dtypes = dict.fromkeys(str(one.dtype) for one in gradients)
+    if isinstance(plan, EqualSplits) and len(dtypes) > 1:
+        why = f"{plan} declines: gradients are {listed(dtypes)}, and a pack has one dtype; each is reduced by itself"
+        return _Planned(alone, [why])
+    closed, remarks, num_packs = [], [], {}
+    for members in _kinds(program, gradients, as_factors):
+        if members[0].name in as_factors:
+            closed.append(members)
+            remarks.append(f"{members[0].name} and what is sent as factors with it: not cut, as factors make no packs")
+            continue
+        num_elements = sum(math.prod(member.shape) for member in members)
+        if isinstance(plan, EqualSplits) and num_elements < number * LEAST_ELEMENTS:
+            closed += [[member] for member in members]
+            remarks.append(
+                f"{plan} declines {members[0].name} and what is updated like it: {num_elements} elements in {number} packs are "
+                f"fewer than {LEAST_ELEMENTS} each; each gradient is reduced by itself"
+            )
+            continue
+        closed.append(members)
+        num_packs[members[0].name] = number
+    return _Planned(closed, remarks, num_packs)
+
+
+def _cut(
+    program: Program, buckets: list[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
+) -> list[Bucket]:
+    """The buckets with their packs, which are numbered in the order in which they become complete; as they are if none is cut."""
+    ranges: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
+    for bucket in buckets:
+        for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
+            own = bucket.slots_in(Pack(0, start, stop))
+            ranges.append((max(position[slot.variable] for slot in own), bucket.index, (start, stop)))
+    if len(ranges) == len(buckets):
+        return buckets
+    if program.workers.shards_optimizer:
+        raise PassError(
+            "pass 'plan-buckets': a bucket that is cut into packs cannot be dealt out to workers, who get parts of whole "
+            "buckets: leave shard_optimizer out, or give another packing"
+        )
+    packs: dict[int, list[Pack]] = {}
+    for number, (_, index, elements) in enumerate(sorted(ranges)):
+        packs.setdefault(index, []).append(Pack(number, *elements))
+    return [
+        replace(bucket, packs=tuple(sorted(packs[bucket.index], key=lambda pack: pack.start))) for bucket in buckets
+    ]
+
+
+def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
+    """Says which gradients lie in several packs, and which buckets have fewer packs than asked for."""
+    said = []
+    for bucket in buckets:
+        asked = num_packs.get(bucket.slots[0].variable, 1)
+        if len(bucket.own_packs) < asked:
+            said.append(
+                f"bucket {bucket.index} has {counted(len(bucket.own_packs), 'pack')}, not {asked}: it has as many elements"
+            )
+        starts = {pack.start for pack in bucket.packs}
+        parted = [
+            slot.variable
+            for slot in bucket.slots
+            if any(slot.offset < start < slot.offset + slot.num_elements for start in starts)
+        ]
+        if parted:
+            said.append(
+                f"bucket {bucket.index}: {listed(parted)} {'lies' if len(parted) == 1 else 'lie'} in several packs"
+            )
+    return said
+
+
+def _gradients(program: Program) -> list[Gradient]:
+    """The gradients, in the order in which backward makes them."""
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
-    return list(output["gradients"])
+    variables = [program.variables[name] for name in output["gradients"]]
+    return [Gradient(one.name, math.prod(one.shape), one.dtype, ready) for ready, one in enumerate(variables)]
 
 
 def _why_new(

@@ -13,9 +13,9 @@ from mirrorc.analysis.factored_gradients import stays_factored
 from mirrorc.analysis.sent_factors import factor_bytes
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, users_of_sum
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_sum, words_of_pack
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
@@ -50,6 +50,8 @@ class ReduceOverWorkers:
 
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
+
+    Of a bucket that is cut into packs, each pack is exchanged by itself, and put together with the others behind the waits.
 
     Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. Of a bucket
     whose optimizer needs the whole sum, which is added up in one place, each takes part with that. The only device
@@ -101,13 +103,13 @@ class ReduceOverWorkers:
         )
         sums = _sums(program)
         commit, last = min(calls_to(graph, ops.commit)), None
-        for bucket in program.buckets:
+        for bucket, pack in program.packs:
             if bucket.is_sent_as_factors:
-                last = _gather(program, bucket, sums[bucket.index], commit, last)
+                last = _gather(program, bucket, pack, sums[pack.number], commit, last)
                 continue
-            launch = _exchange(program, bucket, sums, last)
-            for value in sums[bucket.index]:
-                words = {"bucket": bucket.index, "replica": replica_of(value)}
+            launch = _exchange(program, bucket, pack, sums, last)
+            for value in sums[pack.number]:
+                words = {**words_of_pack(bucket, pack), "replica": replica_of(value)}
                 users = [user for user in value.users if user is not launch]
                 total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
                 for user in users:
@@ -142,32 +144,41 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """What each replica has of each bucket's sum over this worker's replicas, in their order."""
+    """What each replica has of each pack's sum over this worker's replicas, in their order."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         return [
-            [node for node in calls_to(graph, ops.wait) if bucket_of(node) == bucket.index]
-            for bucket in program.buckets
+            [node for node in calls_to(graph, ops.wait) if pack_of(node) == pack.number and _is_sum(node)]
+            for _, pack in program.packs
         ]
     ends = program.accumulation is Accumulation.ENDS
-    packs = {bucket_of(node): node for node in calls_to(graph, ops.add_accumulated if ends else ops.pack)}
+    packs = {pack_of(node): node for node in calls_to(graph, ops.add_accumulated if ends else ops.pack)}
     for taker in gradient_takers(graph):
         for index, value in taken_by(taker):
-            if value is not packs[index]:
+            own = program.buckets[index].own_packs
+            taken = value.args if value.target is ops.unpack else (value,)
+            if tuple(packs[pack.number] for pack in own) != taken:
                 raise PassError(
                     f"{value.name} is computed of bucket {index} before it is exchanged, and it is not said whether it is to be "
                     "computed of each worker's gradients or of their sum: place the pass that makes it after "
                     "'reduce-over-workers', where it takes the sum"
                 )
-    return [[packs[bucket.index]] for bucket in program.buckets]
+    return [[packs[pack.number]] for _, pack in program.packs]
 
 
-def _exchange(program: Program, bucket: Bucket, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None) -> fx.Node:
-    """Inserts the exchange of a bucket, after that of the bucket before; the waits for its sums move before it."""
-    own = sums[bucket.index]
+def _is_sum(wait: fx.Node) -> bool:
+    """Whether a wait is for a sum over this worker's replicas, and not for parameters."""
+    return all(launch.target in ops.REDUCTIONS for launch in wait.all_input_nodes)
+
+
+def _exchange(
+    program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
+) -> fx.Node:
+    """Inserts the exchange of a pack, after that of the pack before; the waits for its sums move before it."""
+    own = sums[pack.number]
     place = own[0]
     if own[0].target is ops.wait:
-        ready = [values[0].all_input_nodes[0] for values in sums[bucket.index : bucket.index + 2]]
+        ready = [values[0].all_input_nodes[0] for values in sums[pack.number : pack.number + 2]]
         place = max(ready)
     place = max(place, last) if last is not None else place
     if own[0].target is ops.wait:
@@ -175,11 +186,11 @@ def _exchange(program: Program, bucket: Bucket, sums: Sequence[Sequence[fx.Node]
             place.append(value)
             place = value
             set_type(program, value)
-    return insert(program, place.next, ops.exchange, tuple(own), {"bucket": bucket.index, "op": "sum"})
+    return insert(program, place.next, ops.exchange, tuple(own), {**words_of_pack(bucket, pack), "op": "sum"})
 
 
 def _gather(
-    program: Program, bucket: Bucket, sums: Sequence[fx.Node], commit: fx.Node, last: fx.Node | None
+    program: Program, bucket: Bucket, pack: Pack, sums: Sequence[fx.Node], commit: fx.Node, last: fx.Node | None
 ) -> fx.Node:
     """Inserts the gathering of a bucket's factors, in place of the worker's own sum, after the exchange of the bucket before."""
     first, graph = sums[0], program.mirrored_graph
@@ -192,10 +203,12 @@ def _gather(
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
     place = max(launched, last) if last is not None else launched
-    launch = insert(program, place.next, ops.gather_factors, tuple(packed), {"bucket": bucket.index, "op": "sum"})
+    launch = insert(
+        program, place.next, ops.gather_factors, tuple(packed), {**words_of_pack(bucket, pack), "op": "sum"}
+    )
     for value in sums:
         users = [user for user in value.users if user is not launch]
-        words = {"bucket": bucket.index, "replica": replica_of(value)}
+        words = {**words_of_pack(bucket, pack), "replica": replica_of(value)}
         total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
         for user in users:
             user.replace_input_with(value, total)
@@ -265,9 +278,10 @@ def _said(program: Program, buckets: Sequence[Bucket]) -> str:
     workers = program.workers
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)
+    number, per = sum(len(bucket.own_packs) for bucket in buckets), "pack" if are_cut(program.buckets) else "bucket"
     first = ", which its devices have added up first" if program.num_replicas > 1 else ""
     return (
-        f"{counted(len(buckets), 'exchange')}, one per bucket{first}: {size_text(num_bytes)}, of which each of "
+        f"{counted(number, 'exchange')}, one per {per}{first}: {size_text(num_bytes)}, of which each of "
         f"{workers.num_workers} workers sends {size_text(sent)} in a step (in a ring, with as much received), however many "
         "devices it has"
     )

@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.printing.wording import counted, listed
 
@@ -50,7 +50,8 @@ class ScheduleOverlap:
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             max(node.all_input_nodes).append(node)  # nodes compare by their places in the graph
         for node in reversed(list(graph.nodes)):
-            if is_computed(node) and origin_of(node).target is ops.wait and node.users:
+            is_late = node.target is ops.unpack or origin_of(node).target is ops.wait
+            if is_computed(node) and is_late and node.users:
                 min(node.users).prepend(node)  # as late as the wait for what it takes
         for node in list(calls_to(graph, *ops.COLLECTIVES)):
             _move_waits(node)
@@ -102,13 +103,13 @@ def _remarks(graph: fx.Graph) -> list[str]:
         later = [region for region in regions if region > node]
         first_wait = min((user for user in node.users if user.target is ops.wait), default=None)
         beside = [region for region in later if first_wait is None or region < first_wait]
+        what = f"pack {pack_of(node)}" if node.kwargs.get("pack") is not None else f"bucket {bucket_of(node)}"
         if beside:
-            in_flight.append(f"{len(beside)} for bucket {bucket_of(node)}")
+            in_flight.append(f"{len(beside)} for {what}")
         elif later:
-            exposed.append(
-                f"the reduction of bucket {bucket_of(node)} stays exposed: its sum is used before the next region"
-            )
+            exposed.append(f"the reduction of {what} stays exposed: its sum is used before the next region")
         else:
-            exposed.append(f"the reduction of bucket {bucket_of(node)} stays exposed: backward ends where it begins")
-    said = f"regions that each device runs while a bucket is in flight: {listed(in_flight)}"
+            exposed.append(f"the reduction of {what} stays exposed: backward ends where it begins")
+    kind = "pack" if any(node.kwargs.get("pack") is not None for node in calls_to(graph, ops.all_reduce)) else "bucket"
+    said = f"regions that each device runs while a {kind} is in flight: {listed(in_flight)}"
     return [*([said] if in_flight else []), *exposed]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.graph_edits import call, copied, insert
 from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.ir.nodes import calls_to, replica_of, users_of_sum
+from mirrorc.ir.nodes import calls_to, pack_of, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
@@ -36,6 +38,13 @@ class ShareParameters:
     device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket that was
     launched last comes first. Each element is summed and updated as with a copy for each device, with the same bits. An
     optimizer that runs by itself updates the one copy after all waits, and nothing is broadcast.
+
+    A bucket that is cut into packs is reduced whole, pack by pack, and each device takes its share of what `unpack` gives: a
+    share is one range of the bucket, which would make some devices sum up packs that others have nothing of::
+
+        unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
+        update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)
+                                                                  update(share, bucket=0, replica=0)
 
     Needs: a commit after all regions, and updates after it.
     Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
@@ -68,11 +77,16 @@ class ShareParameters:
             return program.evolve(stage=Stage.SCHEDULED).with_remarks(remark)
         graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.SHARED) for bucket in program.buckets)
-        reductions = {node.kwargs["bucket"]: node for node in calls_to(graph, ops.all_reduce)}
+        reductions = {pack_of(node): node for node in calls_to(graph, ops.all_reduce)}
         shared = program.evolve(graph=graph, buckets=buckets)
         for bucket in reversed(buckets):
-            if bucket.rule.elementwise and not program.accumulates:
-                _scatter(shared, bucket, reductions[bucket.index])
+            if not bucket.rule.elementwise or program.accumulates:
+                continue
+            (first, *others) = (reductions[pack.number] for pack in bucket.own_packs)
+            if others:
+                _take_shares(shared, bucket, [first, *others])
+            else:
+                _scatter(shared, bucket, first)
         for node in list(calls_to(graph, ops.broadcast)):
             (parameters,) = node.all_input_nodes
             _erase(node)
@@ -90,6 +104,7 @@ class ShareParameters:
 def _remarks(program: Program) -> list[str]:
     """Says what is shared, when it is written, and which buckets are reduced whole."""
     shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
+    cut = [bucket.index for bucket in program.buckets if bucket.rule.elementwise and bucket.is_cut]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
     kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
     if program.accumulates:
@@ -102,6 +117,10 @@ def _remarks(program: Program) -> list[str]:
             f"; bucket {shared[-1]}, launched last, is waited for first, though any order would do" if is_last else ""
         )
         remarks.append(writing + order)
+    if cut:
+        remarks.append(
+            f"{numbered('bucket', cut)}: reduced whole, pack by pack; each device takes its share of them all"
+        )
     if whole:
         names = numbered("bucket", [bucket.index for bucket in whole])
         kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
@@ -115,7 +134,8 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
     """Reduces a bucket by shares, and moves its waits and updates to the end of the graph."""
     graph = program.mirrored_graph
     with graph.inserting_before(all_reduce):
-        scatter = call(graph, ops.reduce_scatter, all_reduce.args, {"bucket": bucket.index, "op": "sum"})
+        words = {key: value for key, value in all_reduce.kwargs.items() if key != "link"}
+        scatter = call(graph, ops.reduce_scatter, all_reduce.args, words)
     scatter.meta["val"] = ops.Pending(all_reduce.meta["val"].value)
     end = graph.output_node()
     for wait in list(all_reduce.users):
@@ -131,6 +151,28 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
         for node in reversed(used_by) if start == stop else ():
             graph.erase_node(node)  # in a small bucket, the shares of some replicas are empty
     graph.erase_node(all_reduce)
+
+
+def _take_shares(program: Program, bucket: Bucket, all_reduces: Sequence[fx.Node]) -> None:
+    """Lets each replica update its share of a bucket whose packs it has all, at the end of the graph."""
+    graph = program.mirrored_graph
+    end = graph.output_node()
+    for all_reduce in sorted(all_reduces):
+        for wait in sorted(all_reduce.users):
+            end.prepend(wait)
+    for replica in range(program.num_replicas):
+        start, stop = bucket.share(replica, program.num_replicas)
+        waits = [wait for all_reduce in all_reduces for wait in all_reduce.users if replica_of(wait) == replica]
+        used_by = sorted({node for wait in waits for node in users_of_sum(wait)})
+        for node in used_by:
+            end.prepend(node)
+        for update in [node for node in used_by if node.target is ops.update]:
+            if start == stop:
+                _erase(next(node for node in used_by if node.target is ops.unpack))
+                break
+            (whole,) = update.args[:1]
+            own = insert(program, update, torch.ops.aten.slice.Tensor, (whole, 0, start, stop))
+            update.replace_input_with(whole, own)  # type: ignore[arg-type]
 
 
 def _erase(node: fx.Node) -> None:

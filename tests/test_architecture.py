@@ -82,6 +82,7 @@ ORDER = (
     "mirrorc/optimizer_groups",  # the user's, under one count
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
     "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
+    "mirrorc/packing",  # plans, which options take and passes follow
     "mirrorc/ir",
     "mirrorc/custom_ops",
     "mirrorc/torch_internals",

@@ -70,7 +70,7 @@ def test_opt_dumps_and_prints_after_passes(captured: Path, tmp_path: Path) -> No
     [
         ("plan-bucket", "there is no pass 'plan-bucket'"),
         ("replicate", "takes programs from OUTLINED to REPLICATED"),
-        ("plan-buckets{bucket_cap_mb=0}", "bucket_cap_mb is 0: give a positive number"),
+        ("plan-buckets{bucket_cap_mb=-2}", "bucket_cap_mb is -2: give a positive number"),
     ],
 )
 def test_opt_refuses_what_cannot_run(captured: Path, passes: str, message: str) -> None:

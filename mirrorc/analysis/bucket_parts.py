@@ -16,7 +16,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, is_computed, target_name
+from mirrorc.ir.nodes import bucket_of, is_computed, pack_of, target_name
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, sends_in
 
@@ -88,8 +88,8 @@ class BucketParts:
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
     was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
     `step_optimizer` gives new parameters, and `updated` those that a replica has updated. From these values on, slices,
-    concatenations and sums over different replicas are understood exactly, and so are sums in a wider dtype, which are cast
-    back. The result of any other operator of torch is taken
+    concatenations and sums over different replicas are understood exactly, and so are `unpack` and sums in a wider dtype, which
+    are cast back. The result of any other operator of torch is taken
     to hold the same elements as its first argument, changed by one step.
     """
 
@@ -135,7 +135,7 @@ class BucketParts:
         if is_computed(node):
             return self._computed(node)
         if node.target is ops.pack:
-            return self._whole(GRADIENTS, bucket_of(node), [replica_at(self._program, node)])
+            return self._of_pack(node, [replica_at(self._program, node)])
         if node.target is ops.updated:
             return self._whole(PARAMETERS, bucket_of(node), [replica_at(self._program, node)])
         if node.target is operator.getitem:
@@ -161,7 +161,7 @@ class BucketParts:
             return self._exchanged(self._sources(wait), bucket_of(launch))
         if launch.target not in ops.REDUCTIONS:
             return None
-        whole = self._whole(GRADIENTS, bucket_of(launch), range(self._program.num_replicas))
+        whole = self._of_pack(launch, range(self._program.num_replicas))
         if launch.target in ops.SHARED_OUT and whole is not None:
             bucket, replica = self._program.buckets[whole.bucket], replica_at(self._program, wait)
             return _cut(whole, *bucket.share(replica, self._program.num_replicas))
@@ -221,9 +221,20 @@ class BucketParts:
         first = self._program.workers.first_replica
         return Part(kind, index, (Span(0, bucket.num_elements, frozenset(first + replica for replica in replicas)),))
 
+    def _of_pack(self, node: fx.Node, replicas: Iterable[int]) -> Part | None:
+        """The gradients of the pack that an operation names, of these replicas of the worker; None if there is no such pack."""
+        whole = self._whole(GRADIENTS, bucket_of(node), replicas)
+        if whole is None:
+            return None
+        packs = self._program.buckets[whole.bucket].own_packs
+        own = next((pack for pack in packs if pack.number == pack_of(node)), None)
+        return _cut(whole, own.start, own.stop) if own is not None else None
+
     def _computed(self, node: fx.Node) -> Part | None:
         if node.target in (ops.norm, ops.is_finite):
             return None
+        if node.target is ops.unpack:
+            return _concatenated([self._exact(source) for source in node.all_input_nodes])
         if node.target is torch.ops.aten.cat.default:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)

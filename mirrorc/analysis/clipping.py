@@ -181,6 +181,8 @@ def lies_in_own_memory(value: Any) -> bool:
     """Whether a reduced gradient of a lowered program lies in memory that no other replica and no other value reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated):
         return True  # it was made so, or there is one replica
+    if value.target is ops.unpack:
+        return all(map(lies_in_own_memory, value.all_input_nodes))
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
     if launch is not None and launch.target in ops.EXCHANGES:
         return True  # it was what the replica alone has of its worker's sum

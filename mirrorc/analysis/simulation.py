@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_computed, is_region_call, name_of
+from mirrorc.ir.nodes import bucket_of, is_computed, is_region_call, name_of, pack_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 
@@ -193,8 +193,16 @@ def _tag(node: fx.Node, replica: int) -> Any:
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica
         source = replica if is_sent else node.kwargs["source"]
-        return "send", bucket_of(node), node.kwargs.get("chunk", 0), node.kwargs.get("round", 0), source, to
-    return name_of(node), bucket_of(node)
+        return (
+            "send",
+            bucket_of(node),
+            node.kwargs.get("pack"),
+            node.kwargs.get("chunk", 0),
+            node.kwargs.get("round", 0),
+            source,
+            to,
+        )
+    return name_of(node), pack_of(node)
 
 
 def _launch_of(wait: fx.Node) -> fx.Node:

@@ -8,7 +8,9 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call
+from mirrorc.ir.buckets import Slot
+from mirrorc.ir.nodes import bucket_of, is_region_call, pack_of
+from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
@@ -41,6 +43,14 @@ def given_slots(call: fx.Node) -> list[tuple[int, fx.Node]]:
     """The arguments of a region's call that lie in slots: their places, and the slots."""
     found = ((place, slot_of(given)) for place, given in enumerate(call.args))
     return [(place, slot) for place, slot in found if slot is not None]
+
+
+def packed_slots(program: Program, pack: fx.Node) -> list[Slot]:
+    """The slots whose gradients a `pack` takes, in order; none if there is no such pack."""
+    index = bucket_of(pack)
+    bucket = program.buckets[index] if 0 <= index < len(program.buckets) else None
+    packs = bucket.own_packs if bucket is not None else ()
+    return [slot for one in packs if one.number == pack_of(pack) and bucket for slot in bucket.slots_in(one)]
 
 
 def _slot_variable(value: Any) -> str | None:

@@ -22,7 +22,7 @@ from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.analysis.work import Machine, seconds_of_graph
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
-from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, region_calls, region_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, pack_of, region_calls, region_of
 from mirrorc.ir.program import Program
 
 _WHOLE = ops.update.__name__
@@ -189,7 +189,7 @@ class ProgramDurations:
     def flight_seconds(self, node: fx.Node) -> float:
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
         if node.target is ops.exchange:
-            return self._costs.link.all_reduce_seconds(self._program.buckets[index].num_bytes, num_workers)
+            return self._costs.link.all_reduce_seconds(_pack_bytes(self._program, node), num_workers)
         if node.target is ops.scatter_sums:
             return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
         if node.target is ops.gather_parameters:
@@ -236,11 +236,19 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
     bucket = program.buckets[bucket_of(node)]
     if node.target is ops.gather_factors:  # it copies them into a message
         return sum(map(factor_bytes, packs_of(program, bucket.index)))
-    if node.target is ops.pack:
-        return bucket.num_bytes
+    if node.target is ops.pack or (bucket.is_cut and node.target is ops.wait):
+        return _pack_bytes(program, node)
     is_of_sum = node.target is ops.wait and _launch(node).target in ops.REDUCTIONS
     start, stop = (bucket.share if is_of_sum else bucket.updated)(replica, program.num_replicas)
     return (stop - start) * bucket.dtype.itemsize
+
+
+def _pack_bytes(program: Program, node: fx.Node) -> int:
+    """The bytes of the pack that a call is about: those of its bucket, unless it names one."""
+    if node.kwargs.get("pack") is None:
+        return program.buckets[bucket_of(node)].num_bytes
+    bucket, pack = program.packs[pack_of(node)]
+    return pack.num_elements * bucket.dtype.itemsize
 
 
 def _num_bytes(value: object) -> int:

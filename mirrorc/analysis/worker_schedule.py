@@ -11,7 +11,8 @@ import hashlib
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, name_of
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of, pack_of
 from mirrorc.ir.program import Program
 
 
@@ -37,6 +38,12 @@ def _first_graph(program: Program) -> fx.Graph:
     return program.graphs()[0]
 
 
+def _elements(bucket: Bucket, node: fx.Node) -> str:
+    """The elements of a bucket that an exchange is about, if it is cut."""
+    found = [pack for pack in bucket.packs if pack.number == pack_of(node)]
+    return "".join(f" pack {pack.number} at {pack.start} to {pack.stop}" for pack in found)
+
+
 def _line(program: Program, node: fx.Node) -> str:
     bucket = program.buckets[bucket_of(node)]
     slots = ", ".join(
@@ -47,6 +54,6 @@ def _line(program: Program, node: fx.Node) -> str:
     sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
     op = f" {node.kwargs['op']}" if "op" in node.kwargs else ""
     return (
-        f"{name_of(node)}{op} bucket {bucket.index} {dtype} {bucket.num_elements} over "
+        f"{name_of(node)}{op} bucket {bucket.index}{_elements(bucket, node)} {dtype} {bucket.num_elements} over "
         f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +87,28 @@ class Elements:
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Consecutive elements of a bucket that are communicated together, by one collective.
+
+    Attributes:
+        number: its place among the packs of all buckets of the program, in the order in which they are launched.
+        start: its first element, counted from the start of the bucket.
+        stop: one past its last element.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced and applied together, in the order in which backward makes them.
+    """Gradients that are applied together, in the order in which they lie. They are reduced together, too, unless the bucket is
+    cut.
 
     Attributes:
         index: its number; collectives carry it as their tag.
@@ -100,6 +120,8 @@ class Bucket:
         sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
         part: the elements that this worker updates, whose optimizer state it has; None if each worker updates all elements.
         owner: the replica to which its update is left, or is to be left; None if to none.
+        packs: if the program's buckets are cut, what is communicated at a time, in order of the elements; a gradient may lie in
+            several packs. Empty if each bucket is one pack, which has the bucket's number.
     """
 
     index: int
@@ -111,6 +133,24 @@ class Bucket:
     sent_factors: tuple[SentFactors, ...] = ()
     part: Elements | None = None
     owner: int | None = None
+    packs: tuple[Pack, ...] = ()
+
+    @property
+    def own_packs(self) -> tuple[Pack, ...]:
+        """What is communicated at a time: its packs, or all of it."""
+        return self.packs or (Pack(self.index, 0, self.num_elements),)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is communicated in several packs."""
+        return len(self.packs) > 1
+
+    def slots_in(self, pack: Pack) -> list[Slot]:
+        """The slots that lie in a pack, in part or as a whole. Elements between two slots count as those of the first."""
+        ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
+        return [
+            slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -152,15 +192,10 @@ class Bucket:
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
         """Whether a replica writes parameters of this bucket: its share, if that is not empty, or its own copy."""
-        if self.has_owner or not self.reduces_by_shares:
+        if self.has_owner or not self.updates_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
         return start < stop
-
-    @property
-    def reduces_by_shares(self) -> bool:
-        """Whether a replica gets its share of the sum alone. An update that is not element-wise needs the whole sum."""
-        return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property
     def has_owner(self) -> bool:
@@ -168,6 +203,25 @@ class Bucket:
         return self.placement.value.has_owner
 
     @property
+    def updates_by_shares(self) -> bool:
+        """Whether a replica updates its share alone. An update that is not element-wise needs the whole sum."""
+        return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
+
+    @property
+    def reduces_by_shares(self) -> bool:
+        """Whether a replica gets its share of the sum alone. Of a bucket that is cut, it gets every pack, and takes its share of
+        them.
+
+        A share is not a share of each pack: the optimizer works on consecutive elements.
+        """
+        return self.updates_by_shares and not self.is_cut
+
+    @property
     def is_written_last(self) -> bool:
         """Whether a device may write the parameters only after every other device's last read of them in the step."""
         return self.placement.value.is_written_last
+
+
+def are_cut(buckets: Sequence[Bucket]) -> bool:
+    """Whether the buckets of a plan are communicated in packs, which operations name besides their bucket."""
+    return any(bucket.packs for bucket in buckets)

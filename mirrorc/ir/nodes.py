@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.operation import Kind, Operation, Selection, operation_of
 from mirrorc.torch_internals import bare_name, is_operator
 
@@ -87,6 +88,17 @@ def bucket_of(node: fx.Node) -> int:
     index = node.kwargs["bucket"]
     assert isinstance(index, int)
     return index
+
+
+def pack_of(node: fx.Node) -> int:
+    """The number of the pack that an operation works on: that of its bucket, unless buckets are cut."""
+    number = node.kwargs.get("pack")
+    return number if isinstance(number, int) else bucket_of(node)
+
+
+def words_of_pack(bucket: Bucket, pack: Pack) -> dict[str, Any]:
+    """The keywords by which an operation on a pack names it."""
+    return {"bucket": bucket.index, **({"pack": pack.number} if bucket.packs else {})}
 
 
 def origin_of(node: fx.Node) -> fx.Node:
@@ -167,4 +179,5 @@ def call_name(node: fx.Node) -> str:
     if is_region_call(node):
         return region_title(region_of(node))
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
+    about += f" pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"{name_of(node)} {about}".rstrip()

@@ -19,7 +19,6 @@ from mirrorc.ir.type_rules import (
     awaited,
     nothing,
     number,
-    of_bucket,
     of_buckets,
     of_commit,
     of_exchange,
@@ -30,12 +29,14 @@ from mirrorc.ir.type_rules import (
     of_microbatch,
     of_norm,
     of_operand,
+    of_pack,
     of_packed,
     of_region,
     of_reserved,
     of_slot,
     of_spread,
     of_told,
+    of_unpacked,
     of_update,
     of_variable,
     pending_operand,
@@ -163,16 +164,21 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     """
 
 
-@operation(Kind.PACK, since=Stage.PACKED, gives=of_bucket, stem="b{bucket}", value="bucket", called="b{bucket}")
-def pack(*gradients: Any, bucket: int, replica: int) -> Any:
+@operation(
+    Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
+)
+def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket.
+
+    Of a bucket that is cut, it gives the elements of one pack, and takes the gradients that lie in it. A gradient that lies in
+    several packs is put into its slot by the first of them.
 
     A replica without examples has no gradients: its ``pack()`` fills the bucket with zeros, which is what it adds to the sum.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
-def add_accumulated(packed: Any, *, bucket: int, replica: int) -> Any:
+def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Adds the gradients that earlier calls have accumulated on this replica to those that it has packed, in their memory.
 
     Both get the weights with which the sum is that of one batch with the examples of all calls.
@@ -184,13 +190,13 @@ def add_accumulated(packed: Any, *, bucket: int, replica: int) -> Any:
     since=Stage.REDUCED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS),
     gives=pending_operand,
-    stem="b{bucket}_pending",
+    stem="b{bucket}{pack}_pending",
     value="pending",
-    called="b{bucket}_pending",
+    called="b{bucket}{pack}_pending",
     awaited="sum",
 )
-def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all replicas; takes every replica's bucket (one, once lowered)."""
+def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
+    """Launches the sum of a bucket, or of one pack of it, over all replicas; takes every replica's (one, once lowered)."""
 
 
 @operation(
@@ -198,12 +204,12 @@ def all_reduce(*buckets: Any, bucket: int, op: str, link: str | None = None) -> 
     since=Stage.REDUCED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
     gives=pending_operand,
-    stem="b{bucket}_pending",
+    stem="b{bucket}{pack}_pending",
     value="pending",
-    called="b{bucket}_pending",
+    called="b{bucket}{pack}_pending",
     awaited="share",
 )
-def reduce_scatter(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
+def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas, of which each gets its own share."""
 
 
@@ -226,12 +232,12 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
     since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
     gives=of_exchange,
-    stem="b{bucket}_exchange",
+    stem="b{bucket}{pack}_exchange",
     value="pending",
-    called="b{bucket}_exchange",
+    called="b{bucket}{pack}_exchange",
     awaited="total",
 )
-def exchange(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
+def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum over all workers of the sums of a bucket that each has made over its own replicas.
 
     It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
@@ -244,12 +250,12 @@ def exchange(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
     since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
     gives=of_gathered,
-    stem="b{bucket}_factors",
+    stem="b{bucket}{pack}_factors",
     value="pending",
-    called="b{bucket}_factors",
+    called="b{bucket}{pack}_factors",
     awaited="total",
 )
-def gather_factors(*buckets: Any, bucket: int, op: str, link: str | None = None) -> Any:
+def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all_gather of a bucket's factors over all workers, which is less than the bucket.
 
     It takes the packed bucket of each replica of this worker (one, once lowered), all of whose gradients are left as factors.
@@ -313,9 +319,19 @@ def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) ->
     since=Stage.UPDATED,
     effects=(Effect.SENDS,),
     gives=nothing,
-    stem="send_b{bucket}_to_r{destination}",
+    stem="send_b{bucket}{pack}_to_r{destination}",
 )
-def send(value: Any, *, bucket: int, destination: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> None:
+def send(
+    value: Any,
+    *,
+    bucket: int,
+    pack: int | None = None,
+    destination: int,
+    chunk: int = 0,
+    round: int = 0,
+    replica: int,
+    link: str,
+) -> None:
     """Offers a value, which is a part of a bucket, to replica ``destination``, without waiting for it.
 
     ``chunk`` and ``round`` distinguish several sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
@@ -327,12 +343,14 @@ def send(value: Any, *, bucket: int, destination: int, chunk: int = 0, round: in
     since=Stage.UPDATED,
     effects=(Effect.LAUNCHES, Effect.RECEIVES),
     gives=pending_sent,
-    stem="b{bucket}{part}_incoming",
+    stem="b{bucket}{pack}{part}_incoming",
     value="pending",
-    called="b{bucket}{part}_incoming",
+    called="b{bucket}{pack}{part}_incoming",
     awaited="parameters",
 )
-def recv(*, bucket: int, source: int, chunk: int = 0, round: int = 0, replica: int, link: str) -> Any:
+def recv(
+    *, bucket: int, pack: int | None = None, source: int, chunk: int = 0, round: int = 0, replica: int, link: str
+) -> Any:
     """Launches the receipt of the value that replica ``source`` sends under the same tag."""
 
 
@@ -341,12 +359,27 @@ def recv(*, bucket: int, source: int, chunk: int = 0, round: int = 0, replica: i
     since=Stage.REDUCED,
     effects=(Effect.WAITS,),
     gives=awaited,
-    stem="b{bucket}{part}_{awaited}",
+    stem="b{bucket}{pack}{part}_{awaited}",
     value="reduced",
-    called="b{bucket}{part}_{awaited}",
+    called="b{bucket}{pack}{part}_{awaited}",
 )
-def wait(pending: Pending, *, bucket: int, replica: int) -> Any:
+def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Turns a pending value into a tensor, once per replica."""
+
+
+@operation(
+    Kind.COMPUTE,
+    since=Stage.REDUCED,
+    gives=of_unpacked,
+    stem="b{bucket}_whole",
+    value="reduced",
+    called="b{bucket}_whole",
+)
+def unpack(*packs: Any, bucket: int, replica: int) -> Any:
+    """Gives a bucket of which it takes all packs, in order of their elements.
+
+    Packs that lie in the bucket's memory lie side by side, so nothing is copied; others are put together in new memory.
+    """
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)

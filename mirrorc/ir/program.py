@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.devices import Device
 from mirrorc.ir.remarks import Remark
 from mirrorc.ir.variables import Variable
@@ -215,6 +215,11 @@ class Program:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
         return (shard,) if shard is not None else ()
+
+    @functools.cached_property
+    def packs(self) -> tuple[tuple[Bucket, Pack], ...]:
+        """What is communicated at a time, each with its bucket, in the order of launches."""
+        return tuple(sorted(((b, pack) for b in self.buckets for pack in b.own_packs), key=lambda one: one[1].number))
 
     @property
     def trains(self) -> bool:

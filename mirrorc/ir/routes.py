@@ -23,6 +23,7 @@ class Route(NamedTuple):
         destination: the replica that receives.
         chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
         round: distinguishes the sends of one chunk between the same replicas.
+        pack: where buckets are cut, the number of the pack that it is a part of.
     """
 
     bucket: int
@@ -30,10 +31,12 @@ class Route(NamedTuple):
     destination: int
     chunk: int = 0
     round: int = 0
+    pack: int | None = None
 
     def __str__(self) -> str:
         part = "".join(f", {name} {value}" for name, value in (("chunk", self.chunk), ("round", self.round)) if value)
-        return f"bucket {self.bucket}{part}"
+        pack = f", pack {self.pack}" if self.pack is not None else ""
+        return f"bucket {self.bucket}{pack}{part}"
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
@@ -51,7 +54,8 @@ def route_of(program: Program, node: fx.Node) -> Route:
     """The route of a `send` or a `recv`."""
     own, given = replica_at(program, node), node.kwargs
     ends: tuple[Any, Any] = (own, given["destination"]) if node.target in _SENDS else (given["source"], own)
-    return Route(bucket_of(node), *ends, chunk=given.get("chunk", 0), round=given.get("round", 0))  # type: ignore[arg-type]
+    chunk, pack = given.get("chunk", 0), given.get("pack")
+    return Route(bucket_of(node), *ends, chunk=chunk, round=given.get("round", 0), pack=pack)  # type: ignore[arg-type]
 
 
 def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:

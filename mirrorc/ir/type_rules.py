@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, region_of
+from mirrorc.ir.buckets import Bucket, Pack
+from mirrorc.ir.nodes import bucket_of, pack_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, send_to
@@ -132,10 +132,36 @@ def _bucket(program: Program, node: fx.Node) -> Bucket:
     return program.buckets[index]
 
 
+def _pack(program: Program, node: fx.Node) -> tuple[Bucket, Pack]:
+    """The pack that a node works on, and its bucket."""
+    bucket, number = _bucket(program, node), pack_of(node)
+    found = next((pack for pack in bucket.own_packs if pack.number == number), None)
+    if found is None or bool(bucket.packs) != (node.kwargs.get("pack") is not None):
+        raise TypeError(f"it is about pack {node.kwargs.get('pack')} of bucket {bucket.index}, which there is not")
+    return bucket, found
+
+
 def of_bucket(program: Program, node: fx.Node) -> ValueType:
     """A flat tensor of the bucket's length."""
     bucket = _bucket(program, node)
     return _flat(node, bucket.num_elements, bucket.dtype)
+
+
+def of_pack(program: Program, node: fx.Node) -> ValueType:
+    """A flat tensor of the pack's length, which is the bucket's if that is not cut."""
+    bucket, pack = _pack(program, node)
+    return _flat(node, pack.num_elements, bucket.dtype)
+
+
+def of_unpacked(program: Program, node: fx.Node) -> ValueType:
+    """A flat tensor of the bucket's length. The operands must be as long as the bucket's packs, and of one dtype."""
+    bucket, given = _bucket(program, node), [noted_type(source) for source in node.args]
+    tensors = [kind for kind in given if isinstance(kind, tuple) and kind[0] == "tensor"]
+    lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
+    if lengths != [(pack.num_elements,) for pack in bucket.own_packs] or len(dtypes) != 1 or tensors != given:
+        said = ", ".join(map(say_type, given)) or "nothing"
+        raise TypeError(f"it is given {said}, which are not the packs of bucket {bucket.index}")
+    return _flat(node, bucket.num_elements, dtypes.pop())
 
 
 def pending_operand(program: Program, node: fx.Node) -> ValueType:
@@ -194,11 +220,11 @@ def gives_shares(program: Program, launch: Any) -> bool:
 
 
 def of_exchange(program: Program, node: fx.Node) -> ValueType:
-    """The whole bucket as a pending value. Each operand must be its replica's share, or all of it on a worker's only device."""
-    bucket, given = _bucket(program, node), node.all_input_nodes
+    """The bucket, or pack, as a pending value. Each operand must be its replica's share; all, on a worker's only device."""
+    (bucket, pack), given = _pack(program, node), node.all_input_nodes
     if not given:
         raise TypeError("it is given no sum")
-    whole = (0, bucket.num_elements)
+    whole = (pack.start, pack.stop)
     dtypes = set()
     for source in given:
         kind = noted_type(source)
@@ -210,7 +236,7 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
         dtypes.add(kind[3])
     if len(dtypes) > 1:
         raise TypeError(f"it adds up {' and '.join(sorted(map(str, dtypes)))}")
-    return ("pending", _flat(node, bucket.num_elements, dtypes.pop()))
+    return ("pending", _flat(node, pack.num_elements, dtypes.pop()))
 
 
 def of_gathered(program: Program, node: fx.Node) -> ValueType:
@@ -245,9 +271,8 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, which must be that of the operand."""
-    bucket = _bucket(program, node)
-    found, wanted = noted_type(node.args[0] if node.args else None), _flat(node, bucket.num_elements, bucket.dtype)
+    """The type of the bucket, or pack, which must be that of the operand."""
+    found, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
     if not is_same_type(found, wanted):
         raise TypeError(f"it is given {say_type(found)}, but takes the whole bucket, {say_type(wanted)}")
     return wanted

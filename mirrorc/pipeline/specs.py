@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.packing import PLANS
 from mirrorc.pipeline.protocol import Pass
 
 _NAME = re.compile(r"\s*(?P<name>[\w.:-]+)\s*")
@@ -102,7 +103,7 @@ def _value_text(option: str, value: Any) -> str:
 def _not_plain(option: str, value: Any) -> ValueError:
     return ValueError(
         f"its option {option!r} is a {type(value).__qualname__}: only numbers, strings, booleans, None, torch's dtypes, and "
-        "tuples, lists, sets and dicts of them can be written"
+        "tuples, lists, sets and dicts of them, and plans of mirrorc.packing, can be written"
     )
 
 
@@ -188,8 +189,11 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """Evaluates a literal of Python that may also contain inf, nan and torch's dtypes."""
+    """Evaluates a literal of Python that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
     match node:
+        case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if name in PLANS:
+            options = {str(one.arg): _parse_value(one.value) for one in named}
+            return PLANS[name](*map(_parse_value, values), **options)
         case ast.Name(id="inf" | "nan" as number):
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name()):

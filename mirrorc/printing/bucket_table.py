@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
+from mirrorc.analysis.slots_of_values import packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_of, region_title
+from mirrorc.ir.nodes import calls_to, is_region_call, pack_of, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
 from mirrorc.printing.spans import range_text
@@ -42,11 +43,9 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
-        lines += [
-            _row(program, bucket, ready.get(bucket.index, "")),
-            *_members(bucket, slots),
-            *_shares(program, bucket, fold),
-        ]
+        last = max(pack.number for pack in bucket.own_packs)
+        lines += [_row(program, bucket, ready.get(last, "")), *_members(bucket, slots)]
+        lines += [*_packs(bucket, ready), *_shares(program, bucket, fold)]
     lines = folded(lines, "# … bucket ", lambda line: line.startswith("# bucket ")) if fold else lines
     labels = dict.fromkeys(bucket.rule.label for bucket in program.buckets)
     held = ((label, program.optimizer_groups[label]) for label in labels if label in program.optimizer_groups)
@@ -131,8 +130,19 @@ def _alike(layers: Iterable[_Members]) -> list[_Members]:
     return found
 
 
+def _packs(bucket: Bucket, ready: Mapping[int, str]) -> list[str]:
+    """In which packs a bucket is cut, and after which region each is complete."""
+    after = {pack.number: ready.get(pack.number, "").rpartition(" in ")[2] for pack in bucket.packs}
+    parts = [
+        f"p{pack.number} {range_text(pack.start, pack.stop)}"
+        + (f" after {after[pack.number]}" if after[pack.number] else "")
+        for pack in bucket.packs
+    ]
+    return wrapped(f"packs, of elements 0 … {bucket.num_elements - 1}: ", parts) if bucket.packs else []
+
+
 def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
-    if bucket.has_owner or (not bucket.reduces_by_shares and bucket.part is None):
+    if bucket.has_owner or (not bucket.updates_by_shares and bucket.part is None):
         return []
     parts = [
         f"{device.name} {range_text(*bucket.updated(replica, program.num_replicas))}"
@@ -147,14 +157,13 @@ def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
 
 
 def _ready_after(program: Program) -> dict[int, str]:
-    """The last gradient of each bucket on the first device, with its region, for programs with packed buckets."""
+    """The last gradient of each pack on the first device, with its region, for programs with packed buckets."""
     found: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     graphs = graphs[program.first_present :] if program.stage is Stage.LOWERED else graphs
-    names = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in calls_to(graphs[0], ops.pack) if graphs else ():
-        if bucket_of(node) not in found and node.args:
-            found[bucket_of(node)] = _last_gradient(node, names.get(bucket_of(node), []))
+        if pack_of(node) not in found and node.args:
+            found[pack_of(node)] = _last_gradient(node, [slot.variable for slot in packed_slots(program, node)])
     return found
 
 

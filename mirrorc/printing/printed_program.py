@@ -54,6 +54,7 @@ class PrintedBucket:
         ready_after: the region that gives its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
         shares: which device updates which elements, as printed; empty if devices do not update shares.
+        packs: which elements are communicated at a time, as printed; empty if buckets are not cut.
     """
 
     number: int
@@ -69,6 +70,7 @@ class PrintedBucket:
     last_gradient: str = ""
     shares: str = ""
     owner: str = ""
+    packs: str = ""
 
 
 @dataclass(frozen=True)

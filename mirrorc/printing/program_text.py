@@ -8,10 +8,11 @@ The printed form::
     workers   = "# workers: " TEXT
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
     bucket    = "# bucket INDEX" DTYPE SIZE "N gradients" RULE [ placement ] [ "· ready after d(VARIABLE) in REGION" ]
-                member+ [ share ]
+                member+ [ packs ] [ share ]
     placement = "· shared" | "· to be owned by DEVICE" | "· owned by DEVICE"
     member    = "#     VARIABLE[SHAPE]"
               | "#   " [ LAYER [ "… LAYER" ] ":" ] VARIABLE[SHAPE] ...
+    packs     = "#   packs, of elements 0 … N:" "p" NUMBER FIRST "…" LAST [ "after" REGION ], ...
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
     optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; read anew in each step)"
     remark    = "# remark: " [ PASS ": " ] TEXT

@@ -20,6 +20,7 @@ _LISTED = "#     "  # the beginning of the line of a single gradient, if gradien
 _INDENT = "#   "
 _MORE = "#       "
 _SHARES = "#   shares, "
+_PACKS = "#   packs, "
 _LAYERS = re.compile(r"(?P<path>(?:[A-Za-z_]\w*\.)+)(?P<first>\d+)(?: … (?P=path)(?P<last>\d+))?: (?P<rest>.*)")
 _GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |$)")
 
@@ -50,9 +51,7 @@ def _bucket(text: TextCursor) -> PrintedBucket:
     text.expect(
         len(gradients) == count, f"{count} gradients up to here, '#     VARIABLE[SHAPE]'; there are {len(gradients)}"
     )
-    shares = text.take().removeprefix(_SHARES) if text.next.startswith(_SHARES) else ""
-    while shares and text.next.startswith(_MORE):
-        shares += " " + text.take().removeprefix(_MORE)
+    packs, shares = (_listing(text, beginning) for beginning in (_PACKS, _SHARES))
     return PrintedBucket(
         number=number,
         index=int(row["index"]),
@@ -67,13 +66,22 @@ def _bucket(text: TextCursor) -> PrintedBucket:
         ready_after=ready[0]["region"] if ready else "",
         last_gradient=ready[0]["gradient"] if ready else "",
         shares=shares,
+        packs=packs,
     )
+
+
+def _listing(text: TextCursor, beginning: str) -> str:
+    """What stands behind the beginning of a line, and on the lines that go on with it; empty if there is no such line."""
+    found = text.take().removeprefix(beginning) if text.next.startswith(beginning) else ""
+    while found and text.next.startswith(_MORE):
+        found += " " + text.take().removeprefix(_MORE)
+    return found
 
 
 def _gradients(text: TextCursor, count: int) -> list[PrintedGradient]:
     """Reads the gradients of a bucket: each on a line of its own, or grouped by layers."""
     found: list[PrintedGradient] = []
-    while text.next.startswith(_INDENT) and not text.next.startswith(_SHARES) and len(found) < count:
+    while text.next.startswith(_INDENT) and not text.next.startswith((_PACKS, _SHARES)) and len(found) < count:
         line = text.take()
         if line.startswith(_LISTED):
             found += _listed(text, line.removeprefix(_LISTED))

@@ -9,12 +9,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import gradient_of
+from mirrorc.analysis.slots_of_values import gradient_of, packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import (
-    bucket_of,
     calls_to,
     is_compute,
     is_region_call,
@@ -88,7 +87,7 @@ class PrintedValues:
         found = operation_of(node.target)
         if found is None:
             return self._classify_other(node)
-        if found.kind is Kind.COMPUTE:
+        if found.kind is Kind.COMPUTE and not found.called:
             return "computed", ""  # named by `_name_computed`
         if isinstance(found.operands, str):
             return "saved", node.name
@@ -206,11 +205,10 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     for node in calls_to(graph, ops.gather) if not program.trains else ():
         if node.kwargs["output"] == LOSS_OUTPUT:
             yield from (("loss", "loss", value) for value in node.all_input_nodes)
-    slots = {bucket.index: [slot.variable for slot in bucket.slots] for bucket in program.buckets}
     for node in graph.nodes:
         if node.target is ops.pack:
-            for name, gradient in zip(slots.get(bucket_of(node), []), node.all_input_nodes, strict=False):
-                yield "gradient", name, origin_of(gradient)
+            for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
+                yield "gradient", slot.variable, origin_of(gradient)
         elif node.target is ops.write:
             for source in node.all_input_nodes:
                 yield "write", str(node.kwargs["variable"]), source

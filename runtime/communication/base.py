@@ -22,7 +22,8 @@ class Communicator:
     it known.
 
     Every method that takes ``replica`` is called from that replica's thread. Launches never block; waits do, for
-    ``timeout_seconds`` at most.
+    ``timeout_seconds`` at most. ``bucket`` is the number by which a collective is told from others: that of the bucket, or if the
+    program's buckets are cut, of the pack (`mirrorc.ir.buckets.Pack`), and a bucket is a pack then.
 
     Args:
         devices: the devices, in order of replicas.
@@ -30,9 +31,11 @@ class Communicator:
 
     Attributes:
         link: the name of the link that the class implements, see `mirrorc.ir.links`.
+        unit: what it calls what a collective moves, in messages: a bucket, or a pack.
     """
 
     link: ClassVar[str]
+    unit: str = "bucket"
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.devices = devices
@@ -52,7 +55,7 @@ class Communicator:
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
-        return Rendezvous(f"{tag[0]} of bucket {tag[1]}", self.devices, self.timeout_seconds)
+        return Rendezvous(f"{tag[0]} of {self.unit} {tag[1]}", self.devices, self.timeout_seconds)
 
     def release(self) -> None:
         """Drops the tensors of a step that all replicas have finished, so that their memory is free until the next one."""

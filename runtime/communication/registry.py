@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from mirrorc.errors import CommunicationError
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, name_of
+from mirrorc.ir.nodes import calls_to, name_of, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.runtime.communication.base import Communicator
@@ -48,11 +49,12 @@ def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Comm
             link = str(node.kwargs["link"])
             own = tags.setdefault(link, {})
             if node.target in ops.REDUCTIONS:
-                own[(name_of(node), bucket_of(node))] = None
+                own[(name_of(node), pack_of(node))] = None
             else:
                 routes.setdefault(link, {})[route_of(program, node)] = None
     made = {link: communicator_for(link, program.devices, timeout_seconds) for link in tags}
     for link, communicator in made.items():
+        communicator.unit = "pack" if are_cut(program.buckets) else "bucket"
         communicator.prepare(list(tags[link]), list(routes.get(link, {})))
     return made
 

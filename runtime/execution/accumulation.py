@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of
+from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.runtime.execution.binding import Binder, binds
 from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
 from mirrorc.runtime.state.evaluation_state import EvaluationState
@@ -28,9 +28,11 @@ def _bind_accumulate(binder: Binder, replica: int, node: fx.Node) -> Callable[..
 @binds(ops.add_accumulated)
 def _bind_add_accumulated(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     accumulated, bucket = _accumulated(binder), bucket_of(node)
+    packs = binder.program.buckets[bucket].packs
+    elements = next((slice(pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), slice(None))
 
     def add_accumulated(packed: torch.Tensor, **_: Any) -> torch.Tensor:
-        accumulated.add_to(bucket, replica, packed)
+        accumulated.add_to(bucket, replica, packed, elements)
         return packed
 
     return add_accumulated

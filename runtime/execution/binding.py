@@ -19,7 +19,7 @@ from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
-from mirrorc.ir.nodes import bucket_of, is_compute
+from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
@@ -30,6 +30,7 @@ from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
 from mirrorc.runtime.execution.late_shares import LateShare, leaving, what_is_left
 from mirrorc.runtime.execution.outputs import StepOutputs
+from mirrorc.runtime.execution.packs import pack_of_cut_bucket, side_by_side
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
@@ -149,6 +150,8 @@ class Binder:
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self.state.store.buckets[bucket_of(node)]
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
+        if self.program.buckets[bucket_of(node)].is_cut:
+            return pack_of_cut_bucket(node, self.program.buckets[bucket_of(node)], slots, whole)
         factored = slots_left_as_factors(self.program, bucket_of(node))
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
@@ -187,7 +190,7 @@ class Binder:
 
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        communicator, pack = self._communicators[str(node.kwargs["link"])], pack_of(node)
         root: Any = node.kwargs.get("root")
         launch: Any = {
             ops.all_reduce: communicator.launch_all_reduce,
@@ -195,20 +198,21 @@ class Binder:
             ops.reduce: functools.partial(communicator.launch_reduce, root=root),
         }[node.target]  # type: ignore[index]
 
-        return lambda own, **_: launch(bucket, replica, own)
+        return lambda own, **_: launch(pack, replica, own)
 
     @binds(ops.gather_factors)
     def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
-        return lambda own, **_: exchanges.launch_gather(bucket, replica, own)
+        exchanges, pack = self._communicators[str(node.kwargs["link"])], pack_of(node)
+        return lambda own, **_: exchanges.launch_gather(pack, replica, own)
 
     @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
-        whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
+        exchanges, (bucket, pack) = self._communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
+        gradients = self.state.store.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
+        whole = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
 
         def exchange(own: torch.Tensor, **_: Any) -> torch.Tensor:
-            exchanges.launch_exchange(bucket, replica, whole)
+            exchanges.launch_exchange(pack.number, replica, whole)
             return own
 
         return exchange
@@ -247,12 +251,12 @@ class Binder:
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], pack_of(node)
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
         if collective.target is ops.scatter_sums:
-            flat = self.state.store.buckets[bucket]
+            flat = self.state.store.buckets[bucket_of(node)]
             elements = flat.bucket.updated(replica, self.program.num_replicas)
             return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
@@ -282,6 +286,10 @@ class Binder:
             return wait_for(bucket, replica, pending=pending)
 
         return wait
+
+    @binds(ops.unpack)
+    def _bind_unpack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        return lambda *packs, **_: side_by_side(packs)
 
     @binds(ops.is_finite)
     def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined | ExaminedShare]:

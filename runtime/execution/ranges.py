@@ -69,6 +69,7 @@ def range_name(node: fx.Node, device: str) -> str:
     if is_region_call(node):
         return f"mirrorc::{region_of(node)} {device}"
     bucket = f" b{node.kwargs['bucket']}" if isinstance(node.kwargs.get("bucket"), int) else ""
+    bucket += f" pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"mirrorc::{getattr(node.target, '__name__', node.target)}{bucket} {device}"
 
 

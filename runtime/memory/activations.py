@@ -207,6 +207,11 @@ class _Walk:
         pieces = pieces_of_share(self.program.buckets[bucket_of(node)], factored, 0, 1)
         return (), temporary_bytes(pieces, [[factor_values(gradient) for gradient in gradients]])
 
+    @accounts(ops.unpack)
+    def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """Nothing new where the packs lie side by side in a bucket; otherwise they are put together in memory of their own."""
+        return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
+
     @accounts(ops.add_accumulated)
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # in the bucket
@@ -322,3 +327,13 @@ class _Walk:
         factors = factors_of_shares(self.program, bucket.index)
         part = largest_part_of_share(pieces, (start, stop), number, factors)
         return (), self._temporary_bytes(pack) + round(self.temporary_bytes[bucket.index] * part)
+
+
+def _is_apart(pack: fx.Node) -> bool:
+    """Whether a pack lies elsewhere than in its bucket."""
+    if pack.target is not ops.wait:
+        return pack.target not in (ops.pack, ops.add_accumulated)
+    (launch,) = pack.all_input_nodes
+    if launch.target in ops.REDUCTIONS:
+        return link_named(launch.kwargs["link"]).sum_place is SumPlace.ADDITIONAL
+    return launch.target not in ops.EXCHANGES

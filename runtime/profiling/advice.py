@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early
 from mirrorc.ir.program import Program
@@ -51,7 +52,7 @@ def advise(
         return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step."
     candidates = [_evener_devices(devices, skew_ms)]
     reduced = [bucket for bucket in buckets if bucket.kind in _REDUCTIONS]
-    if reduced:
+    if reduced and not are_cut(program.buckets):
         costs = _costs(steps, reduced, len(devices))
         candidates += [_fewer_buckets(program, reduced, costs), _smaller_last_bucket(program, reduced, costs)]
     gain_ms, change = max(candidates)

@@ -44,6 +44,7 @@ class Collective:
         link: the link that carries it.
         launches: the devices' parts in it, in order of replicas.
         chunk, round: those of a ``send``; None if it names none.
+        pack: the pack of the bucket that it moves, if that is cut; otherwise None.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Collective:
     launches: tuple[Launch, ...]
     chunk: int | None = None
     round: int | None = None
+    pack: int | None = None
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
@@ -63,7 +65,7 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
                 name = name_of(node)
                 kind = "send" if name == "recv" else name
                 key = (kind, bucket_of(node), str(node.kwargs.get("link")))
-                part = (node.kwargs.get("chunk"), node.kwargs.get("round"))
+                part = tuple(node.kwargs.get(word) for word in ("chunk", "round", "pack"))
                 groups.setdefault((*key, *part), []).append((replica, node))
     return [
         Collective(kind, bucket, link, tuple(_launch(step, replica, node, members) for replica, node in members), *part)

@@ -126,6 +126,7 @@ def _bucket_times(
         devices=tuple(devices),
         chunk=collective.chunk,
         round=collective.round,
+        pack=collective.pack,
         **_means(together),
     )
 
@@ -133,6 +134,9 @@ def _bucket_times(
 def _num_bytes(program: Program, collective: Collective) -> int:
     """The size of what is moved: of the bucket, or of the part of it that is sent."""
     sent = next((launch.node for launch in collective.launches if launch.node.target is ops.send), None)
+    if sent is None and collective.pack is not None:
+        bucket, pack = program.packs[collective.pack]
+        return pack.num_elements * bucket.dtype.itemsize
     if sent is None:
         return program.buckets[collective.bucket].num_bytes
     value = sent.all_input_nodes[0].meta["val"]
@@ -159,6 +163,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
         devices=(),
         chunk=None,
         round=None,
+        pack=None,
         **times,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
 from mirrorc.runtime.profiling.prediction import Prediction
 
 _PARTS = "; c and r are the chunk of the bucket that is sent, and the round in which it is sent"
+_PACKS = "; p is the pack of the bucket, of which each is in flight by itself"
 _WIDTH = 110  # of texts; rows of tables may be longer
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BUCKET_COLUMNS = (
@@ -178,7 +180,9 @@ def _prediction_rows(found: Explanation) -> list[str]:
     predicted = found.prediction
     if predicted is None:
         return []
-    exposed = {(bucket.index, bucket.kind): bucket.exposed_ms for bucket in found.buckets}
+    exposed: Counter[tuple[int, str]] = Counter()
+    for bucket in found.buckets:
+        exposed[bucket.index, bucket.kind] += bucket.exposed_ms  # type: ignore[assignment]
     rows = [
         ("step", predicted.step_ms, found.step_ms),
         ("regions", predicted.compute_ms, found.compute_ms),
@@ -194,6 +198,7 @@ def _prediction_rows(found: Explanation) -> list[str]:
 def _definitions(found: Explanation) -> list[str]:
     is_parted = any(bucket.chunk is not None or bucket.round is not None for bucket in found.buckets)
     columns = _BUCKET_COLUMNS + (_PARTS if is_parted else "")
+    columns += _PACKS if any(bucket.pack is not None for bucket in found.buckets) else ""
     texts = [
         f"bucket: {columns}",
         f"device: each row adds up to the step. {_defined(_shown_parts(found))}",

@@ -66,6 +66,7 @@ class BucketTimes(FlightTimes):
             earlier wait (``wait b2``); empty if neither took 1% of the step.
         devices: the times on each device that takes part.
         chunk, round: those of a send; None if it names none.
+        pack: the pack of the bucket, if that is cut into packs; otherwise None.
     """
 
     index: int
@@ -76,11 +77,12 @@ class BucketTimes(FlightTimes):
     devices: tuple[DeviceFlight, ...]
     chunk: int | None
     round: int | None
+    pack: int | None = None
 
     @property
     def label(self) -> str:
-        """The bucket, with the chunk and the round of a send that names them: ``b1 c0 r2``."""
-        parts = (("b", self.index), ("c", self.chunk), ("r", self.round))
+        """The bucket, with its pack if it is cut, and the chunk and the round of a send that names them: ``b1 p3 c0 r2``."""
+        parts = (("b", self.index), ("p", self.pack), ("c", self.chunk), ("r", self.round))
         return " ".join(f"{letter}{number}" for letter, number in parts if number is not None)
 
 

@@ -136,7 +136,8 @@ def _flight(program: Program, step: RecordedStep, collective: Collective, origin
     """The events of a bucket on its link, in one step."""
     launches = [step.call_of[launch.node].end_ns for launch in collective.launches]
     waits = [step.call_of[launch.wait].end_ns for launch in collective.launches if launch.wait is not None]
-    own = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}"}
+    pack = f" pack {collective.pack}" if collective.pack is not None else ""
+    own = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}{pack}"}
     arguments = {
         "bucket": collective.bucket,
         "bytes": program.buckets[collective.bucket].num_bytes,

@@ -186,10 +186,11 @@ class AccumulatedGradients:
         own = self._sums.flat[bucket][replica]
         own.add_(packed) if self.num_calls else own.copy_(packed)
 
-    def add_to(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
-        """Adds a replica's sum to what it has packed in this step; there is none if other workers alone keep gradients."""
+    def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
+        """Adds a replica's sum to what it has packed in this step, which are these elements of the bucket; there is none if other
+        workers alone keep gradients."""
         if self.num_calls:
-            packed.add_(self._sums.flat[bucket][replica], alpha=self.share)
+            packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
     def finish_call(self) -> None:
         """Counts the call that has begun last, which is added on all replicas. May be repeated."""

@@ -138,7 +138,7 @@ class FlatState:
                 is_held = key in held and value.data_ptr() == held[key].data_ptr()
                 if value is None or key in SCALAR_STATE or is_held:
                     continue
-                if flat.bucket.reduces_by_shares:
+                if flat.bucket.updates_by_shares:
                     self._hold(flat, key, torch.cat([own.state[key] for own in replicas.values()]))
                 else:
                     held[key] = value

@@ -10,9 +10,10 @@ import torch
 from mirrorc.analysis.sent_factors import split_counts
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import SumPlace, link_named
-from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_pieces
@@ -35,7 +36,7 @@ class Exchanges(Communicator):
 
     Args:
         devices: of this worker.
-        buckets: the indices of those that are exchanged.
+        buckets: the indices of those that are exchanged; the numbers of their packs, if buckets are cut.
         launch: launches a collective between the workers, as `mirrorc.runtime.workers.lane.Lane.launch` does.
         timeout_seconds: the longest time of every wait.
         messages: those of buckets that are sent as factors, by index.
@@ -64,6 +65,10 @@ class Exchanges(Communicator):
         self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
         self._sharded = sharded
         self.release()
+
+    def call_packs_so(self, are_packs: bool) -> None:
+        """Sets whether messages call what is exchanged a pack, or a bucket."""
+        self.unit = self._joint.unit = "pack" if are_packs else "bucket"
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
@@ -214,12 +219,13 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
                 f"link {node.kwargs['link']!r} does not add up a worker's buckets in one place, from which they can be sent to "
                 "the other workers: use link='shared-memory'"
             )
-    buckets = [bucket_of(node) for node in launches if node.target in (ops.exchange, ops.gather_factors)]
-    gathered = [bucket_of(node) for node in launches if node.target is ops.gather_factors]
-    messages = {index: FactorMessage(program.buckets[index].sent_factors) for index in gathered}
+    packs = [pack_of(node) for node in launches if node.target in (ops.exchange, ops.gather_factors)]
+    gathered = [pack_of(node) for node in launches if node.target is ops.gather_factors]
+    sent = {pack: program.packs[pack][0] for pack in gathered}
+    messages = {pack: FactorMessage(bucket.sent_factors) for pack, bucket in sent.items()}
     number = program.num_replicas
-    made = {index: [program.buckets[index].made(replica, number) for replica in range(number)] for index in gathered}
-    sizes = [len(program.buckets[index].slots) for index in gathered]
+    made = {pack: [bucket.made(replica, number) for replica in range(number)] for pack, bucket in sent.items()}
+    sizes = [len(bucket.slots) for bucket in sent.values()]
 
     def rows_of(bucket: int) -> Sequence[NumRows]:
         place = gathered.index(bucket)
@@ -229,7 +235,8 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     launch, seconds, rank = team.launch_bucket, team.timeout_seconds, team.cluster.rank
     dealt = [bucket_of(node) for node in launches if node.target is ops.gather_parameters]
     sharded = ShardedBuckets(number, dealt, rank, team.cluster.num_workers, launch, seconds)
-    exchanges = kind(program.devices, buckets, launch, seconds, messages, made, rows_of, rank, sharded)
+    exchanges = kind(program.devices, packs, launch, seconds, messages, made, rows_of, rank, sharded)
+    exchanges.call_packs_so(are_cut(program.buckets))
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.connections.cut_buckets
     return {kind.link: exchanges}

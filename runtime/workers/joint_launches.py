@@ -26,6 +26,7 @@ class JointLaunches:
         timeout_seconds: the longest time of every wait.
 
     Attributes:
+        unit: what messages call what is launched: a bucket, or a pack.
         lock: is held from the question who launches last until that is launched.
         under_way: the tags of collectives that are launched and not done.
         kept: the tags of collectives that all devices have launched in a step that has returned, and that the next one waits for:
@@ -33,7 +34,7 @@ class JointLaunches:
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.unit = threading.Lock(), "bucket"
         self._num_devices, self._tags, self._launch = num_devices, tuple(tags), launch
         self._timeout_seconds = timeout_seconds
         self.kept: set[Hashable] = set()
@@ -85,13 +86,13 @@ class JointLaunches:
             error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
         except queue.Empty:
             raise LostConnectionError(
-                f"bucket {bucket} was not exchanged with the other workers within {self._timeout_seconds:g} s"
+                f"{self.unit} {bucket} was not exchanged with the other workers within {self._timeout_seconds:g} s"
             ) from None
         if isinstance(error, Aborted):
             raise error
         if error is not None:
             raise LostConnectionError(
-                f"bucket {bucket} could not be exchanged with the other workers: {in_words(error)}"
+                f"{self.unit} {bucket} could not be exchanged with the other workers: {in_words(error)}"
             ) from error
 
     def abort(self) -> None:

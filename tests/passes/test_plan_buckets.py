@@ -1,5 +1,7 @@
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, Weight, handmade, outputs
 from torch import fx
 
+from mirrorc.errors import PassError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import UpdateRule
+from mirrorc.ir.workers import World
+from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
 from mirrorc.passes import PlanBuckets
 
 KIB = 1 / 1024  # in MiB
@@ -109,7 +114,137 @@ def test_scalar_parameters_get_a_slot_of_one_element() -> None:
 
 
 @pytest.mark.parametrize("option", ["bucket_cap_mb", "first_bucket_mb"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, True, "25", None])
+@pytest.mark.parametrize("value", [-1.0, math.nan, True, "25", None])
 def test_caps_that_are_no_positive_numbers_are_refused(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{option} is .*positive number of MiB"):
         PlanBuckets(**{option: value})  # type: ignore[arg-type]
+
+
+def planned(weights: list[Weight], **options: Any) -> Program:
+    return PlanBuckets(**options).run(planned_only(weights))
+
+
+def contents(program: Program) -> list[list[str]]:
+    return [[slot.variable for slot in bucket.slots] for bucket in program.buckets]
+
+
+def packs(program: Program) -> list[list[tuple[int, int, int]]]:
+    return [[(pack.number, pack.start, pack.stop) for pack in bucket.packs] for bucket in program.buckets]
+
+
+def remarks(program: Program) -> str:
+    return "\n".join(remark.text for remark in program.remarks)
+
+
+FOUR = [Weight("a", (16,)), Weight("b", (160,)), Weight("c", (0,)), Weight("d", (3, 5))]
+
+
+def test_a_cap_of_0_is_one_bucket_whatever_the_first_one_is() -> None:
+    for options in ({"bucket_cap_mb": 0, "first_bucket_mb": 1e-6}, {"packing": ByBytes(0, 1e-6)}):
+        assert contents(planned(FOUR, **options)) == [["a", "b", "c", "d"]]
+    assert len(planned(FOUR, packing=ByBytes(1e-6, 1e-6)).buckets) == 4
+
+
+def test_equal_packs_cut_the_bucket_anywhere() -> None:
+    program = planned(FOUR, packing=EqualPacks(3))  # 16 + 160 + 16 + 16 elements with gaps
+    assert contents(program) == [["a", "b", "c", "d"]]
+    assert packs(program) == [[(0, 0, 69), (1, 69, 138), (2, 138, 208)]]
+    (bucket,) = program.buckets
+    assert [[slot.variable for slot in bucket.slots_in(pack)] for pack in bucket.packs] == [
+        ["a", "b"],
+        ["b"],
+        ["b", "c", "d"],
+    ]
+    assert "bucket 0: b lies in several packs" in remarks(program)
+    assert packs(planned(FOUR, packing=1)) == [[]] and packs(planned(FOUR)) == [[]]
+
+
+def test_packs_are_numbered_as_they_become_complete_over_all_kinds() -> None:
+    other = UpdateRule("B", 1)
+    weights = [Weight("a", (64,)), Weight("b", (64,), rule=other), Weight("c", (64,)), Weight("d", (64,), rule=other)]
+    program = planned(weights, packing=2)
+    assert contents(program) == [["a", "c"], ["b", "d"]]
+    assert packs(program) == [[(0, 0, 64), (2, 64, 128)], [(1, 0, 64), (3, 64, 128)]]
+    assert [pack.number for _, pack in program.packs] == [0, 1, 2, 3]
+
+
+def test_packs_of_a_reversed_bucket_are_complete_in_the_order_of_backward() -> None:
+    program = planned([Weight("a", (64,)), Weight("b", (64,))], packing=2, gradient_order=lambda one: -one.ready)
+    assert contents(program) == [["b", "a"]] and packs(program) == [[(1, 0, 64), (0, 64, 128)]]
+
+
+def test_dtypes_are_not_mixed() -> None:
+    weights = [Weight("a", (64,)), Weight("b", (64,), torch.float64), Weight("c", (64,))]
+    program = planned(weights, packing=2)
+    assert [(bucket.dtype, len(bucket.packs)) for bucket in program.buckets] == [(torch.float64, 2), (torch.float32, 2)]
+
+
+def test_a_bucket_with_fewer_elements_than_packs_has_one_each() -> None:
+    program = planned([Weight("a", (3,))], packing=50)
+    assert [pack[1:] for pack in packs(program)[0]] == [(i, i + 1) for i in range(16)]
+    assert "bucket 0 has 16 packs, not 50" in remarks(program)
+
+
+def test_no_packing_gives_each_gradient_a_bucket() -> None:
+    program = planned(FOUR, packing=0)
+    assert contents(program) == [["a"], ["b"], ["c"], ["d"]] and packs(program) == [[]] * 4
+
+
+def test_splits_decline_with_a_reason() -> None:
+    large = Weight("large", (4096,))
+    assert packs(planned([large], packing=EqualSplits(4))) == [[(i, 1024 * i, 1024 * (i + 1)) for i in range(4)]]
+    few = planned([large], packing=EqualSplits(5))
+    assert contents(few) == [["large"]] and packs(few) == [[]]
+    assert "4096 elements in 5 packs are fewer than 1024 each; each gradient is reduced by itself" in remarks(few)
+    mixed = planned([large, Weight("b", (9,), torch.float64), Weight("c", (9,))], packing=EqualSplits(2))
+    assert contents(mixed) == [["large"], ["b"], ["c"]]
+    assert "EqualSplits(num_splits=2) declines: gradients are torch.float32 and torch.float64" in remarks(mixed)
+    other = planned([large, Weight("b", (9,), rule=MUON), Weight("c", (9,), rule=MUON)], packing=EqualSplits(2))
+    assert contents(other) == [["large"], ["b"], ["c"]] and [len(own) for own in packs(other)] == [2, 1, 1]
+
+
+def test_groups_of_ones_own_are_buckets() -> None:
+    def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
+        return [["d", "a"], ["b"], ["c"]]
+
+    program = planned(FOUR, packing=mine)
+    assert contents(program) == [["b"], ["c"], ["d", "a"]]
+    assert "the groups of packing=mine" in remarks(program)
+    rules = [Weight("a"), Weight("b", rule=MUON), Weight("c", (9,)), Weight("d", (9,))]
+    program = planned(rules, packing=mine)
+    program = planned([*rules[:3], Weight("d", (9,), rule=MUON)], packing=mine)
+    assert contents(program) == [["a"], ["b"], ["c"], ["d"]]
+    assert "the group of d becomes 2 buckets" in remarks(program)
+
+
+def test_packs_are_not_dealt_out() -> None:
+    several = dataclasses.replace(World(2).worker(0), shards_optimizer=True)
+    with pytest.raises(PassError, match="cut into packs cannot be dealt out to workers"):
+        PlanBuckets(packing=2).run(planned_only(FOUR).evolve(workers=several))
+
+
+@fuzzed(100)
+@given(weights=weights_strategy, number=st.integers(1, 9), is_reversed=st.booleans())
+def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_reversed: bool) -> None:
+    program = planned(weights, packing=number, gradient_order="reversed" if is_reversed else "ready")
+    position = {weight.name: i for i, weight in enumerate(weights)}
+    ready = []
+    for bucket, pack in program.packs:
+        own = bucket.slots_in(pack)
+        assert own and all(slot.offset < pack.stop for slot in own)
+        ready.append(max(position[slot.variable] for slot in own))
+    assert ready == sorted(ready)
+    for bucket in program.buckets:
+        assert (
+            len(
+                {
+                    (program.variables[slot.variable].dtype, program.variables[slot.variable].update)
+                    for slot in bucket.slots
+                }
+            )
+            == 1
+        )
+        ends = [0, *(pack.stop for pack in bucket.own_packs)]
+        assert ends[:-1] == [pack.start for pack in bucket.own_packs] and ends[-1] == bucket.num_elements
+        covered = [slot.variable for pack in bucket.own_packs for slot in bucket.slots_in(pack)]
+        assert dict.fromkeys(covered).keys() == bucket.slot_of.keys()

@@ -29,11 +29,12 @@ from torch import fx, nn
 from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket, Elements
+from mirrorc.ir.buckets import Bucket, Elements, Pack
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_calls, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import Workers, World
+from mirrorc.packing import EqualPacks
 from mirrorc.passes import (
     CheckFinite,
     ClipGradients,
@@ -171,6 +172,67 @@ def over_workers(
         return change(program) or program
 
     return "lower-devices", mutate
+
+
+def cut(change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any) -> Mutation:
+    """A change of a program with one bucket of three gradients, which is cut into two packs: the second gradient lies in both."""
+
+    def mutate(_: Program) -> Program:
+        captured = handmade(2, WEIGHTS)
+        if options.get("over_workers"):
+            captured = captured.evolve(workers=World(3, (1, 2, 1)).worker(1))
+        program = every_stage(captured, packing=EqualPacks(2), **options)[pass_name]
+        assert [len(bucket.packs) for bucket in program.buckets] == [2]
+        verify(program)
+        return change(program) or program
+
+    return "lower-devices", mutate
+
+
+def cut_at(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
+    """The same, of a graph; of the first device's, once lowered."""
+
+    def change_first(program: Program) -> None:
+        change(program.graphs()[0])
+
+    return cut(change_first, pass_name, **options)
+
+
+def with_packs(*elements: tuple[int, int, int]) -> Callable[[Program], Program]:
+    """Other packs: the number, the first element and one past the last of each."""
+
+    def change(program: Program) -> Program:
+        packs = tuple(Pack(*one) for one in elements)
+        return program.evolve(buckets=tuple(dataclasses.replace(bucket, packs=packs) for bucket in program.buckets))
+
+    return change
+
+
+def unpack_in_another_order(graph: fx.Graph) -> None:
+    unpack = first(graph, ops.unpack)
+    set_args(unpack, unpack.args[::-1])
+
+
+def reduce_the_other_pack(graph: fx.Graph) -> None:
+    one, other, *_ = targets(graph, ops.all_reduce)
+    set_args(other, one.args)
+
+
+def write_into_a_pack_in_flight(graph: fx.Graph) -> None:
+    """The region that gives the gradient in both packs runs once more behind the first."""
+    packed = targets(graph, ops.pack)[0]
+    call = next(node for node in region_calls(graph) if any(given.target is ops.slot for given in node.all_input_nodes))
+    with packed.graph.inserting_after(packed):
+        again = packed.graph.node_copy(call, lambda node: node)
+    again.meta = dict(call.meta)
+
+
+def exchange_packs_in_another_order(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.exchange)[:2]
+    other.append(one)
+    for wait in sorted(one.users):
+        if wait < one:
+            one.append(wait)
 
 
 def dealt_out(
@@ -1021,6 +1083,14 @@ def measure_one_share_less(graph: fx.Graph) -> None:
 
 
 BAD: dict[str, list[Mutation]] = {
+    "packs_make_up_their_buckets": [
+        cut(with_packs((0, 0, 312), (1, 320, 624)), "plan-buckets"),
+        cut(with_packs((0, 0, 312), (1, 300, 624)), "plan-buckets"),
+        cut(with_packs((0, 0, 312), (1, 312, 620)), "plan-buckets"),
+        cut(with_packs((0, 0, 312), (1, 312, 312), (2, 312, 624)), "plan-buckets"),
+        cut(with_packs((0, 0, 312), (2, 312, 624)), "plan-buckets"),
+        cut(with_packs((1, 0, 312), (1, 312, 624)), "plan-buckets"),
+    ],
     "a_checked_step_misses_nothing": [
         checked(lambda graph: set_args(first(graph, ops.commit), first(graph, ops.commit).args[1:])),
         checked(lambda graph: set_args(targets(graph, ops.commit)[1], targets(graph, ops.commit)[1].args[:-1])),
@@ -1094,6 +1164,10 @@ BAD: dict[str, list[Mutation]] = {
         (ONE_BUCKET, lambda program: program.evolve(shard_of_replica=(0, 1))),
     ],
     "references_lead_somewhere": [
+        *(
+            cut_at(lambda graph: with_kwargs(first(graph, ops.pack), pack=2), name)
+            for name in ("pack-gradients", "lower-devices")
+        ),
         at("replicate", lambda graph: with_kwargs(first(graph, ops.read), variable="no-such")),
         at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), bucket=9)),
         ("replicate", lambda program: program.evolve(regions={})),
@@ -1177,6 +1251,10 @@ BAD: dict[str, list[Mutation]] = {
         at("replicate", drop_a_gradient),
     ],
     "every_bucket_is_packed_once": [
+        *(
+            cut_at(lambda graph: set_args(targets(graph, ops.pack)[1], targets(graph, ops.pack)[1].args[:1]), name)
+            for name in ("pack-gradients", "lower-devices")
+        ),
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
         at("pack-gradients", lambda graph: set_args(first(graph, ops.pack), first(graph, ops.pack).args[:1])),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.pack), bucket=1)),
@@ -1206,6 +1284,10 @@ BAD: dict[str, list[Mutation]] = {
         placed("lower-devices", exchange_slots),
     ],
     "collectives_are_waited_for_once": [
+        *(
+            cut_at(lambda graph: with_kwargs(first(graph, ops.wait), pack=1), name)
+            for name in ("insert-all-reduce", "lower-devices")
+        ),
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), replica=1)),
         at("insert-update", lambda graph: with_kwargs(first(graph, ops.wait), bucket=1)),
         at("insert-update", lambda graph: repeat(graph, first(graph, ops.wait))),
@@ -1214,6 +1296,7 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: repeat(graph, first(graph, ops.wait))),
     ],
     "buckets_in_flight_are_not_used": [
+        *(cut_at(reduce_the_other_pack, name) for name in ("insert-all-reduce", "lower-devices")),
         sending(on_all_devices(lambda graph: set_args(*_gathered_of_another(graph)))),
         over_workers(on_all_devices(lambda graph: set_args(first(graph, ops.exchange), (first(graph, ops.pack),)))),
         at("insert-update", use_in_flight),
@@ -1242,6 +1325,7 @@ BAD: dict[str, list[Mutation]] = {
         at("replicate", lambda g: insert_before_output(g, "weight", first(g, ops.read))),
     ],
     "nothing_is_written_in_flight": [
+        cut_at(write_into_a_pack_in_flight),
         *(placed(pass_name, write_slots_after_the_pack) for pass_name in ("schedule-overlap", "lower-devices")),
         whole("lower-collectives", step_once_more),
         whole("lower-devices", step_once_more),
@@ -1317,6 +1401,7 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "every_bucket_is_updated_once": [
         sending(make_the_whole_sum, is_dealt=True),
+        *(cut_at(unpack_in_another_order, name) for name in ("insert-update", "schedule-overlap", "lower-devices")),
         whole("lower-collectives", send_gradients),
         whole("lower-devices", send_gradients),
         over_workers(on_all_devices(leave_an_exchange_out)),
@@ -1389,6 +1474,7 @@ BAD: dict[str, list[Mutation]] = {
         over_workers(lambda program: program.evolve(workers=Workers((0, 2, 1), 1)), "plan-buckets"),
     ],
     "buckets_are_exchanged_in_the_order_of_the_plan": [
+        cut(on_all_devices(exchange_packs_in_another_order), "reduce-over-workers", over_workers=True),
         over_workers(on_all_devices(exchange_in_another_order)),
         over_workers(on_all_devices(exchange_in_another_order), "reduce-over-workers"),
         ("lower-devices", lambda program: program.evolve(workers=Workers((2, 1), 0))),

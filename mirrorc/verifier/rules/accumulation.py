@@ -10,11 +10,11 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.verifier.rule import rule
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, scopes
+from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say_pack, scopes
 
 
 @rule(since=Stage.UPDATED)
@@ -59,13 +59,18 @@ def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> 
     """Where an operation on accumulated gradients is missing, is too many times, or takes something else than its own bucket."""
     expected, what, parts = int(program.accumulation is where_it_is), operation.__name__, BucketParts(program)
     for where, graph, replicas in scopes(program):
-        found = Counter((bucket_of(node), replica_of(node)) for node in calls_to(graph, operation))
-        for bucket in program.buckets:
+        are_packs = operation is ops.add_accumulated
+        found = Counter(
+            ((pack_of if are_packs else bucket_of)(node), replica_of(node)) for node in calls_to(graph, operation)
+        )
+        wholes = [(bucket, bucket.own_packs[0]) for bucket in program.buckets]
+        for bucket, pack in program.packs if are_packs else wholes:
             for replica in replicas:
-                times = found[(bucket.index, replica)]
+                times = found[(pack.number if are_packs else bucket.index, replica)]
                 if times != expected:
+                    about = say_pack(bucket, pack) if are_packs else f"bucket {bucket.index}"
                     yield Violation(
-                        f"bucket {bucket.index} has {times} {what} on {where(replica)}, not {expected}",
+                        f"{about} has {times} {what} on {where(replica)}, not {expected}",
                         last_of_bucket(graph, bucket.index, replica),
                     )
         for node in calls_to(graph, operation):
@@ -85,7 +90,11 @@ def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
         return False
     source: Any = node.args[0]
     is_summed_up = any(one.target is ops.add_accumulated for one in _computed_of(source))
-    whole, own = (0, program.buckets[index].num_elements), program.workers.first_replica + replica_at(program, node)
+    own = program.workers.first_replica + replica_at(program, node)
+    whole = (0, program.buckets[index].num_elements)
+    if node.target is ops.add_accumulated:
+        packs = program.buckets[index].own_packs
+        whole = next(((pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), (0, 0))
     return part.holds(GRADIENTS, index, *whole, [own]) and not is_summed_up
 
 

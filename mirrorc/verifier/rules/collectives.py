@@ -11,15 +11,22 @@ from torch import fx
 
 from mirrorc.analysis.aliases import origins
 from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
-from mirrorc.analysis.slots_of_values import given_slots
+from mirrorc.analysis.slots_of_values import given_slots, packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.links import Span, check_link, link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, pack_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
 from mirrorc.verifier.rule import rule
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
+from mirrorc.verifier.rules.programs import (
+    Violation,
+    last_of_bucket,
+    say,
+    say_pack,
+    scopes,
+    written_buckets,
+)
 
 
 @rule(since=Stage.REDUCED)
@@ -34,8 +41,9 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
             for user in node.users:
                 if user.target is not ops.wait:
                     yield Violation(f"{say(node)} is in flight but used by {user.name}; wait for it first", user)
-                elif bucket_of(user) != bucket_of(node):
-                    yield Violation(f"{say(node)} is waited for as bucket {bucket_of(user)}", user)
+                elif (bucket_of(user), pack_of(user)) != (bucket_of(node), pack_of(node)):
+                    said = say(user).removeprefix("wait of ")
+                    yield Violation(f"{say(node)} is waited for as {said}", user)
         for node in calls_to(graph, ops.wait):
             if not isinstance(node.args[0], fx.Node) or node.args[0].target not in ops.LAUNCHES:
                 yield Violation(f"{node.name} waits for {node.args[0]}, which is not in flight", node)
@@ -48,7 +56,8 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
         for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
             for given in node.all_input_nodes:
                 packed = origin_of(given)
-                if packed.target is not ops.pack or packed.kwargs.get("bucket") != bucket_of(node):
+                own = (bucket_of(node), node.kwargs.get("pack"))
+                if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != own:
                     yield Violation(f"{say(node)} is given {given.name}, which is another bucket", node)
                 for value in _way(packed, given):
                     others = [user for user in value.users if user is not node and not _leads_to(user, given)]
@@ -73,23 +82,25 @@ def _leads_to(node: fx.Node, given: fx.Node) -> bool:
 
 @rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
-    """After a bucket's `pack`, no region of that replica writes into the bucket's slots; a sent value is not written any more."""
+    """After a `pack`, no region of that replica writes into slots that lie in it; a sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        closed: dict[tuple[int | None, int], str] = {}  # the node from which on a replica's bucket must not be written
+        closed: dict[tuple[int | None, str], str] = {}  # the node from which on a replica's slot must not be written
         sent: dict[tuple[int | None, _Memory], str] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node.target is operator.getitem:
                 continue
             if node.target is ops.pack:
-                closed[replica_of(node), bucket_of(node)] = node.name
+                for own in packed_slots(program, node):
+                    closed[replica_of(node), own.variable] = node.name
             elif closed and is_region_call(node):
                 replica = replica_of(node)
                 for _, slot in given_slots(node):
-                    if (replica, bucket_of(slot)) in closed:
+                    variable = str(slot.kwargs["variable"])
+                    if (replica, variable) in closed:
                         yield Violation(
                             f"{node.name} on {where(replica)} writes into bucket {bucket_of(slot)}, which "
-                            f"{closed[replica, bucket_of(slot)]} has closed",
+                            f"{closed[replica, variable]} has closed",
                             node,
                         )
             if sent:
@@ -99,15 +110,15 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                             what = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
                             yield Violation(f"{node.name} writes {what}", node)
             if node.target is ops.send:
-                for memory in _memory_of(parts, node.args[0]):
+                for memory in _memory_of(program, parts, node.args[0]):
                     sent[replica_of(node), memory] = node.name
 
 
-_Memory = tuple[str, int] | fx.Node
-"""Memory that may be written in place: the gradients or the parameters of a bucket, or the memory of a single value."""
+_Memory = tuple[str, int, int] | fx.Node
+"""Memory that may be written in place: the gradients of a pack or the parameters of a bucket, or the memory of a single value."""
 
 
-def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
+def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Memory]:
     """The memory that may be a value's."""
     for origin in origins(value):
         launch: Any = origin.args[0] if origin.target is ops.wait else None
@@ -115,19 +126,26 @@ def _memory_of(parts: BucketParts, value: Any) -> Iterator[_Memory]:
             launch is not None and launch.target not in ops.REDUCTIONS
         )  # a received value is in the sender's memory, or in its own
         part: Part | None = None if is_compute(origin) or is_elsewhere else parts.of(origin)
-        yield origin if part is None else (part.kind, part.bucket)
+        if part is None:
+            yield origin
+        elif part.kind == PARAMETERS:
+            yield PARAMETERS, part.bucket, 0
+        else:
+            for pack in program.buckets[part.bucket].own_packs:
+                if any(span.start < pack.stop and pack.start < span.stop for span in part.spans):
+                    yield GRADIENTS, part.bucket, pack.number
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
     """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
-    yield from ((PARAMETERS, index) for index in written_buckets(node))
+    yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
-        yield GRADIENTS, bucket_of(node)
+        yield GRADIENTS, bucket_of(node), pack_of(node)
     if is_compute(node) and writes_argument(node.target):
         for origin in origins(node.all_input_nodes[0]):
             yield origin
             if origin.target in (ops.pack, ops.wait):
-                yield GRADIENTS, bucket_of(origin)
+                yield GRADIENTS, bucket_of(origin), pack_of(origin)
 
 
 def _say_memory(memory: _Memory) -> str:
@@ -160,20 +178,20 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once, and each bucket is reduced once, or by sends, or made of the
-    factors of all workers; none is in a program that accumulates gradients."""
+    """A collective of the mirrored graph joins every replica once, and each bucket, or each pack of it, is reduced once, or by
+    sends, or made of the factors of all workers; none is in a program that accumulates gradients."""
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
-    reduced = Counter(bucket_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
+    reduced = Counter(pack_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
     sent = {
-        bucket_of(node) for node in calls_to(program.graph, ops.send)
+        pack_of(node) for node in calls_to(program.graph, ops.send)
     }  # rules on updates check that the sends make the sum
-    gathered = {bucket_of(node) for node in calls_to(program.graph, ops.gather_factors)}
-    for bucket in program.buckets:
-        times, is_sent = reduced[bucket.index], bucket.index in sent or bucket.index in gathered
+    gathered = {pack_of(node) for node in calls_to(program.graph, ops.gather_factors)}
+    for bucket, pack in program.packs:
+        times, is_sent = reduced[pack.number], pack.number in sent or pack.number in gathered
         if times if program.accumulates else times != 1 and (times or not is_sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
-            yield Violation(f"bucket {bucket.index} is reduced {times} times", place)
+            yield Violation(f"{say_pack(bucket, pack)} is reduced {times} times", place)
     for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts, to which only the root gives a value
         found = [replica_of(n) for n in node.all_input_nodes]
         if found != list(range(program.num_replicas)):

@@ -10,8 +10,10 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts, said_step
 from mirrorc.analysis.clipping import scaling_factor
+from mirrorc.analysis.slots_of_values import packed_slots
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, target_name
+from mirrorc.ir.buckets import Slot
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, target_name
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.expressions import Expressions
 from mirrorc.verifier.repetition import accumulated_results, is_accumulated
@@ -187,11 +189,16 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
             found.setdefault((own if own is not None else r, "loss", ""), []).append((numbered[loss], None))
         if isinstance(output, dict):
             is_moved = program.num_replicas > 1 or program.accumulates  # by the step that ends the accumulation
-            for key, kind in (("packed", _WAYS[not is_moved]), ("reduced", _WAYS[1])):
-                for bucket, values in enumerate(output.get(key, ())):
-                    for r, value in enumerate(values):
-                        way = _way(parts, expressions, value, left_out)
-                        found.setdefault((r, kind, f"bucket {bucket}"), []).append((way, None))
+            rows = [
+                (_WAYS[not is_moved], bucket.index, values)
+                for (bucket, _), values in zip(program.packs, output.get("packed", ()), strict=False)
+                if is_moved or not bucket.is_cut
+            ]
+            rows += [(_WAYS[1], index, values) for index, values in enumerate(output.get("reduced", ()))]
+            for kind, bucket, values in rows:
+                for r, value in enumerate(values):
+                    way = _way(parts, expressions, value, left_out)
+                    found.setdefault((r, kind, f"bucket {bucket}"), []).append((way, None))
             for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
                 for name, values in output.get(key, {}).items():
                     for r, value in enumerate(values):
@@ -239,11 +246,19 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     """The packed gradients and the written values: kind, variable, the node that packs or writes, the value."""
     for node in graph.nodes:
         if node.target is ops.pack:
-            for slot, gradient in zip(program.buckets[bucket_of(node)].slots, node.all_input_nodes, strict=False):
-                yield "gradient of", slot.variable, node, gradient
+            slots = packed_slots(program, node)
+            for slot, gradient in zip(slots, node.all_input_nodes, strict=False):
+                if slot is not slots[0] or not _began_before(program, node, slot):  # another pack has it
+                    yield "gradient of", slot.variable, node, gradient
         elif node.target is ops.write:
             yield "value for", str(node.kwargs["variable"]), node, node.all_input_nodes[0]
         elif node.target is ops.check:
             yield "condition of the check", repr(node.kwargs["text"]), node, node.all_input_nodes[0]
         elif node.target is ops.gather:
             yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), node, node.all_input_nodes[0]
+
+
+def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:
+    """Whether a slot begins in an earlier pack of its bucket than this one."""
+    own = next(one for one in program.buckets[bucket_of(pack)].own_packs if one.number == pack_of(pack))
+    return slot.offset < own.start

@@ -14,7 +14,7 @@ from torch import fx
 from mirrorc.analysis.aliases import ViewedVariables, origins
 from mirrorc.analysis.dying_arguments import dying_places
 from mirrorc.analysis.factored_gradients import stays_factored
-from mirrorc.analysis.slots_of_values import slot_of
+from mirrorc.analysis.slots_of_values import packed_slots, slot_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
     bucket_of,
@@ -23,6 +23,7 @@ from mirrorc.ir.nodes import (
     is_region_call,
     name_of,
     origin_of,
+    pack_of,
     region_calls,
     region_of,
     replica_of,
@@ -31,7 +32,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
 from mirrorc.verifier.rule import Scope, rule
-from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.programs import Violation, say_pack, scopes
 
 
 @rule(since=Stage.CAPTURED)
@@ -74,15 +75,15 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
-    """Each replica packs each bucket exactly once, with one gradient for each slot, of that slot's shape and dtype; a replica
-    without examples packs none, that is zeros."""
+    """Each replica packs each bucket, or each pack of it, exactly once, with one gradient for each slot that lies in it, of that
+    slot's shape and dtype; a replica without examples packs none, that is zeros."""
     for where, graph, replicas in scopes(program):
-        found = Counter((bucket_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
-        for bucket in program.buckets:
+        found = Counter((pack_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
+        for bucket, pack in program.packs:
             for replica in replicas:
-                if found[(bucket.index, replica)] != 1:
+                if found[(pack.number, replica)] != 1:
                     yield Violation(
-                        f"bucket {bucket.index} is packed {found[(bucket.index, replica)]} times on {where(replica)}"
+                        f"{say_pack(bucket, pack)} is packed {found[(pack.number, replica)]} times on {where(replica)}"
                     )
         for node in calls_to(graph, ops.pack):
             bucket = program.buckets[bucket_of(node)]
@@ -91,12 +92,12 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
                     where_it_is = where(replica_of(node))
                     yield Violation(f"{node.name} packs gradients on {where_it_is}, which has no examples", node)
                 continue
-            if len(node.args) != len(bucket.slots):
-                yield Violation(
-                    f"bucket {bucket.index} has {len(bucket.slots)} slots but packs {len(node.args)} gradients", node
-                )
+            slots = packed_slots(program, node)
+            if len(node.args) != len(slots):
+                what = say_pack(bucket, *(pack for pack in bucket.packs if pack.number == pack_of(node)))
+                yield Violation(f"{what} has {len(slots)} slots but packs {len(node.args)} gradients", node)
                 continue
-            for slot, gradient in zip(bucket.slots, node.args, strict=True):
+            for slot, gradient in zip(slots, node.args, strict=True):
                 value = gradient.meta["val"]  # type: ignore[union-attr]
                 if tuple(value.shape) != slot.shape or value.dtype != bucket.dtype:
                     yield Violation(
@@ -108,12 +109,13 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
-    """No gradient is packed twice, and nothing but `pack` uses it, so that it cannot be used unreduced."""
+    """No gradient is packed twice, but in several packs of its bucket if it lies in them, and nothing but `pack` uses it, so that
+    it cannot be used unreduced."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
                 for user in gradient.users:
-                    if user is not node:
+                    if user is not node and not _packs_the_rest(node, user):
                         yield Violation(
                             f"{gradient.name}, a gradient of bucket {bucket_of(node)}, is used by {user.name} as well",
                             user,
@@ -122,12 +124,17 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
                 yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
 
 
+def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
+    """Whether a node packs other elements of the same bucket."""
+    return user.target is ops.pack and bucket_of(user) == bucket_of(pack) and pack_of(user) != pack_of(pack)
+
+
 @rule(since=Stage.PACKED)
 def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed as that of its own variable and replica."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
-            for slot, gradient in zip(program.buckets[bucket_of(node)].slots, node.all_input_nodes, strict=False):
+            for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
                 source = origin_of(gradient)
                 if source.target in ops.FACTORED:
                     if (source.kwargs["variable"], bucket_of(source)) != (slot.variable, bucket_of(node)):
@@ -158,9 +165,9 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
             if replica_at(program, node) not in program.present:
                 continue
             index, device = bucket_of(node), where(replica_of(node))
-            slots = zip(program.buckets[index].slots, node.args, strict=False)
+            slots = zip(packed_slots(program, node), node.args, strict=False)
             found = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
-            others, first = expected.setdefault(index, (found, device))
+            others, first = expected.setdefault(pack_of(node), (found, device))
             if found != others:
                 names = ", ".join(sorted(found ^ others))
                 yield Violation(

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, name_of, replica_of
+from mirrorc.ir.buckets import Bucket, Pack
+from mirrorc.ir.nodes import bucket_of, name_of, pack_of, replica_of
 from mirrorc.ir.program import Program
 
 
@@ -45,7 +46,13 @@ def losses_of(graph: fx.Graph) -> list[fx.Node]:
 
 def say(node: fx.Node) -> str:
     """Names a collective in a message."""
-    return f"{name_of(node)} of bucket {bucket_of(node)}"
+    pack = f", pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
+    return f"{name_of(node)} of bucket {bucket_of(node)}{pack}"
+
+
+def say_pack(bucket: Bucket, *packs: Pack) -> str:
+    """Names a pack in a message; the whole bucket, if that is not cut."""
+    return f"bucket {bucket.index}" + "".join(f", pack {pack.number}" for pack in packs if bucket.packs)
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
@@ -58,8 +65,8 @@ def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """The tag of a collective: its kind and its bucket."""
-    return name_of(node), bucket_of(node)
+    """The tag of a collective: its kind, and the number of its pack, which is its bucket's unless buckets are cut."""
+    return name_of(node), pack_of(node)
 
 
 def writes_variables(node: fx.Node) -> bool:

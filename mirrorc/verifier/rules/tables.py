@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Pack
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, region_of, replica_of
 from mirrorc.ir.operation import Operation, operation_of
 from mirrorc.ir.program import Program, Stage
@@ -57,6 +58,12 @@ def references_lead_somewhere(program: Program) -> Iterator[Violation]:
                 yield from _lost_references(program, node)
 
 
+def _packs_of(program: Program, index: Any) -> Sequence[Pack]:
+    """The packs of a bucket, if it is cut."""
+    is_there = isinstance(index, int) and 0 <= index < len(program.buckets)
+    return program.buckets[index].packs if is_there else ()
+
+
 def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
     variable = node.kwargs.get("variable")
     if variable is not None and variable not in program.variables:
@@ -65,6 +72,9 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
     for index in buckets:
         if not isinstance(index, int) or not 0 <= index < len(program.buckets):
             yield Violation(f"{node.name} is about bucket {index}, which there is not", node)
+    pack, numbers = node.kwargs.get("pack"), [one.number for index in buckets[:1] for one in _packs_of(program, index)]
+    if pack is not None and pack not in numbers:
+        yield Violation(f"{node.name} is about pack {pack} of bucket {buckets[0]}, which there is not", node)
     if is_region_call(node):
         region = program.regions.get(region_of(node))
         if region is None:

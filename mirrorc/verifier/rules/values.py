@@ -75,8 +75,10 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     rows: list[tuple[str, int | None, Any]] = (
         [("loss", None, output.get("losses", ()))] if program.trains and output else []
     )
-    for key in ("packed", "reduced"):
-        rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get(key, ()))]
+    packs = [bucket.index for bucket, _ in program.packs]
+    for i, values in enumerate(output.get("packed", ())):
+        rows.append((f"pack {i}", packs[i] if i < len(packs) else i, values))
+    rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get("reduced", ()))]
     for key in ("gradients", "writes"):
         rows += [(name, None, values) for name, values in output.get(key, {}).items()]
     for what, bucket, values in rows:

@@ -9,7 +9,8 @@ from torch import fx
 from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.analysis.sent_factors import packed_factors
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.buckets import are_cut
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_rules import gives_shares
@@ -34,28 +35,30 @@ def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator[Violation]:
-    """A worker exchanges each bucket once, in the order of the bucket plan, which all workers share; so no two wait for each
-    other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing."""
+    """A worker exchanges each bucket, or each pack, once, in the order of the bucket plan, which all workers share; so no two
+    wait for each other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing."""
     is_exchanged = Property.EXCHANGED in program.properties or program.stage is Stage.LOWERED
     updates = program.workers.are_several and program.trains and not program.accumulates
-    wanted = [bucket.index for bucket in program.buckets] if updates and is_exchanged else []
+    wanted = [pack.number for _, pack in program.packs] if updates and is_exchanged else []
+    what = "pack" if are_cut(program.buckets) else "bucket"
     for where, graph, _ in scopes(program):
         launches = list(calls_to(graph, *ops.EXCHANGES))
-        found = [bucket_of(node) for node in launches]
+        found = [pack_of(node) for node in launches]
         if found == wanted:
             continue
         place = where(None) if program.graph is None else "the mirrored graph"
         if sorted(found) == wanted:
-            late = next(node for node, bucket in zip(launches, wanted, strict=True) if bucket_of(node) != bucket)
-            message = f"{place} exchanges the buckets in the order {found}: another worker would wait for another one, forever"
+            late = next(node for node, number in zip(launches, wanted, strict=True) if pack_of(node) != number)
+            message = f"{place} exchanges the {what}s in the order {found}: another worker would wait for another one, forever"
             yield Violation(message, late)
             continue
-        for bucket in sorted({*found, *wanted}):
-            times, expected = found.count(bucket), wanted.count(bucket)
+        for number in sorted({*found, *wanted}):
+            times, expected = found.count(number), wanted.count(number)
             if times != expected:
                 remedy = "; run 'reduce-over-workers'" if not found else ""
+                bucket = program.packs[number][0].index if number < len(program.packs) else number
                 at = last_of_bucket(graph, bucket, None if program.graph is None else 0)
-                yield Violation(f"{place} exchanges bucket {bucket} {times} times, not {expected}{remedy}", at)
+                yield Violation(f"{place} exchanges {what} {number} {times} times, not {expected}{remedy}", at)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -102,7 +105,8 @@ def workers_send_their_own_factors(program: Program) -> Iterator[Violation]:
 def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:
     """What is wrong with what a replica offers to an exchange."""
     bucket, part = program.buckets[bucket_of(node)], parts.of(source)
-    start, stop = 0, bucket.num_elements
+    own = next((pack for pack in bucket.own_packs if pack.number == pack_of(node)), None)
+    start, stop = (own.start, own.stop) if own is not None else (0, 0)
     if gives_shares(program, node):
         start, stop = bucket.share(replica_at(program, source), program.num_replicas)
     is_of_bucket = part is not None and (part.kind, part.bucket) == (GRADIENTS, bucket.index)

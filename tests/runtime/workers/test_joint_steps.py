@@ -21,6 +21,19 @@ CASES: dict[str, dict[str, Any]] = {
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
     "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
+    "packs": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [3, 5]], "options": {"packing": 3}},
+    "packs, bound": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[4, 3], [0, 5]],
+        "options": {"packing": 4, "clip_grad_norm": 0.1, "gradient_order": "reversed"},
+    },
+    "packs and factors": {
+        "model": "table",
+        "devices": [1, 1],
+        "sizes": [[4, 3]],
+        "options": {"packing": 2, "early_update": False},
+    },
     "factors, 2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2], [1, 3]], "steps": 6, **FACTORS},
     "factors, 2 x 2": {"model": "table", "devices": [2, 2], "sizes": [[4, 3], [4, 5]], "steps": 6, **FACTORS},
     "factors, one grows": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 5]], "optimizer": "SGD", **FACTORS},
@@ -100,7 +113,8 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 SLOW = (
-    *("2 x 2", "table", "bound", "parts", "factors, 2 x 1", "factors, empty", "factors, tied", "factors, bound"),
+    *("2 x 2", "table", "bound", "parts", "packs, bound", "packs and factors"),
+    *("factors, 2 x 1", "factors, empty", "factors, tied", "factors, bound"),
     "whole, random",
 )
 FAST = (CASES | FAULTS).keys() - set(SLOW)

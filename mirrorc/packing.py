@@ -1,0 +1,255 @@
+"""Packing plans, for ``packing=`` of `mirrorc.compile`: which gradients are reduced together, and in which order they lie."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+
+class Gradient(NamedTuple):
+    """A gradient, as a plan of the user's own is told of it.
+
+    Attributes:
+        name: of the variable, as in ``step.variables``.
+        elements: how many it has.
+        dtype: of its elements.
+        ready: its place among all gradients in the order in which backward makes them, from 0.
+    """
+
+    name: str
+    elements: int
+    dtype: torch.dtype
+    ready: int
+
+
+Groups = Callable[[Sequence[Gradient]], Sequence[Sequence[str]]]
+"""A plan of the user's own: takes all gradients, in the order of ``gradient_order``, and gives groups of their names. Each group
+is reduced at once; a gradient lies in exactly one of them."""
+
+GradientOrder = Literal["ready", "reversed"] | Callable[[Gradient], Any]
+"""In which order gradients are packed: as backward makes them, the reverse of that in which the model registers its parameters,
+or by a key function, smallest first."""
+
+ORDERS = ("ready", "reversed")
+
+
+@dataclass(frozen=True)
+class ByBytes:
+    """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.
+
+    Attributes:
+        cap_mb: the cap, in MiB; 0 for one pack, whatever ``first_mb`` is. A gradient that is larger has a pack of its own.
+        first_mb: the cap of the first pack, in MiB, which is smaller so that communication begins early.
+
+    Raises:
+        ValueError: a cap is negative or no number, or ``first_mb`` is 0.
+    """
+
+    cap_mb: float = 25.0
+    first_mb: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_caps(self.cap_mb, self.first_mb, ("cap_mb", "first_mb"))
+
+    @property
+    def caps(self) -> tuple[float, float]:
+        """The cap of the first pack and that of the others, in bytes."""
+        return (self.first_mb * 2**20, self.cap_mb * 2**20) if self.cap_mb else (math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class EqualPacks:
+    """Gradients side by side, cut into packs of equally many elements, wherever that is; a pack may end within a gradient.
+
+    Gradients of another dtype or update rule are side by side by themselves, and cut into as many packs. Elements that fill up
+    cache lines between gradients count. If the number does not divide evenly, the last pack has the rest.
+
+    Attributes:
+        num_packs: in how many packs; an int is short for this plan. 0 for no packing: one all-reduce per gradient.
+
+    Raises:
+        TypeError, ValueError: it is no such number.
+    """
+
+    num_packs: int
+
+    def __post_init__(self) -> None:
+        _check_number("num_packs", self.num_packs, least=0)
+
+
+LEAST_ELEMENTS = 1024
+"""`EqualSplits` makes no pack of fewer elements."""
+
+
+@dataclass(frozen=True)
+class EqualSplits:
+    """As `EqualPacks`, but only where it is worthwhile: otherwise each gradient has an all-reduce of its own, and a remark says
+    why.
+
+    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than 1024
+    elements (`LEAST_ELEMENTS`). The third reason of the plan that it follows, shapes that are not known, cannot come up: those of
+    parameters are always known here.
+
+    Attributes:
+        num_splits: in how many packs, at least 1.
+
+    Raises:
+        TypeError, ValueError: it is no such number.
+    """
+
+    num_splits: int
+
+    def __post_init__(self) -> None:
+        _check_number("num_splits", self.num_splits, least=1)
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} is {number!r}: give a whole number of packs")
+    if number < least:
+        raise ValueError(f"{name} is {number}: give {least} or more")
+
+
+Packing = ByBytes | EqualPacks | EqualSplits | int | Groups
+Plan = ByBytes | EqualPacks | EqualSplits | Groups
+
+PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBytes, EqualPacks, EqualSplits)}
+"""The plans that have a text, as a pipeline's text writes them, by the name of their class."""
+
+
+def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
+    """Refuses what is no cap.
+
+    Args:
+        cap_mb, first_mb: the caps, in MiB.
+        names: what the user calls them.
+
+    Raises:
+        ValueError: names the cap and what is allowed.
+    """
+    for name, value, least in zip(
+        names, (cap_mb, first_mb), ("0 for one bucket", "math.inf for no bound"), strict=True
+    ):
+        is_number = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
+        is_one = is_number and value == 0 and name == names[0]
+        if not is_number or (value <= 0 and not is_one):
+            raise ValueError(f"{name} is {value!r}: give a positive number of MiB ({least})")
+
+
+def plan_of(packing: Any) -> Plan:
+    """The plan that is given, or meant by a number.
+
+    Raises:
+        TypeError: it is none of the kinds that there are.
+        ValueError: the number is negative.
+    """
+    if isinstance(packing, int) and not isinstance(packing, bool):
+        if packing < 0:
+            raise ValueError(f"packing is {packing}: give a number of packs, or 0 for one all-reduce per gradient")
+        return EqualPacks(packing)
+    if isinstance(packing, ByBytes | EqualPacks | EqualSplits) or (callable(packing) and not isinstance(packing, type)):
+        return packing
+    raise TypeError(
+        f"packing is {packing!r}: give ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of mirrorc.packing, a number "
+        "of packs, or a function that takes a list of mirrorc.packing.Gradient and gives groups of their names"
+    )
+
+
+def may_cut(packing: Any) -> bool:
+    """Whether a plan may cut gradients, so that one lies in two packs."""
+    plan = plan_of(packing)
+    return isinstance(plan, EqualSplits) or (isinstance(plan, EqualPacks) and plan.num_packs > 0)
+
+
+def check_order(gradient_order: Any) -> None:
+    """Refuses what is no order of gradients.
+
+    Raises:
+        TypeError, ValueError: names it and what is allowed.
+    """
+    allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
+    if isinstance(gradient_order, str) and gradient_order not in ORDERS:
+        raise ValueError(f"gradient_order is {gradient_order!r}: {allowed}")
+    if not isinstance(gradient_order, str) and (isinstance(gradient_order, type) or not callable(gradient_order)):
+        raise TypeError(f"gradient_order is {gradient_order!r}: {allowed}")
+
+
+def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
+    """The gradients in an order that the user has asked for.
+
+    Args:
+        gradients: as backward makes them.
+        gradient_order: the order.
+        registered: the names of the parameters, as the model registers them.
+
+    Raises:
+        ValueError: the keys that a key function gives cannot be compared.
+    """
+    if gradient_order == "ready":
+        return list(gradients)
+    if gradient_order == "reversed":
+        place = {name: i for i, name in enumerate(registered)}
+        return sorted(gradients, key=lambda one: -place[one.name])
+    assert callable(gradient_order)
+    keys = [gradient_order(one) for one in gradients]
+    try:
+        return [one for _, one in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
+    except TypeError as error:
+        raise ValueError(
+            f"gradient_order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
+        ) from error
+
+
+def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+    """The groups that a plan of the user's own gives.
+
+    Raises:
+        TypeError: it gives no groups of names.
+        ValueError: a name is missing, is there twice, or is no gradient's; a group is empty or has two dtypes.
+    """
+    plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
+    given = groups(list(gradients))
+    if not _is_list(given) or not all(map(_is_list, given)):
+        raise TypeError(f"{plan} gives {given!r:.200}: give a list of lists of names")
+    by_name = {one.name: one for one in gradients}
+    names = [name for group in given for name in group]
+    if unknown := [name for name in names if not isinstance(name, str) or name not in by_name]:
+        raise ValueError(f"{plan} names {unknown[0]!r}, which has no gradient: there are {', '.join(by_name)}")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{plan} has {twice[0]!r} in two places: a gradient is reduced once, so name it once")
+    if missing := [name for name in by_name if name not in set(names)]:
+        raise ValueError(
+            f"{plan} leaves out {missing[0]!r}: each gradient needs a group, of its own if it fits no other"
+        )
+    found = [[by_name[name] for name in group] for group in given]
+    for group in found:
+        dtypes = list(dict.fromkeys(one.dtype for one in group))
+        if not dtypes:
+            raise ValueError(f"{plan} gives an empty group: leave it out")
+        if len(dtypes) > 1:
+            first = [next(one.name for one in group if one.dtype is dtype) for dtype in dtypes[:2]]
+            raise ValueError(
+                f"{plan} puts {first[0]!r} ({dtypes[0]}) and {first[1]!r} ({dtypes[1]}) in one group: a pack has one dtype, so "
+                "make a group for each"
+            )
+    return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def equal_ranges(num_elements: int, number: int) -> list[tuple[int, int]]:
+    """Cuts elements into consecutive ranges of equally many, the last of which has the rest: first ones, and one past the last
+    ones.
+
+    Of fewer elements than ranges, each has one.
+    """
+    size = max(1, num_elements // number)
+    starts = [i * size for i in range(min(number, num_elements))]
+    return list(zip(starts, [*starts[1:], num_elements], strict=True))

@@ -1,0 +1,354 @@
+"""Every plan of packs gives the numbers of one device, whatever the parameters and the optimizer are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import (
+    OptimizerMaker,
+    Trained,
+    assert_same_bits,
+    assert_same_model,
+    assert_same_training,
+    train_mirrored,
+    train_on_one_device,
+)
+from selections import slow, slow_but, thinned
+from tiny_models import MODELS
+from torch import nn
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
+from mirrorc.printing.reader import read_program_text
+
+TOLERANCE = 1e-12
+
+
+def by_layers(gradients: Sequence[Gradient]) -> list[list[str]]:
+    layers: dict[str, list[str]] = {}
+    for one in gradients:
+        layers.setdefault(one.name.rpartition(".")[0], []).append(one.name)
+    return list(layers.values())
+
+
+def by_size(gradient: Gradient) -> int:
+    return -gradient.elements
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one pack": {"bucket_cap_mb": 0},
+    "small": {"packing": ByBytes(1e-4, 1e-4)},
+    "no packing": {"packing": 0},
+    "2 packs": {"packing": 2},
+    "5 packs": {"packing": EqualPacks(5)},
+    "5 packs, reversed": {"packing": 5, "gradient_order": "reversed"},
+    "3 packs by size": {"packing": 3, "gradient_order": by_size},
+    "splits": {"packing": EqualSplits(2)},
+    "groups": {"packing": by_layers},
+    "groups, reversed": {"packing": by_layers, "gradient_order": "reversed"},
+}
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01),  # not element by element
+}
+OFTEN = ("no packing", "2 packs", "5 packs, reversed", "groups")
+"""The plans that `make test` tries."""
+
+LINKS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "mirrored": {"disable_passes": ["share-parameters"]},
+    "copies": {"disable_passes": ["share-parameters"], "link": "copy"},
+}
+
+
+def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker, name: str = "mlp") -> None:
+    tiny = MODELS[name]
+    model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
+    mirrored = train_mirrored(model, optimizer, batches, num_devices, tiny.loss_fn, **options)
+    assert_same_training(mirrored, train_on_one_device(model, optimizer, batches, tiny.loss_fn), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_devices", "optimizer", "link"),
+    [
+        *thinned(OFTEN, [1, 2, 3], ["adamw", "adafactor"], list(LINKS)),
+        *slow(*product([plan for plan in PLANS if plan not in OFTEN], [1, 2, 3], ["adamw", "adafactor"], LINKS)),
+    ],
+)
+def test_every_plan_trains_as_one_device(plan: str, num_devices: int, optimizer: str, link: str) -> None:
+    trained(PLANS[plan] | LINKS[link], num_devices, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_devices", "link"),
+    [("2 packs", 2, "shared"), *slow(("5 packs", 3, "copies"), ("5 packs, reversed", 1, "shared"))],
+)
+@pytest.mark.parametrize("optimizer", [*slow_but(["adafactor"], ["adafactor", "sgd"])])
+def test_optimizers_that_run_by_themselves_get_whole_gradients(
+    plan: str, num_devices: int, link: str, optimizer: str
+) -> None:
+    trained(PLANS[plan] | LINKS[link], num_devices, OPTIMIZERS[optimizer])
+
+
+class Odd(nn.Module):
+    """One huge parameter beside many tiny ones, empty ones, one that lies otherwise, and two dtypes."""
+
+    def __init__(self, num_tiny: int = 40) -> None:
+        super().__init__()
+        self.huge = nn.Linear(12, 200)
+        self.tiny = nn.ParameterList(nn.Parameter(torch.full((), 0.01 * (i + 1))) for i in range(num_tiny))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.linspace(-1, 1, 200 * 4).reshape(200, 4).t())
+        self.single = nn.Parameter(torch.linspace(-1, 1, 12))
+        self.last = nn.Linear(200, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.stack(list(self.tiny)).sum() + self.empty.sum()
+        hidden = torch.tanh(self.huge(x * self.single.double() * scale))
+        return self.last(hidden) + F.linear(hidden, self.turned)
+
+
+def make_odd(num_tiny: int = 40) -> nn.Module:
+    torch.manual_seed(3)
+    model = Odd(num_tiny).double()
+    model.single.data = model.single.data.float()
+    return model
+
+
+def odd_batches(steps: int = 3, num_examples: int = 7) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(num_examples, 12)] * steps
+    return [
+        {
+            "x": torch.randn(*size, dtype=torch.float64, generator=generator),
+            "target": torch.randint(4, (size[0],), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("plan", slow_but(["5 packs, reversed", "no packing"], [*PLANS]))
+def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None:
+    adamw, batches = OPTIMIZERS["adamw"], odd_batches()
+    mirrored = train_mirrored(make_odd(), adamw, batches, num_devices, F.cross_entropy, **PLANS[plan])
+    single = train_on_one_device(make_odd(), adamw, batches, F.cross_entropy)
+    assert_trained_alike(mirrored, single)
+
+
+def assert_trained_alike(mirrored: Trained, single: Trained) -> None:
+    """All but what is empty; one parameter has 32 bits, whose sums are rounded, and the others follow it."""
+    for model in (mirrored.model, single.model):
+        del model.empty
+    assert_same_training(mirrored, single, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [4, 0])
+def test_thousands_of_parameters_are_packed(packing: int) -> None:
+    batches, sgd = odd_batches(1), OPTIMIZERS["sgd"]
+    mirrored = train_mirrored(make_odd(5000), sgd, batches, 2, F.cross_entropy, packing=packing)
+    single = train_on_one_device(make_odd(5000), sgd, batches, F.cross_entropy)
+    assert_trained_alike(mirrored, single)
+
+
+class Sum(nn.Module):
+    """A loss whose gradient is one for each element of a weight of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4])
+def test_packs_of_so_many_bytes_give_the_same(num_bytes: int) -> None:
+    model = Sum()
+    cap_mb = num_bytes / 2**20
+    packing = ByBytes(cap_mb, cap_mb or 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_reduction="sum", backend="eager", packing=packing) as step:
+        step(torch.ones(2, 10))
+    assert torch.equal(model.weight.detach(), torch.full((10, 1), 0.5))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "clipped": {"clip_grad_norm": 0.05},
+    "bounded": {"clip_grad_value": 0.01},
+    "checked": {"check_finite": True},
+    "microbatches": {"microbatches": 2},
+    "exact order": {"exact_order": True},
+}
+
+
+@pytest.mark.parametrize("link", ["shared", "copies"])
+@pytest.mark.parametrize("feature", slow_but(["clipped", "microbatches"], [*FEATURES]))
+def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -> None:
+    tiny = MODELS["mlp"]
+    model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
+    options = FEATURES[feature] | LINKS[link]
+    packed, whole = (
+        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, packing=packing, **options)
+        for packing in (5, ByBytes(0))
+    )
+    assert_same_training(packed, whole, TOLERANCE)
+
+
+@pytest.mark.parametrize("link", slow_but(["shared"], [*LINKS]))
+def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: str) -> None:
+    tiny = MODELS["mlp"]
+    whole = tiny.batch(5, torch.float64, 0)
+    parts = [{name: value[start:stop] for name, value in whole.items()} for start, stop in ((0, 4), (4, 5))]
+    trained_models = []
+    for packing in (3, ByBytes(0)):
+        model = tiny.make(torch.float64)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        with mirrorc.compile(
+            model, 3, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=packing, **LINKS[link]
+        ) as step:
+            step.accumulate(**parts[0])
+            step(**parts[1])  # one example on three devices
+            step(**whole)
+        trained_models.append(model)
+    assert_same_model(*trained_models, TOLERANCE)
+
+
+def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
+    tiny = MODELS["mlp"]
+    model = tiny.make(torch.float32)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=3, scaler=scaler
+    ) as step:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        batch = tiny.batch(6, torch.float32, 0)
+        step(**batch | {"x": batch["x"] * math.inf})
+        assert step.num_skipped == 1
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_compiled_regions_write_into_the_slots_of_packs() -> None:
+    tiny = MODELS["conv"]
+    model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
+    options = {"backend": "inductor", "packing": 4}
+    mirrored = train_mirrored(model, OPTIMIZERS["adamw"], batches, 2, tiny.loss_fn, **options)
+    assert_same_training(mirrored, train_on_one_device(model, OPTIMIZERS["adamw"], batches, tiny.loss_fn), 1e-10)
+
+
+def test_bits_are_those_of_one_pack() -> None:
+    tiny = MODELS["mlp"]
+    model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
+    options: dict[str, Any] = {"exact_order": True}
+    packed, whole = (
+        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, packing=packing, **options)
+        for packing in (5, ByBytes(0))
+    )
+    assert_same_bits(packed, whole)
+
+
+@dataclass(frozen=True)
+class LaunchLast:
+    """Launches all packs behind the last gradient, as if they were cut from one tensor of all gradients."""
+
+    name: str = "launch-last"
+    input_stage: Stage = Stage.SCHEDULED
+    output_stage: Stage = Stage.SCHEDULED
+
+    def run(self, program: Program) -> Program:
+        graph = copied(program.mirrored_graph)
+        last = max(calls_to(graph, ops.pack))
+        for launch in reversed(list(calls_to(graph, ops.all_reduce))):
+            last.append(launch)
+        return program.evolve(graph=graph)
+
+
+def explained(**options: Any) -> Any:
+    tiny = MODELS["mlp"]
+    model = tiny.make(torch.float64)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=4, **LINKS["copies"], **options
+    ) as step:
+        for batch in tiny.batches(6, torch.float64, steps=4):
+            step(**batch)
+        return step.explain(), str(step.explain())
+
+
+def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made() -> None:
+    early, text = explained()
+    late, _ = explained(add_passes=[mirrorc.after("schedule-overlap", LaunchLast())])
+    for found in (early, late):
+        assert [row.label for row in found.buckets] == ["b0 p0", "b0 p1", "b0 p2", "b0 p3"]
+        assert sum(row.num_bytes for row in found.buckets) > 0
+    assert "b0 p0" in text and "p is the pack of the bucket" in text
+    last_ready = [max(row.ready_ms for row in found.buckets) for found in (early, late)]
+    assert early.buckets[0].launched_ms < last_ready[0]
+    assert all(row.launched_ms >= last_ready[1] for row in late.buckets)
+
+
+def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None:
+    tiny = MODELS["mlp"]
+    model = tiny.make(torch.float64)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=3) as step:
+        program = step.prepare(**tiny.batch(6, torch.float64, 0))
+        step(**tiny.batch(6, torch.float64, 0))
+        memory = step.memory()
+    text = program.to_text()
+    assert "#   packs, of elements 0 … " in text and "all_reduce(bucket=0, b0_pack1, pack=1" in text
+    assert "unpack(bucket=0, b0_pack0_sum, b0_pack1_sum, b0_pack2_sum)" in text
+    assert read_program_text(text).buckets[0].packs.startswith("of elements 0 … ")
+    program.save(tmp_path / "program.json")
+    assert Program.load(tmp_path / "program.json").to_text() == text
+    assert "gradients" in str(memory)
+
+
+class Crossed(nn.Module):
+    """Layers that are called in another order than that in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(torch.tanh(self.two(x)))
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("ready", ["one.bias", "one.weight", "two.bias", "two.weight"]),
+        ("reversed", ["two.bias", "two.weight", "one.bias", "one.weight"]),
+        (lambda one: one.name, ["one.bias", "one.weight", "two.bias", "two.weight"]),
+    ],
+)
+def test_gradients_lie_in_the_order_that_is_asked_for(order: Any, expected: list[str]) -> None:
+    model = Crossed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", bucket_cap_mb=0, gradient_order=order
+    ) as step:
+        program = step.prepare(torch.ones(4, 5), target=torch.zeros(4, dtype=torch.int64))
+    (bucket,) = program.buckets
+    found = [slot.variable for slot in bucket.slots]
+    assert (sorted(found[:2]), sorted(found[2:])) == (sorted(expected[:2]), sorted(expected[2:]))
+    assert found == expected or order == "ready"  # in which a weight and a bias may take turns

@@ -1,0 +1,177 @@
+"""The plans themselves: their arguments, and what is refused of a plan of the user's own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuzzing import fuzzed
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import make_mlp, mlp_batch
+from torch import nn
+
+import mirrorc
+from mirrorc.errors import PassError
+from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
+from mirrorc.passes import OverlapNextStep, PlanBuckets, ReduceOverWorkers, default_pipeline
+
+GRADIENTS = [
+    Gradient("a", 4, torch.float32, 0),
+    Gradient("b", 0, torch.float32, 1),
+    Gradient("c", 9, torch.float64, 2),
+]
+
+
+@fuzzed(100)
+@given(num_elements=st.integers(1, 5000), number=st.integers(1, 40))
+def test_ranges_are_equal_but_for_the_last(num_elements: int, number: int) -> None:
+    ranges = equal_ranges(num_elements, number)
+    assert len(ranges) == min(number, num_elements)
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    assert ranges[-1][1] == num_elements
+    sizes = {stop - start for start, stop in ranges[:-1]}
+    assert len(sizes) <= 1 and all(size <= ranges[-1][1] - ranges[-1][0] for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("given_groups", "error", "text"),
+    [
+        ([["a", "b"]], ValueError, "leaves out 'c'"),
+        ([["a"], ["b", "a"], ["c"]], ValueError, "has 'a' in two places"),
+        ([["a"], ["b"], ["c", "d"]], ValueError, "names 'd', which has no gradient: there are a, b, c"),
+        ([["a", "c"], ["b"]], ValueError, "puts 'a' (torch.float32) and 'c' (torch.float64) in one group"),
+        ([["a"], [], ["b"], ["c"]], ValueError, "gives an empty group"),
+        ("abc", TypeError, "give a list of lists of names"),
+        (["a", "b", "c"], TypeError, "give a list of lists of names"),
+        (None, TypeError, "give a list of lists of names"),
+        ([[0], ["b"], ["c"]], ValueError, "names 0, which has no gradient"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(given_groups: Any, error: type[Exception], text: str) -> None:
+    def mine(gradients: Sequence[Gradient]) -> Any:
+        return given_groups
+
+    with pytest.raises(error, match=re.escape(text)) as e:
+        groups_of(mine, GRADIENTS)
+    assert str(e.value).startswith("packing=mine ")
+
+
+def test_a_plan_of_ones_own_is_told_of_every_gradient() -> None:
+    def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
+        return [[name] for name, elements, dtype, ready in gradients if (elements, dtype, ready) is not None]
+
+    assert groups_of(mine, GRADIENTS) == [[one] for one in GRADIENTS]
+
+
+def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
+    registered = ["b", "c", "a", "frozen"]
+    assert in_order(GRADIENTS, "ready", registered) == GRADIENTS
+    assert [one.name for one in in_order(GRADIENTS, "reversed", registered)] == ["a", "c", "b"]
+    assert [one.name for one in in_order(GRADIENTS, lambda one: one.elements, registered)] == ["b", "a", "c"]
+    with pytest.raises(ValueError, match="gradient_order gives keys that cannot be compared"):
+        in_order(GRADIENTS, lambda one: one.name if one.elements else 1, registered)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: ByBytes(-1), ValueError, "cap_mb is -1: give a positive number of MiB (0 for one bucket)"),
+        (lambda: ByBytes(1, 0), ValueError, "first_mb is 0: give a positive number"),
+        (lambda: ByBytes(math.nan), ValueError, "cap_mb is nan"),
+        (lambda: ByBytes(True), ValueError, "cap_mb is True"),
+        (lambda: EqualPacks(-1), ValueError, "num_packs is -1: give 0 or more"),
+        (lambda: EqualPacks(2.0), TypeError, "num_packs is 2.0: give a whole number"),  # type: ignore[arg-type]
+        (lambda: EqualSplits(0), ValueError, "num_splits is 0: give 1 or more"),
+        (lambda: PlanBuckets(packing=-3), ValueError, "packing is -3: give a number of packs"),
+        (lambda: PlanBuckets(packing=EqualPacks), TypeError, "packing is <class"),
+        (lambda: PlanBuckets(packing="all"), TypeError, "packing is 'all': give ByBytes(cap_mb)"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(5.0, packing=2), ValueError, "short form of a packing: give one of both"),
+        (lambda: PlanBuckets(packing=2, by_need=True), ValueError, "by_need=True puts gradients into buckets by bytes"),
+        (lambda: PlanBuckets(gradient_order="last"), ValueError, "gradient_order is 'last': say 'ready'"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(gradient_order=3), TypeError, "gradient_order is 3: say 'ready'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"packing": ByBytes(5), "bucket_cap_mb": 5}, ValueError, "packing= is given besides bucket_cap_mb="),
+        ({"packing": 2, "first_bucket_mb": 1.0}, ValueError, "packing= is given besides bucket_cap_mb="),
+        ({"packing": 2, "bucket_cap_mb": "auto"}, ValueError, "packing= is given besides bucket_cap_mb="),
+        (
+            {"packing": 2, "passes": default_pipeline()},
+            ValueError,
+            "packing= has no part in a pipeline given with passes=",
+        ),
+        ({"gradient_order": "reversed", "passes": []}, ValueError, "gradient_order= has no part in a pipeline"),
+        ({"packing": 2, "disable_passes": ["plan-buckets"]}, ValueError, "which disable_passes leaves out"),
+        ({"packing": "all"}, TypeError, "packing is 'all'"),
+        ({"gradient_order": "last"}, ValueError, "gradient_order is 'last'"),
+        (
+            {"packing": 2, "shard_optimizer": True},
+            ValueError,
+            "packing= as it is given cannot be used with shard_optimizer",
+        ),
+        (
+            {"packing": 2, "overlap_next_step": True},
+            ValueError,
+            "packing= as it is given cannot be used with overlap_next",
+        ),
+        (
+            {"packing": 0, "overlap_next_step": True},
+            ValueError,
+            "packing= as it is given cannot be used with overlap_next",
+        ),
+        (
+            {"gradient_order": "reversed", "overlap_next_step": True},
+            ValueError,
+            "gradient_order= as it is given cannot be used with overlap_next_step=True",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    model = make_mlp(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    over_workers = {"shard_optimizer", "overlap_next_step"} & options.keys()
+    world = {"world": mirrorc.World(2)} if over_workers else {}
+    with pytest.raises(error, match=re.escape(text)):
+        mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **world, **options)
+
+
+def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> None:
+    model = make_mlp(torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
+        return [[gradients[0].name]]
+
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "packing": mine}
+    refused = pytest.raises(PassError, match="pass 'plan-buckets': packing=mine leaves out ")
+    with mirrorc.compile(model, 2, **options) as step, refused:
+        step(**mlp_batch(4, torch.float64, 0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_passes_that_need_whole_buckets_refuse_packs() -> None:
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = default_pipeline(packing=2, over_workers=True)
+    place = next(i for i, one in enumerate(pipeline) if isinstance(one, ReduceOverWorkers))
+    pipeline.insert(place + 1, OverlapNextStep())
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", "passes": pipeline}
+    refused = pytest.raises(PassError, match="'overlap-next-step' hands over whole buckets")
+    with mirrorc.compile(model, ["cpu:0"], world=mirrorc.World(2), **options) as step, refused:
+        step.prepare(torch.zeros(4, 30), target=torch.zeros(4, 20))
