@@ -13,6 +13,8 @@ from golden_programs import (
     MODELS,
     NUM_DEVICES,
     OVERLAP,
+    PACKS,
+    PACKS_OVER_WORKERS,
     PARTS_OF_FACTORS,
     PLACED,
     UPDATE,
@@ -25,6 +27,8 @@ from golden_programs import (
     factors_text,
     golden_program,
     overlap_text,
+    packs_over_workers_text,
+    packs_text,
     parts_of_factors_text,
     placed_text,
     versions,
@@ -35,7 +39,19 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [*LOWERED, *PLACED, CHECKED, WORKER, FACTORS, DEALT, PARTS_OF_FACTORS, OVERLAP, CAPTURED]
+FILES = [
+    *LOWERED,
+    *PLACED,
+    CHECKED,
+    WORKER,
+    FACTORS,
+    DEALT,
+    PARTS_OF_FACTORS,
+    OVERLAP,
+    PACKS,
+    PACKS_OVER_WORKERS,
+    CAPTURED,
+]
 SEEDS = ("1", "2")
 
 
@@ -73,6 +89,10 @@ def golden_text(file: str) -> str:
         return parts_of_factors_text()
     if file == OVERLAP:
         return overlap_text()
+    if file == PACKS:
+        return packs_text()
+    if file == PACKS_OVER_WORKERS:
+        return packs_over_workers_text()
     if file == WORKER:
         return worker_text()
     if file in PLACED:

@@ -19,6 +19,7 @@ from mirrorc.ir.type_rules import (
     awaited,
     nothing,
     number,
+    of_bucket,
     of_buckets,
     of_commit,
     of_exchange,

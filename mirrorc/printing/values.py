@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.identifiers import of_all_replicas
 from mirrorc.ir.nodes import (
+    bucket_of,
     calls_to,
     is_compute,
     is_region_call,
@@ -170,9 +171,8 @@ class PrintedValues:
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         is_share = awaited_elements(self._program, launch, 0) is not None
-        is_share = (
-            is_share and not self._program.buckets[bucket_of(origin)].has_owner
-        )  # which has all of it, or nothing
+        if is_share and self._program.buckets[bucket_of(origin)].has_owner:
+            return None  # the owner has all of it, and others nothing
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:

@@ -36,6 +36,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
 from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.packing import EqualPacks
 from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 
@@ -51,7 +52,8 @@ PARTS_OF_FACTORS = "digits-worker-1-of-2-dealt-factors.txt"  # as the former two
 OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
 PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-central.txt": 3}
 """The files with programs whose parameters are placed as their names say, and the numbers of devices."""
-
+PACKS = "digits-2-packs.txt"  # the file with the program of two devices, whose one bucket is cut into three packs
+PACKS_OVER_WORKERS = "digits-worker-0-of-2-packs.txt"  # the same of one of two workers
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -239,7 +241,15 @@ def _devices(number: int) -> Any:
 def golden_program(
     name: str, num_devices: int, *, check_finite: bool = False, workers: Workers | None = None, placement: str = "auto"
 ) -> Program:
-    """A model's lowered program; captured once for all numbers of devices that have shards of one size."""
+    """A model's lowered program."""
+    program = golden_program_before(name, num_devices, workers=workers)
+    options = {"check_finite": check_finite, "over_workers": program.workers.are_several, "placement": placement}
+    pipeline = default_pipeline(**MODELS[name].buckets, **options)  # type: ignore[arg-type]
+    return run_passes(program, told_of_sharing(pipeline))
+
+
+def golden_program_before(name: str, num_devices: int, *, workers: Workers | None = None) -> Program:
+    """A model's captured program; captured once for all numbers of devices that have shards of one size."""
     if num_devices == MODELS[name].uneven_on:
         program = _captured(name, num_devices)
     else:
@@ -250,12 +260,7 @@ def golden_program(
             shard_of_replica=(0,) * num_devices,
             num_examples=(each,) * num_devices,
         )
-    if workers is not None:
-        program = program.evolve(workers=workers)
-    is_one_of_several = program.workers.are_several
-    options = {"check_finite": check_finite, "over_workers": is_one_of_several, "placement": placement}
-    pipeline = default_pipeline(**MODELS[name].buckets, **options)  # type: ignore[arg-type]
-    return run_passes(program, told_of_sharing(pipeline))
+    return program if workers is None else program.evolve(workers=workers)
 
 
 def golden_texts() -> Iterator[tuple[str, str]]:
@@ -271,7 +276,23 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield DEALT, dealt_text()
     yield PARTS_OF_FACTORS, parts_of_factors_text()
     yield OVERLAP, overlap_text()
+    yield PACKS, packs_text()
+    yield PACKS_OVER_WORKERS, packs_over_workers_text()
     yield CAPTURED, captured_text()
+
+
+def packs_text() -> str:
+    """A lowered program whose bucket is cut into packs of equal length."""
+    return run_passes(golden_program_before("digits", 2), default_pipeline(packing=EqualPacks(3))).to_text(
+        slots=True, sources=False
+    )
+
+
+def packs_over_workers_text() -> str:
+    """The same of one of two workers, which exchange the packs."""
+    program = golden_program_before("digits", 1, workers=World(2).worker(0))
+    pipeline = default_pipeline(packing=EqualPacks(3), over_workers=True)
+    return run_passes(program, pipeline).to_text(slots=True, sources=False)
 
 
 def checked_text() -> str:
