@@ -58,6 +58,7 @@ def programs() -> list[Program]:
     found += every_stage(captured_model(Asserting())).values()
     found += every_stage(captured_model(nn.Linear(4, 3), keeps_outputs=True)).values()
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
+    found += every_stage(HANDMADE["buffer"](), packing=3).values()
     found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     found += every_stage(HANDMADE["buffer"](), placement="central").values()
