@@ -25,10 +25,10 @@ class ScaleInUpdates:
 
     torch's fused kernels divide each gradient that they read by a number, the inverse of the factor. To scale a gradient before
     would read and write it once more: of AdamW's seven passes over memory, that makes nine. Products that are made right before
-    the update are multiplied by the factor as they are made.
+    the update are multiplied by the factor as they are made. Of a table's gradient, the rows of the step alone are multiplied.
 
     Needs: updates in their final form, and links, which say where a sum lies: it comes after lower-collectives.
-    Guarantees: an optimizer gets the same gradient up to its last bit. A gradient in memory that other replicas read, one that
+    Guarantees: an optimizer gets the same gradient but for rounding. A gradient in memory that other replicas read, one that
         is bounded by its elements, too, and one that is not of 32 bits on CPUs is scaled as before.
 
     Attributes:

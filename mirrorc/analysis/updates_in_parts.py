@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -21,13 +23,20 @@ _SMALLEST_PART = 8
 
 def part_elements_of(wait: fx.Node) -> int | None:
     """In how many elements at a time a share is made by the update that takes it; None if the wait makes it."""
-    found = [user.kwargs.get("part_elements") for user in wait.users if user.target is ops.update]
+    takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
+    found = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in found if isinstance(number, int)), None)
+
+
+def share_behind(update: fx.Node) -> fx.Node:
+    """The share that an update takes: what it is given, or what is bounded before by its elements."""
+    given: Any = update.args[0]
+    return given.all_input_nodes[0] if given.target is ops.clip_value else given
 
 
 def is_looked_at(update: fx.Node) -> bool:
     """Whether something else looks at the share that an update takes, before it is updated with."""
-    return len(update.all_input_nodes[0].users) > 1
+    return len(share_behind(update).users) > 1
 
 
 def is_made_in_updates(gradient: fx.Node) -> bool:
@@ -39,13 +48,15 @@ def is_made_in_updates(gradient: fx.Node) -> bool:
 
 def why_not_in_parts(program: Program, update: fx.Node) -> str:
     """Why an update cannot make the share that it takes in parts, in a clause; empty if it can."""
-    wait = update.args[0]
-    assert isinstance(wait, fx.Node), "operations_have_their_arguments holds"
+    wait = share_behind(update)
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
         return f"it takes {wait.name}, which is no wait for a share"
     if is_looked_at(update) and asked_of_late_share(wait) is None:
-        return f"{next(user for user in wait.users if user is not update).name} takes {wait.name} as well"
+        takers = (update, update.all_input_nodes[0])
+        return f"{next(user for user in wait.users if user not in takers).name} takes {wait.name} as well"
+    if len(update.all_input_nodes[0].users) > 1 and not is_looked_at(update):
+        return f"it does not take {update.all_input_nodes[0].name} alone"
     if len(update.args) > 1 and not is_looked_at(update):
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
@@ -96,3 +107,8 @@ def is_bounded_by_factors(size: Size, dtype: torch.dtype) -> bool:
     """Whether the factors of a product of real numbers have far fewer elements than it."""
     m, n, k = size
     return dtype.is_floating_point and 0 < 4 * k * (m + n) < m * n
+
+
+def has_few_rows(num_rows: int, num_added: int, dtype: torch.dtype) -> bool:
+    """Whether to look at the rows that are added to a table takes less time than to look at all of it."""
+    return dtype.is_floating_point and 0 < 2 * num_added < num_rows

@@ -48,6 +48,7 @@ from mirrorc.torch_internals.operators import (
     replaced_operators,
     scale_each,
     schema_of,
+    subtract_each,
     with_overload,
     writes_argument,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "seen_by_profiler",
     "source_words",
     "storage_key",
+    "subtract_each",
     "takes_divisor",
     "torch_modes",
     "trace_artifact",

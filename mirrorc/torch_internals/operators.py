@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ def scale_each(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(targets, factor)
 
 
-def norms_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, in one call for all."""
-    return list(torch._foreach_norm(tensors)) if tensors else []
+def subtract_each(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
+    """Each tensor minus its number, in one call for all."""
+    return list(torch._foreach_sub(list(tensors), list(numbers))) if tensors else []
+
+
+def norms_of_each(
+    tensors: list[torch.Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The norm of each tensor, of that type, computed in that dtype or in its own; in one call for all."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []

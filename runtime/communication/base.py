@@ -10,9 +10,9 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import Leaves, UnmadeShare
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, visit_parts
-from mirrorc.runtime.state.unmade_products import UnmadeProducts
+from mirrorc.runtime.state.gradient_shares import UnmadeShare
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, SumPiece, Visit, visit_parts
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces
 
 
 class Communicator:
@@ -115,15 +115,16 @@ class Communicator:
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         """What this replica's share of a sum is made of, when all of it is there; here the share itself."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
-        return UnmadeShare((FactoredBucket(share, (), ()),), (), 0, share.numel())
+        return UnmadeShare((FactoredBucket(share, (), ()),), (SumPiece(0, share.numel()),), 0, share.numel())
 
     def wait_and_leave(
         self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
-    ) -> tuple[torch.Tensor, UnmadeProducts | None]:
-        """As `wait_and_visit`, for a visit that only looks; ``leaves`` says which products of factors may be left unmade.
+    ) -> tuple[torch.Tensor, UnmadePieces | None]:
+        """As `wait_and_visit`, for a visit that only looks; ``leaves`` says which products of factors may be left unmade; tables
+        may be, too.
 
         Returns:
-            The share, and those products; None if all are made.
+            The share, and what is left; None if all is made.
         """
         return self.wait_and_visit(bucket, replica, pending, visit), None
 

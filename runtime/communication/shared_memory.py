@@ -12,9 +12,9 @@ from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import Leaves, UnmadeShare, make_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, add_visited
-from mirrorc.runtime.state.unmade_products import UnmadeProducts, unmade_products
+from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_or_leave, make_share
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, Visit, add_visited
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces
 
 
 @register_communicator
@@ -85,17 +85,16 @@ class SharedMemoryCommunicator(Communicator):
 
     def wait_and_leave(
         self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
-    ) -> tuple[torch.Tensor, UnmadeProducts | None]:
+    ) -> tuple[torch.Tensor, UnmadePieces | None]:
         """See `Communicator`."""
         rendezvous = self._rendezvous[("reduce_scatter", bucket)]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         if not isinstance(rendezvous.tensors[0], FactoredBucket):
             return self._made_share(rendezvous.tensors, replica, visit), None
         buckets: tuple[FactoredBucket, ...] = tuple(rendezvous.tensors)
-        left = make_share(buckets, replica, visit, leaves)
+        left = make_or_leave(buckets, replica, visit, leaves)
         whole = buckets[0].tensor
-        start, stop = share_bounds(whole.numel(), len(self.devices), replica)
-        return whole[start:stop], unmade_products(left, buckets, (start, stop), visit) if left else None
+        return whole[slice(*share_bounds(whole.numel(), len(self.devices), replica))], left
 
     def release(self) -> None:
         """See `Communicator`."""

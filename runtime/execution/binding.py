@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.bucket_parts import BucketParts
+from mirrorc.analysis.clipping import before_rescaling
 from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
 from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
@@ -34,7 +35,7 @@ from mirrorc.runtime.execution.packs import pack_of_cut_bucket, side_by_side
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
-from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_whole, pieces_of_share
+from mirrorc.runtime.state.gradient_shares import MadeShare, UnmadeShare, make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
 from mirrorc.torch_internals import copy_each
 
@@ -88,7 +89,18 @@ class Binder:
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
         self.late: dict[Any, LateShare] = {}
+        self._shares: dict[tuple[int, int], MadeShare] = {}
         self.parts = BucketParts(program)
+
+    def few_made(self, replica: int, gradient: Any) -> MadeShare:
+        """What is known of the memory of a reduced gradient: what the replica has made of it, and nobody has added to since."""
+        value = before_rescaling(gradient)
+        sources = [value]
+        if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
+            sources = value.all_input_nodes[0].all_input_nodes
+        if any(source.target is not ops.pack for source in sources):
+            return MadeShare()
+        return self._shares.get((bucket_of(value), replica), MadeShare())
 
     def forget_late_shares(self) -> None:
         """Drops what a step that was skipped, or has failed, has left unmade of its shares."""
@@ -159,6 +171,8 @@ class Binder:
         share = (replica, self.program.num_replicas) if is_left else (0, 1)
         pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
         self.pieces += pieces
+        if is_left or self.program.num_replicas == 1:
+            self._shares[(bucket_of(node), replica)] = MadeShare(pieces, flat.bucket.made(*share)[0])
         if any(user.target is not ops.gather_factors for user in node.users):
             self.summed_pieces += pieces
         if not node.args:

@@ -12,16 +12,17 @@ from torch import fx
 
 from mirrorc.analysis.bucket_parts import slots_in
 from mirrorc.analysis.clipping import lies_in_own_memory, scaling_factor
-from mirrorc.analysis.updates_in_parts import is_looked_at
+from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding import Binder, binds
 from mirrorc.runtime.execution.late_shares import LateShare
-from mirrorc.runtime.execution.visitors import BoundVisitor, NormVisitor, norm_of
+from mirrorc.runtime.execution.visitors import BoundVisitor, NormVisitor, norm_of, norms_of_all
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.gradient_shares import UnmadeShare, forget_what_is_written
 from mirrorc.runtime.state.reserved_memory import OF_PARTS
+from mirrorc.runtime.state.share_pieces import bounding_by, scaling_by
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import scale_each
 
@@ -55,18 +56,17 @@ def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., tor
     if node.all_input_nodes[0].target is ops.commit:
         return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
 
-    visitors = [binder.visitors.get((value, node)) for value in node.args]
+    given = [binder.visitors.get((value, node)) for value in node.args]
+    visitors = [visitor for visitor in given if isinstance(visitor, NormVisitor)]
     late = [binder.late[value] for value in node.args if value in binder.late]
 
     def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        of_products = LateShare.measure(late)
-        if of_products is not None:
-            found.append(torch.tensor(of_products, dtype=dtype))
-        for value, visitor in zip(values, visitors, strict=True):
-            if isinstance(visitor, NormVisitor):
-                found += visitor.norms
-            elif value.numel():
+        of_unmade = LateShare.measure(late)
+        found = norms_of_all(visitors, norm_type, dtype)
+        if of_unmade is not None:
+            found.append(torch.tensor(of_unmade, dtype=dtype))
+        for value, visitor in zip(values, given, strict=True):
+            if visitor is None and value.numel():
                 found.append(norm_of(value, norm_type, dtype))
         if not found:  # the share of a small bucket
             return torch.zeros((), dtype=dtype, device=values[0].device)
@@ -82,7 +82,7 @@ def _bind_clip_factor(binder: Binder, replica: int, node: fx.Node) -> Callable[.
 
 @binds(ops.scale)
 def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-    return _scaling(binder, node)
+    return _scaling(binder, replica, node)
 
 
 @binds(ops.update)
@@ -101,7 +101,7 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
                 optimizer.update(gradient)
 
         return update_as_it_is
-    scale = _scaling(binder, node)
+    scale, few = _scaling(binder, replica, node), binder.few_made(replica, node.args[0])
 
     def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
         number = _usual(factor) if optimizer.divides_gradients else None
@@ -115,7 +115,10 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
             optimizer.update(gradient)
         else:
             late.make()
-            optimizer.update_divided(gradient, 1.0 / number)
+            if few.visit(gradient, scaling_by(number)):
+                optimizer.update(gradient)
+            else:
+                optimizer.update_divided(gradient, 1.0 / number)
 
     return update
 
@@ -163,12 +166,12 @@ def _usual(factor: torch.Tensor) -> float | None:
     return number if is_usual else None
 
 
-def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
+def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     """The function that gives a gradient times a factor, for a node that takes both."""
     if not lies_in_own_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
-    late = binder.late.get(node.args[0], LateShare())
+    late, few = binder.late.get(node.args[0], LateShare()), binder.few_made(replica, node.args[0])
     part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
@@ -186,7 +189,7 @@ def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
         if not math.isfinite(number):
             scale_slots(gradient, factor)
             forget_what_is_written(binder.pieces)
-        elif number != 1.0:
+        elif number != 1.0 and not few.visit(gradient, scaling_by(number)):
             gradient.mul_(number)
         return gradient
 
@@ -197,10 +200,17 @@ def _scaling(binder: Binder, node: fx.Node) -> Callable[..., torch.Tensor]:
 def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     if isinstance(binder.visitors.get((node.args[0], node)), BoundVisitor):
         return lambda gradient, **_: gradient  # bounded when it was made
-    is_in_place = lies_in_own_memory(node.args[0])
+    given: Any = node.args[0]
+    if given.target is ops.wait and part_elements_of(given) is not None:
+        return lambda share, *, max_value, **_: share.bounded(max_value)
+    if not lies_in_own_memory(given):
+        return lambda gradient, *, max_value, **_: torch.clamp(gradient, -max_value, max_value)
+    few = binder.few_made(replica, given)
 
     def clip_value(gradient: torch.Tensor, *, max_value: float, **_: Any) -> torch.Tensor:
-        out = gradient if is_in_place else None
-        return torch.clamp(gradient, -max_value, max_value, out=out)
+        bounding = bounding_by(max_value)
+        if not few.visit(gradient, bounding):
+            bounding(gradient)
+        return gradient
 
     return clip_value

@@ -21,7 +21,7 @@ from mirrorc.ir.program import Program
 from mirrorc.printing.wording import counted
 from mirrorc.runtime.execution.commit import SKIPPED, TAKES_PLACE, CommitPoint
 from mirrorc.runtime.execution.late_shares import LateShare
-from mirrorc.runtime.execution.visitors import SumVisitor, sum_of
+from mirrorc.runtime.execution.visitors import SumVisitor, sum_of, sums_of_all
 from mirrorc.runtime.workers.vote import Vote
 
 
@@ -44,29 +44,26 @@ def examined(value: torch.Tensor) -> Examined:
 
 def sums_are_finite(given: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
     """Whether all sums are finite. A GPU is asked for all of them at once, because each question waits for it."""
-    if at_once and given:
-        return bool(torch.stack([one.total.isfinite() for one in given]).all().item())
-    return all(cmath.isfinite(one.total.item()) for one in given)
+    totals = [one.total for one in given if isinstance(one, Examined)]
+    totals += sums_of_all([one.visitor for one in given if isinstance(one, ExaminedShare)])
+    if at_once and totals:
+        return bool(torch.stack([total.isfinite() for total in totals]).all().item())
+    return all(cmath.isfinite(total.item()) for total in totals)
 
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share that was added up in parts, if it has any, except for products that are left unmade.
+    """A share that was added up in parts, if it has any, except for what is left unmade.
 
     Attributes:
         value: the share.
-        visitor: has added up its parts.
-        late: what has the products; None if all are made.
+        visitor: has visited its parts.
+        late: what is left of it; None if all is made.
     """
 
     value: torch.Tensor
     visitor: SumVisitor
     late: LateShare | None
-
-    @property
-    def total(self) -> torch.Tensor:
-        """The sum of all that is made."""
-        return self.visitor.total()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Shares whose products are made behind the commit, right before an update takes them, as in a step that looks at nothing.
+"""Shares that are made behind the commit, right before an update takes them, as in a step that looks at nothing.
 
 To make a share, to look at it, and to read it from memory again when all have been looked at, costs a small batch's step a few
-percent. What is asked before the commit, the norm of all or whether all are finite, mostly follows from the products' factors.
+percent. What is asked before the commit, the norm of all or whether all are finite, mostly follows from the factors of products
+and from the rows that are added to tables.
 """
 
 from __future__ import annotations
@@ -17,22 +18,18 @@ from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured
 from mirrorc.ir import ops
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.visitors import Visitor, visit_of_all
-from mirrorc.runtime.state.gradient_shares import Leaves
-from mirrorc.runtime.state.unmade_products import (
-    UnmadeProducts,
-    are_finite,
-    norm_of_products,
-)
+from mirrorc.runtime.state.share_pieces import Leaves
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces, are_finite, norm_of_unmade
 
 
 class LateShare:
     """What a wait has left unmade of a replica's share."""
 
     def __init__(self) -> None:
-        self._unmade: UnmadeProducts | None = None
-        self._are_finite = False  # whether the products are known to be
+        self._unmade: UnmadePieces | None = None
+        self._are_finite = False  # whether what is left is known to be
 
-    def leave(self, unmade: UnmadeProducts | None) -> None:
+    def leave(self, unmade: UnmadePieces | None) -> None:
         """Takes what is left; None for nothing."""
         self._unmade, self._are_finite = unmade, False
 
@@ -46,7 +43,7 @@ class LateShare:
             self._unmade.make()
             self._unmade = None
 
-    def take_in_parts(self, num_elements: int) -> UnmadeProducts | None:
+    def take_in_parts(self, num_elements: int) -> UnmadePieces | None:
         """Gives what is left, if it can be made in parts of so many elements; then it is left to the caller."""
         if self._unmade is None or not self._unmade.largest_part(num_elements):
             return None
@@ -62,7 +59,7 @@ class LateShare:
     def make_scaled(self, factor: float) -> bool:
         """Makes what is left times a finite factor, and multiplies the rest, if that costs less than to scale the share; returns
         whether it has."""
-        if self._unmade is None or not self._unmade.are_most:
+        if self._unmade is None or not self._unmade.rest_is_small:
             return False
         self._unmade.make_scaled(factor)
         self._unmade = None
@@ -72,7 +69,7 @@ class LateShare:
     def measure(shares: Sequence[LateShare]) -> float | None:
         """The 2-norm of all that is left, or None if nothing is. What cannot be measured exactly is made and visited."""
         unmade = [share._unmade for share in shares if share._unmade is not None]
-        norm = norm_of_products(unmade) if unmade else None
+        norm = norm_of_unmade(unmade) if unmade else None
         for share in shares:
             if norm is None:
                 share.make_visited()
@@ -83,14 +80,14 @@ class LateShare:
     def settle(shares: Iterable[LateShare]) -> None:
         """Leaves only what is finite: makes and visits what is left, unless all of it is known to be finite."""
         open_ones = [share for share in shares if share._unmade is not None and not share._are_finite]
-        if open_ones and not are_finite(share._unmade for share in open_ones if share._unmade is not None):
+        if open_ones and not are_finite([share._unmade for share in open_ones if share._unmade is not None]):
             for share in open_ones:
                 share.make_visited()
 
 
 def what_is_left(wait: fx.Node) -> Leaves | None:
     """Says which products of a share may be made when an update takes it: those of which enough is known by their factors.
-    None if all are made at once."""
+    None if all of the share is made at once."""
     asked = asked_of_late_share(wait)
     if asked is None:
         return None
@@ -100,7 +97,7 @@ def what_is_left(wait: fx.Node) -> Leaves | None:
 def leaving(
     communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor], leaves: Leaves, late: LateShare
 ) -> Callable[..., torch.Tensor]:
-    """As `mirrorc.runtime.execution.visitors.visiting`, for a share whose products may be left."""
+    """As `mirrorc.runtime.execution.visitors.visiting`, for a share of which something may be left."""
     visit = visit_of_all(visitors)
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
-from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory
+from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory, truths_of
 from mirrorc.analysis.factored_gradients import (
     factor_values,
     factored_slots,
@@ -35,7 +35,12 @@ from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.share_pieces import Factors, Piece
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
+from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
+
+Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
+"""Counts bytes that are taken for a share's pieces; see `temporary_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -269,15 +274,22 @@ class _Walk:
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
-            is_left = part_elements_of(node) is not None and len(node.users) == 1
-            return (), 0 if is_left else self._temporary_bytes(operand)
+            if part_elements_of(node) is not None and len(node.users) == 1:
+                return (), 0
+            own = self._temporary_bytes(operand, bytes_of_tables) if self._is_late(node) else 0
+            rows = (Block(own, self.names.name(node), "rows of tables"),) if own else ()
+            return rows, self._temporary_bytes(operand)
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
+
+    def _is_late(self, wait: fx.Node) -> bool:
+        """Whether what is asked of a share is told by what it is made of, some of which an update makes."""
+        return wait.target is ops.wait and asked_of_late_share(wait) is not None and self.device.type == "cpu"
 
     def _has_other_devices(self) -> bool:
         return not share_one_memory(self.program.devices)
 
-    def _temporary_bytes(self, pack: fx.Node, *, is_measured: bool = False) -> int:
+    def _temporary_bytes(self, pack: fx.Node, count: Count = temporary_bytes) -> int:
         """The temporary bytes that a device needs to make its share of a bucket with factored gradients, or to measure it."""
         index = bucket_of(pack)
         first = pack_of_gradients(self.program, index)  # this device may have no examples
@@ -286,7 +298,7 @@ class _Walk:
         factors = factors_of_shares(self.program, index)
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         pieces = pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas)
-        return bytes_to_measure(pieces, factors) if is_measured else temporary_bytes(pieces, factors)
+        return count(pieces, factors)
 
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -294,11 +306,14 @@ class _Walk:
 
     @accounts(ops.norm)
     def _norm(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        of_tables = 0
         for value in node.all_input_nodes:
-            if value.target is ops.wait and asked_of_late_share(value) is ops.norm and self.device.type == "cpu":
+            if self._is_late(value):
                 pack = value.all_input_nodes[0].all_input_nodes[0]
-                self.joined[value] = self._temporary_bytes(pack, is_measured=True)
-        return self._new(node), 3 * sum(self.joined.values())  # with those of 64 bits, if they are needed
+                self.joined[value] = self._temporary_bytes(pack, bytes_to_measure)
+                of_tables += self._temporary_bytes(pack, bytes_to_measure_tables)
+        joined = sum(self.joined.values())
+        return self._new(node), max(3 * joined, joined + of_tables)  # with those of 64 bits, if they are needed
 
     @accounts(ops.clip_factor, ops.microbatch_seed)
     def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -310,7 +325,9 @@ class _Walk:
 
     @accounts(ops.commit)
     def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (), 0
+        checked = [flag.all_input_nodes[0] for flag in truths_of(node)]
+        packs = [value.all_input_nodes[0].all_input_nodes[0] for value in checked if self._is_late(value)]
+        return (), sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
 
     @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -1,9 +1,9 @@
-"""Makes shares of gradients of mirrorc's own forms: matrix products, and gradients of embeddings' tables."""
+"""Makes shares of gradients that are matrix products; each piece is a rectangle of a matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -16,10 +16,10 @@ from mirrorc.runtime.state.share_pieces import (
     FactoredBucket,
     FactoredPiece,
     Factors,
+    Leaves,
     Take,
     Visit,
     makes_shares_of,
-    visit_parts,
 )
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -110,6 +110,10 @@ class ProductPiece(Rectangle):
         size = self.size([part for own in factors for part in own[self.factored]])
         return elements_of_part(*size, num_elements)
 
+    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
+        """See `FactoredPiece`."""
+        return leaves(self.size(factors), dtype)
+
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
         self.multiply_visited(self.pairs(buckets), total, visit)
 
@@ -154,72 +158,3 @@ def _add_products(pairs: Pairs, out: torch.Tensor, factor: float = 1.0) -> None:
 
 def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
     return num_inner * (m + n) < m * n * (num_pairs - 1)
-
-
-@makes_shares_of(ops.index_add)
-@dataclass
-class TablePiece(Rectangle):
-    """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
-
-    Attributes:
-        padding_idx: the row of the table that is left out.
-        takes_all: whether the rectangle is the whole table and no row is left out, so that nothing has to be selected.
-        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each part;
-            None if the content of the memory is unknown.
-    """
-
-    padding_idx: int = -1
-    takes_all: bool = False
-    written: Sequence[torch.Tensor] | None = None
-
-    @classmethod
-    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """As for any rectangle."""
-        for piece in super().cut(slot, factored, first, last, **details):
-            yield replace(piece, takes_all=last - first == slot.num_elements and piece.padding_idx < 0)
-
-    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
-        first, last = self.rows.start, self.rows.stop
-        out = total.view(last - first, -1)
-        written, self.written = self.written, None
-        if written is None:
-            out.zero_()
-        for places in written or ():
-            out.index_fill_(0, places, 0.0)
-        found = []
-        for factor, indices in factors:
-            rows, places = factor.reshape(-1, factor.shape[-1])[:, self.columns], indices.reshape(-1)
-            if self.takes_all:
-                places = places.to(
-                    torch.int64, copy=True
-                )  # the batch may be overwritten before the next step clears them
-            else:
-                own = ((places >= first) & (places < last) & (places != self.padding_idx)).nonzero().squeeze(1)
-                rows, places = rows[own], places[own].long() - first
-            out.index_add_(0, places, rows)
-            found.append(places)
-        self.written = found
-
-    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Visits the rows that this step writes; the others are zero."""
-        self.make(buckets, total)
-        out = total.view(self.rows.stop - self.rows.start, -1)
-        places = torch.cat(list(self.written or ())).unique()
-        if 2 * len(places) > len(out):
-            visit_parts(total, visit)
-            return
-        rows = out[places]
-        visit_parts(rows.view(-1), visit)
-        out[places] = rows  # they may have been written
-
-    def forget(self) -> None:
-        self.written = None
-
-    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """The bytes of the rows that are selected from one part's; assumes that the shares get equal parts of them."""
-        found = [rows for own in factors for rows, _ in own[self.factored]]
-        if self.takes_all and all(rows.dim() == 2 or rows.is_contiguous() for rows in found):
-            return 0
-        rows = max(found, key=torch.Tensor.numel)
-        return rows.numel() // len(factors) * rows.itemsize

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from mirrorc.analysis.factored_gradients import FactoredSlot
-from mirrorc.analysis.updates_in_parts import Size
 from mirrorc.ir.buckets import Bucket
-from mirrorc.runtime.state.factored_pieces import ProductPiece
+from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.state.share_pieces import (
     FactoredBucket,
+    FactoredPiece,
     Factors,
+    Leaves,
     Piece,
     SumPiece,
     Take,
     Visit,
+    bounding_by,
     makes_shares_of,
 )
-
-Leaves = Callable[[Size, torch.dtype], bool]
-"""Says whether a product of that size and type is left unmade."""
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces, unmade_pieces
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
@@ -60,34 +60,32 @@ def forget_what_is_written(pieces: Sequence[Piece]) -> None:
         piece.forget()
 
 
-def make_share(
-    buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None, leaves: Leaves | None = None
-) -> list[ProductPiece]:
+def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
     """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
 
     Args:
         buckets: of all replicas, in order.
         replica: whose share.
         visit: called with each part of the share when it is made, in order.
-        leaves: says which products are left unmade; None for none.
-
-    Returns:
-        These products.
     """
-    made: list[Piece] = []
+    make_pieces(buckets[replica].pieces, buckets, visit)
+
+
+def make_or_leave(buckets: Sequence[FactoredBucket], replica: int, visit: Visit, leaves: Leaves) -> UnmadePieces | None:
+    """As `make_share`, but for pieces of gradients as factors that may be left unmade; gives them, or None if all are made."""
     dtype = buckets[replica].tensor.dtype
-    left: list[ProductPiece] = []
+    left: list[FactoredPiece] = []
+    made: list[Piece] = []
     for piece in buckets[replica].pieces:
-        if (
-            leaves is not None
-            and isinstance(piece, ProductPiece)
-            and leaves(piece.size(piece.factors_in(buckets)), dtype)
-        ):
+        if isinstance(piece, FactoredPiece) and piece.is_left(piece.factors_in(buckets), dtype, leaves):
             left.append(piece)
         else:
             made.append(piece)
     make_pieces(made, buckets, visit)
-    return left
+    if not left:
+        return None
+    bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
+    return unmade_pieces(left, made, buckets, bounds, visit)
 
 
 def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
@@ -102,6 +100,28 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 
 @dataclass(frozen=True)
+class MadeShare:
+    """A share that lies in memory, of which few elements may be other than zero.
+
+    Attributes:
+        pieces: of the share; none if it is not known what the memory holds.
+        start: the share's first element in the bucket.
+    """
+
+    pieces: Sequence[Piece] = ()
+    start: int = 0
+
+    def visit(self, share: torch.Tensor, visit: Visit) -> bool:
+        """Visits what was made in this step, in parts, in order, if that is less than half of the share, 1-D; returns whether
+        it is."""
+        if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
+            return False
+        for piece in self.pieces:
+            piece.visit_made(share[piece.start - self.start : piece.stop - self.start], visit)
+        return True
+
+
+@dataclass(frozen=True)
 class UnmadeShare:
     """A share of a sum of which all is there that it is made of.
 
@@ -109,12 +129,18 @@ class UnmadeShare:
         buckets: of all replicas that take part, in order; in the memory of the first one lies what is not made in parts.
         pieces: of the share.
         start, stop: its elements in the bucket; those between and behind slots, which are zero, are in no piece.
+        change: what is done with each part when it is made; None for nothing.
     """
 
     buckets: Sequence[FactoredBucket]
     pieces: Sequence[Piece]
     start: int
     stop: int
+    change: Visit | None = None
+
+    def bounded(self, max_value: float) -> UnmadeShare:
+        """The same share, whose elements are brought to between ``-max_value`` and ``max_value`` when they are made."""
+        return replace(self, change=bounding_by(max_value))
 
     def largest_part(self, num_elements: int) -> int:
         """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
@@ -122,7 +148,7 @@ class UnmadeShare:
 
     def make(self) -> torch.Tensor:
         """Makes the share in the bucket."""
-        make_pieces(self.pieces, self.buckets)
+        make_pieces(self.pieces, self.buckets, self.change)
         return self.buckets[0].tensor[self.start : self.stop]
 
     def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
@@ -140,13 +166,18 @@ class UnmadeShare:
             for first in range(waiting, stop, num_elements):
                 take(first - start, whole[first : min(first + num_elements, stop)])
 
+        def take_made(first: int, part: torch.Tensor) -> None:
+            if self.change is not None:
+                self.change(part)
+            take(first - start, part)
+
         for piece in self.pieces:
             if piece.largest_part(num_elements, self._factors):
                 take_waiting(piece.start)
-                piece.make_parts(self.buckets, num_elements, memory, lambda first, part: take(first - start, part))
+                piece.make_parts(self.buckets, num_elements, memory, take_made)
                 waiting = piece.stop
             else:
-                piece.make(self.buckets, whole[piece.start : piece.stop])
+                make_pieces([piece], self.buckets, self.change)
         take_waiting(self.stop)
 
     @property

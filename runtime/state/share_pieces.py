@@ -9,18 +9,47 @@ from typing import Any, Self
 
 import torch
 
+from mirrorc.analysis.updates_in_parts import Size
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
 CACHED_ELEMENTS = 2**18
 """As many elements as a processor keeps at hand, 1 MiB of 32 bits each: what is done with them next need not fetch them."""
 
-Visit = Callable[[torch.Tensor], None]
-"""What is done with each part of a share as soon as it is made, 1-D: it is measured, or bounded where it lies. Rows of
-a table that are zero may be left out."""
+
+@dataclass(frozen=True)
+class Visit:
+    """What is done with each part of a share as soon as it is made: it is measured, or changed where it lies.
+
+    Attributes:
+        function: takes a part, 1-D. Rows of a table that are zero are left out. A part that is only looked at stays as it is
+            until the step commits.
+        writes: whether the function may write the part; it leaves zeros as they are.
+    """
+
+    function: Callable[[torch.Tensor], object]
+    writes: bool = False
+
+    def __call__(self, part: torch.Tensor) -> None:
+        """Visits a part."""
+        self.function(part)
+
+
+def scaling_by(factor: float) -> Visit:
+    """Multiplies parts by a finite factor."""
+    return Visit(lambda part: part.mul_(factor), writes=True)
+
+
+def bounding_by(max_value: float) -> Visit:
+    """Brings the elements of parts to between ``-max_value`` and ``max_value``."""
+    return Visit(lambda part: part.clamp_(-max_value, max_value), writes=True)
+
 
 Take = Callable[[int, torch.Tensor], None]
 """What is done with each part of a share: it is given the part's first element, counted from the bucket's, and the part, 1-D."""
+
+Leaves = Callable[[Size, torch.dtype], bool]
+"""Says whether a product of that size and type is left unmade."""
 
 Factors = tuple[torch.Tensor, ...]
 """The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
@@ -65,7 +94,16 @@ class Piece(ABC):
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
         """As `make`; then visits the elements in parts, in order. Subclasses may visit a part before they make the next one."""
         self.make(buckets, total)
+        self.visit_made(total, visit)
+
+    def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
+        """Visits what was made in this step, in parts, in order."""
         visit_parts(total, visit)
+
+    @property
+    def num_made(self) -> int:
+        """How many elements `visit_made` visits, at most."""
+        return self.stop - self.start
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """The elements that `make_parts` makes at a time, at most; 0 if it is not to make them.
@@ -147,6 +185,16 @@ class FactoredPiece(Piece):
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         self.add_up(self.factors_in(buckets), total)
+
+    @abstractmethod
+    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
+        """Whether it may be made when an update takes it, because its factors tell soon enough what is asked of it before.
+
+        Args:
+            factors: as for `add_up`.
+            dtype: of the gradient.
+            leaves: says which products are left.
+        """
 
     def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
         """The gradient's factors, as `add_up` takes them."""

@@ -1,5 +1,5 @@
-"""Products of factors that are not multiplied yet: what all of them together measure, and that they are finite, follows from
-their factors, which have fewer elements."""
+"""Products of factors that are not multiplied yet: what all of them together measure follows from their factors, which have
+fewer elements."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import Size, elements_of_part, is_measured_by_factors
+from mirrorc.analysis.updates_in_parts import Size, is_measured_by_factors
 from mirrorc.runtime.state.factored_pieces import Pairs, ProductPiece
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece, Take, Visit
-from mirrorc.torch_internals import norms_of_each
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Factors, Piece, Visit
 
 _SPARED = 16.0  # of the largest number: what rounding may add to a bound
+
+
+def largest_known(dtype: torch.dtype) -> float:
+    """What a bound of numbers must be less than, so that all of them are known to be finite."""
+    return torch.finfo(dtype).max / _SPARED
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ _PRECISIONS = (_Precision(torch.float32, 2.0**4, 2.0**-80), _Precision(torch.flo
 
 @dataclass
 class UnmadeProduct:
-    """One product, or a sum of them.
+    """A product that is not made, or a sum of them.
 
     Attributes:
         piece: whose elements it is.
@@ -53,102 +57,18 @@ class UnmadeProduct:
         """See `ProductPiece.size`."""
         return self.pairs[0][0].shape[0], self.pairs[0][1].shape[1], sum(left.shape[1] for left, _ in self.pairs)
 
+    def make(self, whole: torch.Tensor, factor: float = 1.0) -> None:
+        """Makes it in the bucket, times a factor."""
+        self.piece.multiply(self.pairs, whole[self.piece.start : self.piece.stop], factor)
 
-@dataclass(frozen=True)
-class UnmadeProducts:
-    """The products of a share that are left unmade.
-
-    Attributes:
-        products: at least one.
-        whole: the memory of the bucket in which the share lies.
-        bounds: the share's first element in the bucket, and the one after its last.
-        visit: called with what is made in parts; see `Visit`.
-    """
-
-    products: Sequence[UnmadeProduct]
-    whole: torch.Tensor
-    bounds: tuple[int, int]
-    visit: Visit
-
-    def make(self) -> None:
-        """Makes them."""
-        for one in self.products:
-            one.piece.multiply(one.pairs, self.whole[one.piece.start : one.piece.stop])
-
-    def make_visited(self) -> None:
-        """Makes and visits them part by part."""
-        for one in self.products:
-            one.piece.multiply_visited(one.pairs, self.whole[one.piece.start : one.piece.stop], self.visit)
-
-    @property
-    def are_most(self) -> bool:
-        """Whether they have more elements than the rest of the share."""
-        start, stop = self.bounds
-        return 2 * sum(one.piece.stop - one.piece.start for one in self.products) > stop - start
-
-    def largest_part(self, num_elements: int) -> int:
-        """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
-        return max(elements_of_part(*one.size, num_elements) for one in self.products)
-
-    def make_parts(self, num_elements: int, memory: torch.Tensor, factor: float, take: Take) -> None:
-        """Makes them times a factor, in parts, which are taken with those of the rest of the share, in order.
-
-        Args:
-            num_elements: of a part, at most.
-            memory: in which large products are made, one part after the other, 1-D; all else lies in the bucket.
-            factor: a finite one.
-            take: gets the first element of each part, counted from the share's, and the part.
-        """
-        start, stop = self.bounds
-        end = start
-
-        def take_lying(last: int) -> None:
-            for first in range(end, last, num_elements):
-                take(first - start, self.whole[first : min(first + num_elements, last)])
-
-        for one in self.products:
-            piece = one.piece
-            if factor != 1.0:
-                self.whole[end : piece.start].mul_(factor)
-            if elements_of_part(*one.size, num_elements):
-                take_lying(piece.start)
-                piece.multiply_parts(
-                    one.pairs, num_elements, memory, lambda first, part: take(first - start, part), factor
-                )
-            else:
-                piece.multiply(one.pairs, self.whole[piece.start : piece.stop], factor)
-                take_lying(piece.stop)
-            end = piece.stop
-        if factor != 1.0:
-            self.whole[end:stop].mul_(factor)
-        take_lying(stop)
-
-    def make_scaled(self, factor: float) -> None:
-        """Makes them times a finite factor, and multiplies the rest of the share by it."""
-        end, stop = self.bounds
-        for one in self.products:
-            piece = one.piece
-            if end < piece.start:
-                self.whole[end : piece.start].mul_(factor)
-            piece.multiply(one.pairs, self.whole[piece.start : piece.stop], factor)
-            end = piece.stop
-        if end < stop:
-            self.whole[end:stop].mul_(factor)
+    def make_visited(self, whole: torch.Tensor, visit: Visit) -> None:
+        """Makes it in the bucket, and visits it part by part."""
+        self.piece.multiply_visited(self.pairs, whole[self.piece.start : self.piece.stop], visit)
 
 
-def unmade_products(
-    pieces: Sequence[ProductPiece], buckets: Sequence[FactoredBucket], bounds: tuple[int, int], visit: Visit
-) -> UnmadeProducts:
-    """Leaves pieces of a share unmade.
-
-    Args:
-        pieces: at least one.
-        buckets: of all replicas, in order; the share lies in the first one's memory.
-        bounds, visit: see `UnmadeProducts`.
-    """
-    return UnmadeProducts(
-        [UnmadeProduct(piece, piece.pairs(buckets)) for piece in pieces], buckets[0].tensor, bounds, visit
-    )
+def unmade_product(piece: ProductPiece, buckets: Sequence[FactoredBucket]) -> UnmadeProduct:
+    """Leaves a piece unmade; ``buckets`` as `Piece.make` takes them."""
+    return UnmadeProduct(piece, piece.pairs(buckets))
 
 
 def bytes_to_measure(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
@@ -169,22 +89,7 @@ def bytes_to_measure(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequenc
     return total
 
 
-def are_finite(unmade: Iterable[UnmadeProducts]) -> bool:
-    """Whether all elements of the products are known to be finite, from the norms of their factors.
-
-    No element of ``left @ right``, and no sum on the way to it, is larger than the product of the factors' norms.
-    """
-    products = [one.pairs for share in unmade for one in share.products]
-    norms = torch.stack(norms_of_each([factor for pairs in products for pair in pairs for factor in pair])).tolist()
-    found = iter(norms)
-    for pairs in products:
-        bound = sum(next(found) * next(found) for _ in pairs)
-        if not bound < torch.finfo(pairs[0][0].dtype).max / _SPARED:
-            return False
-    return True
-
-
-def norm_of_products(unmade: Iterable[UnmadeProducts]) -> float | None:
+def norm_of_products(unmade: Iterable[UnmadeProduct]) -> float | None:
     """The 2-norm of all products of 32 bits together; None if it may be inexact, or if an element may not be finite.
 
     The square of the norm of ``left @ right`` is the sum of the elements of ``left.T @ left`` times those of ``right @ right.T``,
@@ -193,11 +98,10 @@ def norm_of_products(unmade: Iterable[UnmadeProducts]) -> float | None:
     are measured together, because small operators of two threads take turns with the interpreter.
     """
     groups: dict[Size, list[UnmadeProduct]] = defaultdict(list)
-    for share in unmade:
-        for one in share.products:
-            groups[one.size].append(one)
+    for one in unmade:
+        groups[one.size].append(one)
     joined = [_join(products, *size) for size, products in groups.items()]
-    bound = (torch.finfo(torch.float32).max / _SPARED) ** 2
+    bound = largest_known(torch.float32) ** 2
     for precision in _PRECISIONS:
         rows = torch.stack(
             [_squares(lefts.to(precision.dtype), rights.to(precision.dtype)) for lefts, rights in joined]

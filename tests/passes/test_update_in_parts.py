@@ -118,10 +118,14 @@ def test_wrong_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"clip_grad_norm": 0.1}, *slow(({"clip_grad_norm": 1e6},), ({"check_finite": True},), ({"scaler": True},))],
+    [
+        {"clip_grad_norm": 0.1},
+        {"clip_grad_value": 1e-3},
+        *slow(({"clip_grad_norm": 1e6},), ({"check_finite": True},), ({"scaler": True},)),
+    ],
 )
 def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -> None:
-    """In 32 bits, in which norms of products follow from their factors; bound or not, scaled or not."""
+    """In 32 bits, in which norms of products follow from their factors; bound or not, scaled or not; and each part is bounded."""
     torch.manual_seed(0)
     first, found = nn.Sequential(nn.Linear(40, 400), nn.Tanh(), nn.Linear(400, 400), nn.Linear(400, 3)), []
     for left_out in ([], ["update-in-parts"]):

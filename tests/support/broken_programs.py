@@ -487,6 +487,19 @@ def look_at_what_is_made_in_parts(graph: fx.Graph) -> None:
     found.meta["val"] = wait.meta["val"].norm()
 
 
+def look_beside_a_bound(graph: fx.Graph, *, at_the_bounded: bool) -> None:
+    """Bounds what an update makes in parts, and has its norm taken before or after that."""
+    update = first(graph, ops.update)
+    wait = update.args[0]
+    with graph.inserting_after(wait):
+        bounded = graph.call_function(ops.clip_value, (wait,), {"max_value": 0.1, "replica": 0})
+    bounded.meta["val"] = wait.meta["val"]
+    update.replace_input_with(wait, bounded)
+    with graph.inserting_after(bounded):
+        found = graph.call_function(ops.norm, (bounded if at_the_bounded else wait,), {"norm_type": 2.0})
+    found.meta["val"] = wait.meta["val"].norm()
+
+
 def change_of(change: Callable[[fx.Graph], None]) -> Callable[[Program], Program]:
     return lambda program: at("", change)[1](program)
 
@@ -1376,6 +1389,8 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "updates_in_parts_take_shares_alone": [
         in_parts(look_at_what_is_made_in_parts),
+        in_parts(lambda graph: look_beside_a_bound(graph, at_the_bounded=False)),
+        in_parts(lambda graph: look_beside_a_bound(graph, at_the_bounded=True)),
         in_parts(lambda graph: with_kwargs(first(graph, ops.update), part_elements=0)),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), part_elements=150)),
         at("lower-collectives", lambda graph: with_kwargs(first(graph, ops.update), part_elements=150)),

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def test_norms_of_each_are_those_of_all_elements_whatever_the_strides() -> None:
     for one, tensor in zip(internals.norms_of_each(tensors), tensors, strict=True):
         torch.testing.assert_close(one, tensor.flatten().norm(), equal_nan=True)
     assert internals.norms_of_each([]) == []
+    for norm_type in (1.0, 3.0, math.inf):
+        for one, tensor in zip(internals.norms_of_each(tensors, norm_type, torch.float64), tensors, strict=True):
+            torch.testing.assert_close(one, tensor.double().flatten().norm(norm_type), equal_nan=True)
+
+
+def test_numbers_are_subtracted_from_whole_tensors() -> None:
+    """Exactly, also from large ones of integers."""
+    tensors = [torch.tensor([2**60 + 1, 5]), torch.zeros(0, dtype=torch.int64)]
+    assert [one.tolist() for one in internals.subtract_each(tensors, [2**60, 3])] == [[1, 5 - 2**60], []]
+    assert internals.subtract_each([], []) == []
 
 
 def test_scale_each_writes_in_place_whatever_the_dtypes() -> None:

@@ -20,7 +20,7 @@ from mirrorc.runtime.communication import (
     nccl,
 )
 from mirrorc.runtime.devices.events import wait_device
-from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS
+from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS, Visit
 
 LINKS = ("shared-memory", "copy")
 KINDS = ("all_reduce", "reduce_scatter")
@@ -273,7 +273,8 @@ def test_each_part_of_a_share_is_visited_once_and_may_be_written(link: str) -> N
             visited[replica].append(part.clone())  # type: ignore[attr-defined]
             part.neg_()
 
-        return comm.wait_and_visit(0, replica, comm.launch_reduce_scatter(0, replica, buckets[replica]), visit).clone()
+        pending = comm.launch_reduce_scatter(0, replica, buckets[replica])
+        return comm.wait_and_visit(0, replica, pending, Visit(visit, writes=True)).clone()
 
     shares = on_threads(2, job)
     assert torch.equal(torch.cat(shares), -torch.arange(1.0, size + 1.0))

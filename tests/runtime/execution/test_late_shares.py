@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.runtime.execution import binding
-from mirrorc.runtime.state.unmade_products import UnmadeProducts
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces
 
 OPTIMIZERS: dict[str, Any] = {
     "fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
@@ -55,10 +55,10 @@ def trained(optimizer: str, num_devices: int, dtype: torch.dtype, **options: Any
 def test_what_is_made_late_is_what_would_be_made_at_once(
     options: dict[str, Any], is_left: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[UnmadeProducts] = []
+    left: list[UnmadePieces] = []
     leave = binding.LateShare.leave
 
-    def noting(late: Any, unmade: UnmadeProducts | None) -> None:
+    def noting(late: Any, unmade: UnmadePieces | None) -> None:
         left.extend([unmade] if unmade is not None else [])
         leave(late, unmade)
 

@@ -20,7 +20,7 @@ from mirrorc.runtime.state.gradient_shares import (
     pieces_of_share,
     temporary_bytes,
 )
-from mirrorc.runtime.state.share_pieces import FactoredBucket
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
 from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)
@@ -169,7 +169,7 @@ def test_parts_are_visited_in_order_when_they_are_whole(most: int, monkeypatch: 
                        [(torch.rand(4, 5).double(), torch.tensor([0, 8, 3, 3]))]]  # fmt: skip
             buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
         for replica in range(num_replicas):
-            make_share(buckets, replica, None if visited is None else lambda part: visited.append(part.clone()))
+            make_share(buckets, replica, None if visited is None else Visit(lambda part: visited.append(part.clone())))
         return buckets[0].tensor
 
     for num_replicas in (1, 2, 3):

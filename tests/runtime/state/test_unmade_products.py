@@ -16,21 +16,15 @@ from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT
 from mirrorc.ir.variables import Placement, UpdateRule
-from mirrorc.runtime.state.gradient_shares import make_share, pieces_of_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket
-from mirrorc.runtime.state.unmade_products import (
-    UnmadeProducts,
-    are_finite,
-    bytes_to_measure,
-    norm_of_products,
-    unmade_products,
-)
+from mirrorc.runtime.state.gradient_shares import make_or_leave, make_share, pieces_of_share
+from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, Visit
+from mirrorc.runtime.state.unmade_pieces import UnmadePieces, are_finite, norm_of_unmade
+from mirrorc.runtime.state.unmade_products import bytes_to_measure
 
 Shape = tuple[int, int]
 
 
-def nothing(part: torch.Tensor) -> None:
-    """Visits nothing."""
+NOTHING = Visit(lambda part: None)
 
 
 def buckets_of(
@@ -55,11 +49,9 @@ def buckets_of(
     return found
 
 
-def left_unmade(buckets: Sequence[FactoredBucket], replica: int, leaves: object = None) -> UnmadeProducts | None:
+def left_unmade(buckets: Sequence[FactoredBucket], replica: int, leaves: Leaves | None = None) -> UnmadePieces | None:
     """Makes a replica's share, without what is left of it."""
-    pieces = make_share(buckets, replica, nothing, leaves or (lambda size, dtype: size[2] > 0))  # type: ignore[arg-type]
-    bounds = (0, buckets[0].tensor.numel())
-    return unmade_products(pieces, buckets, bounds, nothing) if pieces else None
+    return make_or_leave(buckets, replica, NOTHING, leaves or (lambda size, dtype: size[2] > 0))
 
 
 @fuzzed(60)
@@ -73,7 +65,7 @@ def test_a_norm_is_that_of_the_products(shapes: list[Shape], rows: list[int], ex
     buckets = buckets_of(shapes, rows, exponent)
     unmade = [one for r in range(len(rows)) if (one := left_unmade(buckets, r)) is not None]
     assert all(torch.equal(one.tensor, torch.full_like(one.tensor, 7.0)) for one in buckets) or sum(rows) == 0
-    norm = norm_of_products(unmade) if unmade else None
+    norm = norm_of_unmade(unmade) if unmade else None
     for one in unmade:
         one.make()
     expected = []
@@ -96,7 +88,7 @@ def test_no_norm_is_told_of_what_may_not_be_finite(value: float) -> None:
     left, right = buckets[1].factors[0][1]
     left[0, 0], right[0, 0] = value, 1e14
     unmade = [left_unmade(buckets, r) for r in range(2)]
-    assert norm_of_products([one for one in unmade if one]) is None
+    assert norm_of_unmade([one for one in unmade if one]) is None
     assert not are_finite([one for one in unmade if one])
 
 
@@ -108,7 +100,7 @@ def test_what_cancels_is_measured_with_more_digits_or_not_at_all(small: float) -
     more.copy_(right * (1.0 + small))
     unmade = left_unmade([bucket], 0)
     assert unmade is not None
-    norm, exact = norm_of_products([unmade]), (left.double() @ right.double() + others.double() @ more.double()).norm()
+    norm, exact = norm_of_unmade([unmade]), (left.double() @ right.double() + others.double() @ more.double()).norm()
     assert norm is None if small < 1e-6 else norm == pytest.approx(exact.item(), rel=1e-6)
 
 
@@ -139,10 +131,9 @@ def test_products_are_made_times_a_factor(factor: float) -> None:
                 same_right.copy_(right)
     for replica in range(2):
         make_share(made, replica)
-    pieces = make_share(scaled, 0, nothing, lambda size, dtype: size[0] > 9)
+    unmade = left_unmade(scaled, 0, lambda size, dtype: size[0] > 9)
     end = scaled[0].pieces[-1].stop
-    unmade = unmade_products(pieces, scaled, (0, end), nothing)
-    assert unmade.are_most
+    assert unmade is not None and unmade.rest_is_small
     unmade.make_scaled(factor)
     torch.testing.assert_close(scaled[0].tensor[:end], made[0].tensor[:end] * factor, rtol=1e-5, atol=1e-6)
     if factor == 0.25:
@@ -167,5 +158,5 @@ def test_joined_factors_are_counted() -> None:
         counted = bytes_to_measure(bucket.pieces, [one.factors for one in buckets])
         assert (unmade is not None) == (counted > 0)
         if unmade is not None:
-            norm_of_products([unmade])
+            norm_of_unmade([unmade])
             assert counted == sum(f.nbytes for one in unmade.products for pair in one.pairs for f in pair)

@@ -1,0 +1,157 @@
+"""Of a model with embedding tables, options of a step do what one device does, though only a step's rows are looked at."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from selections import slow
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.runtime.state import share_pieces
+
+NUM_ROWS, WIDTH = 3000, 50
+
+
+class Tables(nn.Module):
+    """Two tables, of which one leaves a row out, and a layer on the sum of what is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_ROWS, WIDTH)
+        self.places = nn.Embedding(NUM_ROWS + 7, WIDTH, padding_idx=3)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head((self.words(indices) * self.places(indices)).sum(1))
+
+
+def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of several sizes, with rows that are looked up often, never and as padding; one has a target that is not finite."""
+    torch.manual_seed(1)
+    for i, size in enumerate((7, 5, 9, 3, 8)):
+        indices = torch.randint(0, NUM_ROWS, (size, 4))
+        indices[:, 0], indices[0, :2], indices[-1, 2] = 17, 3, NUM_ROWS - 1
+        target = torch.randn(size, 2, dtype=dtype)
+        if i == 2 and bad is not None:
+            target[size // 2, 1] = bad
+        yield indices, target
+
+
+def trained_on_one_device(
+    net: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any], bad: float | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The norms that one device clips by, as a user writes the loop."""
+    norms, scaler = [], given.get("scaler")
+    for x, target in batches(dtype, bad):
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), target)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        is_finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if "clip_grad_norm" in given:
+            bound = given["clip_grad_norm"]
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), bound.max_norm, bound.norm_type))
+        if "clip_grad_value" in given:
+            nn.utils.clip_grad_value_(net.parameters(), given["clip_grad_value"])
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif is_finite or "check_finite" not in given:
+            optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3)}, None),
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 1.0), "clip_grad_value": 1e-5}, None),
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf), "check_finite": "skip"}, math.nan),
+        ({"clip_grad_value": 1e-3}, None),
+        ({"check_finite": "skip"}, math.nan),
+        ({"scaler": 2.0**6}, math.inf),
+        ({"scaler": 2.0**6, "clip_grad_norm": mirrorc.ClipGradNorm(1e-2)}, math.nan),
+        *slow(
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e6)}, None),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3), "clip_grad_value": 1e-5}, None),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 3.0)}, None),
+            ({"clip_grad_value": 1e-3, "check_finite": "skip"}, math.inf),
+            ({"scaler": 3.0, "clip_grad_value": 1e-3}, math.nan),
+        ),
+    ],
+)
+@pytest.mark.parametrize("num_devices", [2, *slow((1,), (3,))])
+@pytest.mark.parametrize("dtype", [torch.float64, *slow((torch.float32,))])
+def test_steps_are_those_of_one_device(
+    options: dict[str, Any], bad: float | None, num_devices: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    nets = [Tables().to(dtype)]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True) for net in nets]
+    given = [
+        options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
+        for _ in nets
+    ]
+    norms = []
+    with mirrorc.compile(
+        nets[0], num_devices, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager", **given[0]
+    ) as step:
+        for x, target in batches(dtype, bad):
+            step(x, target=target)
+            norms += [step.grad_norm] if "clip_grad_norm" in options else []
+        assert step.num_skipped == (bad is not None)
+    expected = trained_on_one_device(nets[1], optimizers[1], given[1], bad, dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for one, other in zip(norms, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=0.0, equal_nan=True, check_dtype=False)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 1e6},
+        {"clip_grad_norm": 1e-3},
+        {"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf)},
+        {"clip_grad_value": 1e-3},
+        {"check_finite": True},
+        {"scaler": 2.0**10},
+    ],
+)
+def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a fused kernel write a scaled gradient back: what is behind the rows of a step stays as it is."""
+    parts: list[int] = []
+    visit = share_pieces.Visit.__call__
+
+    def noting(one: share_pieces.Visit, part: torch.Tensor) -> None:
+        parts.append(part.numel())
+        visit(one, part)
+
+    monkeypatch.setattr(share_pieces.Visit, "__call__", noting)
+    net = Tables()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    divided: list[object] = []
+    monkeypatch.setattr(
+        mirrorc.runtime.state.flat_optimizer,
+        "dividing_gradients",
+        lambda *given: divided.append(given) or pytest.fail("it writes the gradient"),
+    )
+    given = options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
+    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **given) as step:
+        for x, target in batches(torch.float32, None):
+            step(x, target=target)
+            parts.append(0)
+    of_later_steps = parts[parts.index(0) :]
+    assert max(of_later_steps) <= 2 * 9 * 4 * WIDTH
