@@ -7,7 +7,7 @@ from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import best_link, carrier_of
+from mirrorc.ir.links import best_link, carrier_of, link_names
 from mirrorc.ir.workers import Workers
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.pipeline.specs import parse_passes
@@ -84,6 +84,10 @@ def algorithm_of(given: Any) -> AllReduceAlgorithm:
     if not isinstance(given, str):
         raise TypeError(f"all_reduce is {given!r}: {there_are}, such as ReduceToOne(device=1)")
     name = given.partition("{")[0].strip()
+    if name in link_names():
+        raise ValueError(
+            f"all_reduce is {given!r}, which is a link and not an algorithm: give link={given!r}, or {there_are}"
+        )
     if name not in ALGORITHMS and ":" not in name:
         raise ValueError(f"all_reduce is {given!r}: {there_are}")
     try:

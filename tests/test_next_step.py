@@ -100,6 +100,8 @@ def test_a_scaler_and_chosen_sizes_are_refused() -> None:
         "check_replicas_every": 0,
         "shard_optimizer": False,
         "bucket_cap_mb": 25.0,
+        "packing": None,
+        "gradient_order": "ready",
     }
     workers, devices = Workers((1, 1), 0), parse_devices(1)
     check_overlap(workers, devices, plain)

@@ -186,15 +186,17 @@ class FactoredPiece(Piece):
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         self.add_up(self.factors_in(buckets), total)
 
-    @abstractmethod
     def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
         """Whether it may be made when an update takes it, because its factors tell soon enough what is asked of it before.
+
+        A form that does not say so has its pieces made at once.
 
         Args:
             factors: as for `add_up`.
             dtype: of the gradient.
             leaves: says which products are left.
         """
+        return False
 
     def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
         """The gradient's factors, as `add_up` takes them."""

@@ -11,13 +11,13 @@ import pytest
 import torch
 from interrupts import Interrupter, interrupt, python_handles_interrupts
 from lockstep import Lockstep, State, differences
-from ring import Ring
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError, NonFiniteError, passes
+from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.options import check_finite_option

@@ -129,7 +129,7 @@ def test_a_link_that_cannot_join_the_devices() -> None:
 
 def test_a_link_is_given_as_link() -> None:
     model = make_mlp()
-    with unchanged(model), refuses(TypeError, "unexpected keyword argument 'all_reduce'"):
+    with unchanged(model), refuses(ValueError, "all_reduce is 'copy', which is a link", "give link='copy'"):
         compile_mlp(model, all_reduce="copy")
 
 

@@ -24,12 +24,12 @@ from references import (
     train_step,
     unchanged,
 )
-from ring import Ring
 from selections import exhaustive, slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirrorc
+from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import CaptureError, NonFiniteError
 from mirrorc.passes import FactorGradients, default_pipeline

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from ring import Ring
 from tiny_programs import TwoLayers, Weight, handmade, run_up_to
 
 import mirrorc
+from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.errors import CommunicationError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.links import Link, link_names, register_link, unregister_link

@@ -81,7 +81,7 @@ def _answers(wait: fx.Node, send: fx.Node) -> bool:
     is_from = (
         receipt.kwargs["source"] == send.kwargs["destination"] and receipt.kwargs["bucket"] == send.kwargs["bucket"]
     )
-    return is_from and receipt.kwargs["round"] > send.kwargs["round"] and send < wait  # type: ignore[operator]
+    return is_from and receipt.kwargs.get("round", 0) > send.kwargs.get("round", 0) and send < wait  # type: ignore[operator]
 
 
 @breaks
