@@ -163,7 +163,9 @@ def plan_of(packing: Any) -> Plan:
 def may_cut(packing: Any) -> bool:
     """Whether a plan may cut gradients, so that one lies in two packs."""
     plan = plan_of(packing)
-    return isinstance(plan, EqualSplits) or (isinstance(plan, EqualPacks) and plan.num_packs > 0)
+    if isinstance(plan, EqualSplits):
+        return plan.num_splits > 1
+    return isinstance(plan, EqualPacks) and plan.num_packs > 1
 
 
 def check_order(gradient_order: Any) -> None:
@@ -188,7 +190,7 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
         registered: the names of the parameters, as the model registers them.
 
     Raises:
-        ValueError: the keys that a key function gives cannot be compared.
+        ValueError: a key function fails, or gives keys that cannot be compared.
     """
     if gradient_order == "ready":
         return list(gradients)
@@ -196,7 +198,10 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
         place = {name: i for i, name in enumerate(registered)}
         return sorted(gradients, key=lambda one: -place[one.name])
     assert callable(gradient_order)
-    keys = [gradient_order(one) for one in gradients]
+    try:
+        keys = [gradient_order(one) for one in gradients]
+    except Exception as error:
+        raise _of_the_users("gradient_order", "takes a", error) from error
     try:
         return [one for _, one in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
     except TypeError as error:
@@ -210,10 +215,13 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
 
     Raises:
         TypeError: it gives no groups of names.
-        ValueError: a name is missing, is there twice, or is no gradient's; a group is empty or has two dtypes.
+        ValueError: it fails; a name is missing, is there twice, or is no gradient's; a group is empty or has two dtypes.
     """
     plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
-    given = groups(list(gradients))
+    try:
+        given = groups(list(gradients))
+    except Exception as error:
+        raise _of_the_users(plan, "takes a list of", error) from error
     if not _is_list(given) or not all(map(_is_list, given)):
         raise TypeError(f"{plan} gives {given!r:.200}: give a list of lists of names")
     by_name = {one.name: one for one in gradients}
@@ -238,6 +246,15 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
                 "make a group for each"
             )
     return found
+
+
+def _of_the_users(option: str, takes: str, error: Exception) -> ValueError:
+    """What is said of a function of the user's that fails."""
+    fields = ", ".join(Gradient._fields)
+    return ValueError(
+        f"{option}: your function raised {type(error).__name__}: {error}; it {takes} mirrorc.packing.Gradient, which has the "
+        f"fields {fields}"
+    )
 
 
 def _is_list(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -204,7 +204,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
     for replica, sums in own.items():
         here = {"replica": replica}
         taken = [one for one in sums if one.taker is not None]
-        measured = (taken or _empty_shares(program, sums, anchor)) if are_exchanged else sums
+        measured = [*taken, *_empty_shares(program, sums, taken, anchor)] if are_exchanged else sums
         values = tuple(_own_elements(program, one, anchor, are_exchanged=are_exchanged) for one in measured)
         norm = insert(program, anchor, ops.norm, values, words | here)
         if are_exchanged:
@@ -231,15 +231,22 @@ def _own_elements(program: Program, one: _Sum, before: fx.Node, *, are_exchanged
     return insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, own.start, own.stop))
 
 
-def _empty_shares(program: Program, sums: Sequence[_Sum], before: fx.Node) -> Sequence[_Sum]:
-    """An empty share of a small bucket, for a replica that updates nothing; whole sums are measured where they are taken."""
-    for one in sums:
+def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
+    """An empty share of a bucket, for a replica that updates nothing, or nothing of the widest dtype that others measure.
+
+    The norms of all replicas stand in one row, so they have one dtype. Whole sums are measured where they are taken.
+    """
+    widths = [program.buckets[one.bucket].dtype.itemsize for one in taken]
+    for one in sorted(sums, key=lambda one: -program.buckets[one.bucket].dtype.itemsize):
         bucket = program.buckets[one.bucket]
+        if bucket.dtype.itemsize <= max(widths, default=0):
+            return
         if bucket.is_cut and bucket.updates_by_shares:  # it has every pack, none of whose elements it updates
-            return [replace(one, value=insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, 0, 0)))]
+            yield replace(one, value=insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, 0, 0)))
+            return
         if bucket.reduces_by_shares:
-            return [one]
-    return []
+            yield one
+            return
 
 
 def _rescale(

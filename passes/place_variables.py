@@ -53,13 +53,18 @@ class PlaceVariables:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("pass 'place-variables' needs a bucket plan: run 'plan-buckets' before it")
+        if any(bucket.is_cut for bucket in program.buckets):
+            raise PassError(
+                "pass 'place-variables' cannot give parts of gradients to owners: packs end within gradients; give plan-buckets "
+                "a plan of whole gradients"
+            )
         owner_of = self._owners(program)
         parts = [part for bucket in program.buckets for part in _parts(bucket, owner_of)]
         output = program.shard_graphs[0].output_node().args[0]
         assert isinstance(output, dict)
         position = {name: i for i, name in enumerate(output["gradients"])}
-        parts.sort(key=lambda bucket: position[bucket.slots[-1].variable])
-        buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(parts))
+        parts.sort(key=lambda bucket: max(position[slot.variable] for slot in bucket.slots))
+        buckets = tuple(replace(bucket, index=i, packs=()) for i, bucket in enumerate(parts))
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:

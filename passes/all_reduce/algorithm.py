@@ -12,7 +12,7 @@ from mirrorc.analysis.message_costs import MessageCosts, message_costs
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.passes.all_reduce.traffic import Held, Traffic
 from mirrorc.printing.values import size_text
@@ -97,13 +97,14 @@ class AllReduceAlgorithm:
         for launch in list(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
             index = bucket_of(launch)
             chosen, why = self.chosen_for(program, launch)
-            found.setdefault((chosen.name, why), []).append(index)
+            found.setdefault((chosen.name, why), []).append(pack_of(launch))
             if chosen.sends and launch.all_input_nodes[0].meta["val"].numel():
                 sent.append(index)
                 _write_down(program, launch, chosen)
         program = program if sent else before
+        noun = "pack" if any(bucket.packs for bucket in program.buckets) else "bucket"
         said = [
-            f"{name} for {numbered('bucket', sorted({*own}))}" + (f": {why}" if why else "")
+            f"{name} for {numbered(noun, sorted({*own}))}" + (f": {why}" if why else "")
             for (name, why), own in found.items()
         ]
         costs = [self._say_costs(message_costs(program, sent))] if sent else []

@@ -8,7 +8,6 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.program import Program
 from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
 from mirrorc.passes.all_reduce.halving_doubling import HalvingDoubling
@@ -54,7 +53,7 @@ class Auto(AllReduceAlgorithm):
             )
         if count == 2:
             return Native(), "two devices send each other their buckets, which is the least that is possible"
-        num_bytes = program.buckets[bucket_of(launch)].num_bytes
+        num_bytes = launch.all_input_nodes[0].meta["val"].nbytes
         if num_bytes <= self.small_bytes:
             return Tree(), f"up to {size_text(self.small_bytes)}, few messages count more than few bytes"
         if count & (count - 1) == 0:

@@ -112,9 +112,14 @@ class Connections:
         else:
             done(LostConnectionError("the connection to the other workers is closed"))
 
-    def cut(self, *, words_alone: bool = False) -> None:
-        """Ends all collectives with an error, here and on the other workers; or those for words alone."""
-        for lane in list(self._lanes)[: 1 if words_alone else None]:
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those that are open now, that for words first; a copy."""
+        return list(self._lanes)
+
+    def cut(self) -> None:
+        """Ends all collectives with an error, here and on the other workers."""
+        for lane in self.lanes:
             lane.cut()
 
     def cut_buckets(self) -> None:

@@ -165,11 +165,13 @@ class Team:
 
     def _notice(self, failure: Failure) -> None:
         """Called in the watcher's thread when another worker has failed."""
-        call = self._call
+        call, lanes = self._call, self.connections.lanes  # those of this call: another may begin before they are cut
+        number = call.number
         self._failures.note(failure)
-        if failure.ends(call.number_of_next if call.is_in_rest else call.number):
+        if failure.ends(call.number_of_next if call.is_in_rest else number):
             self.stop()
-            self.connections.cut(words_alone=bool(call.left_by) and failure.leaves_rest)
+            for lane in lanes[:1] if call.left_by and failure.leaves_rest else lanes:
+                lane.cut()
 
     # The stages of a call
 

@@ -121,3 +121,27 @@ def test_every_two_values_come_together() -> None:
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_the_whole_table(num_devices: int) -> None:
     check(list(itertools.product(PACKINGS, ALGORITHMS, PLACEMENTS, (num_devices,), LINKS)))
+
+
+@pytest.mark.parametrize("placement", ["central", "least-loaded", {"narrow.weight": "cpu:1", "*": "cpu:2"}])
+def test_a_device_that_owns_nothing_measures_gradients_of_two_dtypes(placement: Any) -> None:
+    class Narrowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.narrow(self.wide(x).float())
+
+    found = []
+    for place in (placement, "mirrored"):
+        torch.manual_seed(3)
+        model = Narrowed()
+        x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        options: dict[str, Any] = {"clip_grad_norm": 0.1, "placement": place, "backend": "eager"}
+        with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.cross_entropy, **options) as step:
+            step(x, target=y)
+            found.append([step.grad_norm, *model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))

@@ -38,9 +38,9 @@ TOLERANCE = 1e-12
 
 
 def by_layers(gradients: Sequence[Gradient]) -> list[list[str]]:
-    layers: dict[str, list[str]] = {}
+    layers: dict[tuple[str, torch.dtype], list[str]] = {}
     for one in gradients:
-        layers.setdefault(one.name.rpartition(".")[0], []).append(one.name)
+        layers.setdefault((one.name.rpartition(".")[0], one.dtype), []).append(one.name)
     return list(layers.values())
 
 

@@ -8,8 +8,8 @@ import torch
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_programs import MUON, Weight, handmade, outputs
-from torch import fx
+from tiny_programs import MUON, Weight, captured_model, handmade, outputs
+from torch import fx, nn
 
 from mirrorc.errors import PassError
 from mirrorc.ir.program import Program, Stage
@@ -248,3 +248,15 @@ def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_r
         assert ends[:-1] == [pack.start for pack in bucket.own_packs] and ends[-1] == bucket.num_elements
         covered = [slot.variable for pack in bucket.own_packs for slot in bucket.slots_in(pack)]
         assert dict.fromkeys(covered).keys() == bucket.slot_of.keys()
+
+
+def test_functions_of_the_users_that_fail_are_told_from_ours() -> None:
+    def groups(gradients: Any) -> Any:
+        return [[one["name"]] for one in gradients]
+
+    for option, function, said in (
+        ("packing", groups, "packing=groups: your function raised TypeError"),
+        ("gradient_order", lambda one: one.size, "gradient_order: your function raised AttributeError"),
+    ):
+        with pytest.raises(PassError, match=said):
+            PlanBuckets(**{option: function}).run(captured_model(nn.Linear(4, 3)))

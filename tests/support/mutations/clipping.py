@@ -54,7 +54,8 @@ def measure_elements_of_others(program: Program) -> Iterator[Edit]:
     for node in placed_nodes(program, torch.ops.aten.slice.Tensor):
         if any(user.target is ops.norm for user in node.users):
             yield partial(_bypass, node)
-            yield partial(setattr, node, "args", (*node.args[:2], 0, node.args[3]))
+            if node.args[2] != 0:
+                yield partial(setattr, node, "args", (*node.args[:2], 0, node.args[3]))
 
 
 @breaks

@@ -120,10 +120,10 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
 
 @breaks
 def join_chunks_in_another_order(program: Program) -> Iterator[Edit]:
-    """Chunks of one length lie in another order."""
+    """Chunks of one length lie in another order, in a value that somebody uses."""
     for graph in call_graphs(program):
         for node in graph.nodes:
-            chunks: Any = node.args[0] if node.target is aten.cat.default else ()
+            chunks: Any = node.args[0] if node.target is aten.cat.default and node.users else ()
             for one, other in combinations(range(len(chunks)), 2):
                 if type_of(chunks[one]) == type_of(chunks[other]):
                     exchanged = list(chunks)
