@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mirrorc.all_reduce_choice import checked_all_reduce
+from mirrorc.bucket_options import check_bucket_sizes, checked_packing, with_default_cap
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
@@ -37,14 +38,12 @@ from mirrorc.option_kinds import (
 )
 from mirrorc.options import (
     StepOptions,
-    check_bucket_sizes,
     check_cuda_graphs,
     check_early_update,
     check_exchange,
     check_finite_option,
     check_loss_function,
     check_replicas_option,
-    checked_packing,
     dump_directory,
     example_call,
     wait_seconds,
@@ -75,7 +74,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     add_passes: Sequence[Placed] = (),
     disable_passes: Sequence[str] = (),
-    bucket_cap_mb: float | Auto = 25.0,
+    bucket_cap_mb: float | Auto | None = None,
     first_bucket_mb: float | None = None,
     packing: Packing | None = None,
     gradient_order: GradientOrder = "ready",
@@ -125,7 +124,8 @@ def compile(
         passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`.
         add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
-        bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults.
+        bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
+            workers on CPUs a bucket has at most 4 MiB, as what is left to send when backward has ended is waited for.
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
             several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
             (``~/.cache/mirrorc``), and later runs look it up.
@@ -249,7 +249,7 @@ def compile(
     base = passes
     if base is None:
         base = default_pipeline(
-            **planned,
+            **with_default_cap(planned, program_workers, parsed, asked),
             link=link,
             all_reduce=algorithm,
             microbatches=parts,

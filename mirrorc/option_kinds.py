@@ -50,8 +50,8 @@ _TAKES = {
     "add_passes": _Takes((Sequence,), "give a list, such as [mirrorc.after('pack-gradients', it)]"),
     "disable_passes": _NAMES,
     "bucket_cap_mb": _Takes(
-        (Real,),
-        "give a positive number of MiB (0 for one bucket), or 'auto' to choose by measurement",
+        (Real, NoneType),
+        "give a positive number of MiB (0 for one bucket), 'auto' to choose by measurement, or None for the default",
         get_args(Auto),
     ),
     "first_bucket_mb": _Takes(

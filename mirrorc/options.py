@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.links import carries_between_workers, why_memory_is_not_shared
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.option_kinds import Exchange, LossReduction
-from mirrorc.packing import ByBytes, check_order, plan_of
 from mirrorc.passes import FactorGradients, ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
@@ -193,66 +192,6 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
     else:
         return ""
     return f"check_replicas_every has nothing to compare: {why}"
-
-
-def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:
-    """Refuses "auto" as a bucket size where it cannot choose.
-
-    Raises:
-        ValueError: names the argument and the remedy.
-    """
-    if bucket_cap_mb != "auto":
-        return
-    if passes is not None:
-        raise ValueError(
-            "bucket_cap_mb='auto' has no part in a pipeline given with passes=: give PlanBuckets its numbers there, or use "
-            "add_passes and disable_passes in place of passes"
-        )
-    if "plan-buckets" in disable_passes:
-        raise ValueError(
-            "bucket_cap_mb='auto' chooses for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
-        )
-    if first_bucket_mb is not None:
-        raise ValueError(
-            f"bucket_cap_mb='auto' chooses the size of the first bucket, too, but first_bucket_mb is {first_bucket_mb!r}: leave "
-            "it out, or give both as numbers"
-        )
-
-
-def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the pass 'plan-buckets' that follow from the arguments of `mirrorc.compile`, by name.
-
-    Raises:
-        TypeError, ValueError: what is given is no plan or no order, or contradicts another option; names it and the remedy.
-    """
-    packing, order, cap, first = (
-        asked[option] for option in ("packing", "gradient_order", "bucket_cap_mb", "first_bucket_mb")
-    )
-    check_order(order)
-    given = ["gradient_order"] if order != "ready" else []
-    if packing is not None:
-        packing = plan_of(packing)
-        given.append("packing")
-        if cap != ByBytes.cap_mb or first is not None:
-            raise ValueError(
-                "packing= is given besides bucket_cap_mb= or first_bucket_mb=, the short form of packing=mirrorc.packing.ByBytes("
-                "cap_mb, first_mb): give one of both"
-            )
-    for option in given:
-        if asked["passes"] is not None:
-            raise ValueError(
-                f"{option}= has no part in a pipeline given with passes=: give mirrorc.passes.PlanBuckets its {option} there"
-            )
-        if "plan-buckets" in asked["disable_passes"]:
-            raise ValueError(
-                f"{option}= is for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
-            )
-    chosen: dict[str, Any] = {} if order == "ready" else {"gradient_order": order}
-    if isinstance(packing, ByBytes):
-        return {**chosen, "bucket_cap_mb": packing.cap_mb, "first_bucket_mb": packing.first_mb}
-    chosen |= {} if cap == "auto" or packing is not None else {"bucket_cap_mb": cap}
-    chosen |= {} if first is None else {"first_bucket_mb": first}
-    return chosen if packing is None else {**chosen, "packing": packing}
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:

@@ -38,6 +38,11 @@ or by a key function, smallest first."""
 ORDERS = ("ready", "reversed")
 
 
+CAP_BETWEEN_HOSTS_MB = 4.0
+"""The cap of a bucket, in MiB, that `mirrorc.compile` chooses over several workers on CPUs. Between hosts an element takes a
+hundred times as long as within one memory, and the bucket that backward makes last is sent while nothing else is left to do."""
+
+
 @dataclass(frozen=True)
 class ByBytes:
     """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.

@@ -41,6 +41,7 @@ from mirrorc.printing.wording import counted, listed, numbered
 _Kind = tuple[torch.dtype, UpdateRule, bool]
 """What all gradients of a bucket have alike: dtype, update rule, and whether workers send their factors."""
 _NUM_LATE = 4  # buckets, about, of gradients that come when forward needs their parameters
+_LEAST_PART = 16  # a bucket of less than this part of its cap takes the next gradient in, whatever its size
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
 
@@ -65,7 +66,8 @@ class PlanBuckets:
 
     A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
     if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`). It is cut at variable boundaries: a gradient that
-    would take it over its cap opens the next one. The first bucket has a smaller cap, so that communication begins early. Buckets
+    would take it over its cap opens the next one, unless what it has is less than a sixteenth of the cap: a few biases are not
+    worth a message of their own. The first bucket has a smaller cap, so that communication begins early. Buckets
     are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a part of every
     bucket alone, buckets are padded to lengths that make these parts equal.
 
@@ -344,7 +346,7 @@ def _why_new(
 ) -> str:
     """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
     before = sum(map(_num_bytes, members))
-    if before + _num_bytes(variable) > cap:
+    if before + _num_bytes(variable) > cap and before >= cap / _LEAST_PART:
         return f"with it the last would be over {cap / 2**20:g} MiB"
     if variable.name not in late:
         return ""

@@ -45,6 +45,7 @@ ORDER = (
     "mirrorc/size_predictions",
     "mirrorc/instruments",
     "mirrorc/progress",
+    "mirrorc/bucket_options",
     "mirrorc/options",
     "mirrorc/option_kinds",
     "mirrorc/all_reduce_algorithms",

@@ -20,6 +20,7 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 from mirrorc.worlds import check_world, joined_workers
@@ -79,6 +80,31 @@ def test_early_updates_are_said_and_can_be_left_out() -> None:
     assert late.index("wait(bucket=0, b0_exchange)") < late.index("    commit()") < late.index("update(bucket=0")
     with compiled(clip_grad_norm=1.0, world=World(2, 2)) as step:
         assert "waited for before the commit, because clip_grad_norm needs them" in str(step.prepare(**batch()))
+
+
+@pytest.mark.parametrize(
+    ("devices", "world", "options", "cap"),
+    [
+        (["cpu:0"], World(2), {}, 4.0),
+        (["cpu:0", "cpu:1"], World(3, 2), {"bucket_cap_mb": None, "gradient_order": "reversed"}, 4.0),
+        (["cpu:0"], World(2), {"bucket_cap_mb": 25.0}, 25.0),
+        (["cpu:0"], World(2), {"packing": ByBytes(7.0)}, 7.0),
+        (["cpu:0"], World(2), {"packing": ByBytes()}, 25.0),
+        (["cpu:0", "cpu:1"], None, {}, 25.0),
+        (["cpu:0"], None, {"bucket_cap_mb": None}, 25.0),
+    ],
+)
+def test_buckets_are_smaller_over_several_workers(
+    devices: list[str], world: World | None, options: dict[str, Any], cap: float
+) -> None:
+    """A cap is told where it cuts: two matrices of 1 MiB do not both fit into the first bucket."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", **options}
+    placed = {"workers": None} if world is None else {"world": world}
+    with mirrorc.compile(model, devices, **placed, **given) as step:
+        program = step.prepare(torch.zeros(4, 512), target=torch.zeros(4, 512))
+    assert f"over {cap:g} MiB (bucket 0: 1 MiB) opens the next" in str(program)
 
 
 def test_all_workers_exchange_the_same_whatever_their_devices() -> None:

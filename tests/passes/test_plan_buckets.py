@@ -71,9 +71,18 @@ def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
         positions = [position[slot.variable] for slot in bucket.slots]
         assert positions == sorted(positions)
         limit = first if bucket.index == 0 else max(first, cap)
-        assert len(bucket.slots) == 1 or bucket.num_bytes <= limit * 2**20
+        before = sum(slot.num_elements for slot in bucket.slots[:-1]) * bucket.dtype.itemsize
+        assert len(bucket.slots) == 1 or bucket.num_bytes <= limit * 2**20 or before < limit * 2**20 / 16
     ready = [position[bucket.slots[-1].variable] for bucket in program.buckets]
     assert ready == sorted(ready)
+
+
+@pytest.mark.parametrize(("num_before", "is_joined"), [(16, True), (17, False)])
+def test_a_bucket_that_is_nearly_empty_takes_the_next_gradient(num_before: int, is_joined: bool) -> None:
+    """Less than a sixteenth of the cap, here 128 bytes, is not worth a message of its own; 17 elements are padded to 128."""
+    program = plan([Weight("large", (1000,)), Weight("small", (num_before,))], cap=2 * KIB, first=2 * KIB)
+    names = [[slot.variable for slot in bucket.slots] for bucket in program.buckets]
+    assert names == ([["small", "large"]] if is_joined else [["small"], ["large"]])
 
 
 def test_buckets_reverse_the_forward() -> None:
