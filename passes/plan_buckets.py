@@ -249,7 +249,7 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
             others = [members[0].name for members in kinds]
             remarks.append(
                 f"the group of {others[0]} becomes {len(kinds)} buckets: {listed(others[1:])} and what is like it follow another "
-                "update rule, or are sent to other workers in another way"
+                "update rule, or are sent to others in another way"
             )
     return _Planned(closed, remarks)
 

@@ -132,6 +132,11 @@ class UpdateRule:
     elementwise: bool = True
     takes_rows: bool = False
 
+    @property
+    def why_by_itself(self) -> str:
+        """Why the optimizer updates each parameter by itself, if it is not ``elementwise``; a clause."""
+        return f"{self.label} {'takes rows of a table' if self.takes_rows else 'does not work element by element'}"
+
 
 @dataclass(frozen=True)
 class Variable:

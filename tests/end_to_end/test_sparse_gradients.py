@@ -161,6 +161,8 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "over copies": (2, "Adagrad", {"link": "copy"}),
     "owned": (3, "SparseAdam", {"placement": "least-loaded"}),
     "ring": (2, "momentum", {"placement": "mirrored", "all_reduce": "ring"}),
+    "packs": (2, "SGD", {"packing": 3}),
+    "packs, mirrored": (2, "SGD", {"packing": 3, "link": "copy", "disable_passes": ["share-parameters"]}),
     "scaled": (2, "SparseAdam", {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}),
 }
 
@@ -180,6 +182,14 @@ def test_bags_train_as_on_one_device(devices: int) -> None:
     assert_alike(trained(model, make, devices), trained_alone(alone, make))
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+
+
+def test_rows_cannot_be_given_to_an_owner() -> None:
+    with pytest.raises(
+        mirrorc.MirrorcError,
+        match=r"'words.weight' cannot be owned by cpu:1: SGD group 0 takes rows of a table, so it runs",
+    ):
+        check(2, "SGD", placement={"words.weight": "cpu:1"})
 
 
 class Recorder(torch.optim.Optimizer):
@@ -365,9 +375,9 @@ def test_rows_need_their_pass() -> None:
 class Bags(nn.Module):
     """Bags that are given as indices and offsets."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.bags = nn.EmbeddingBag(6, 3, mode="mean", sparse=True)
+        self.bags = nn.EmbeddingBag(6, 3, **{"mode": "mean", "sparse": True} | options)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return self.bags(indices, offsets)
@@ -383,13 +393,43 @@ def test_offsets_are_not_split() -> None:
             step(torch.tensor([0, 1, 2, 3, 4]), torch.tensor([0, 1, 2, 3]), target=torch.ones(4, 3))
 
 
-def test_one_device_takes_offsets_and_empty_bags() -> None:
+@pytest.mark.parametrize("options", [{}, {"include_last_offset": True, "padding_idx": 1, "mode": "sum"}])
+def test_one_device_takes_offsets_and_empty_bags(options: dict[str, Any]) -> None:
     indices, offsets, target = torch.tensor([5, 1, 1, 2, 5]), torch.tensor([0, 0, 2, 5]), torch.ones(4, 3)
-    alone = Bags()
+    target = target[:3] if options else target  # the last offset is the end
+    alone = Bags(**options).double()
     model = copy.deepcopy(alone)
-    F.mse_loss(alone(indices, offsets), target).backward()
+    F.mse_loss(alone(indices, offsets), target.double()).backward()
     torch.optim.SGD(alone.parameters(), lr=1.0).step()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = mirrorc.replicated(offsets) if options else offsets
     with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
-        step(mirrorc.replicated(indices), offsets, target=target)
-    torch.testing.assert_close(model.bags.weight, alone.bags.weight)
+        step(mirrorc.replicated(indices), given, target=target.double())
+    torch.testing.assert_close(model.bags.weight, alone.bags.weight, rtol=0, atol=1e-12)
+
+
+class Learned(nn.Module):
+    """Bags whose weights are rows of another table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.weights = nn.EmbeddingBag(9, 3, mode="sum", sparse=True), nn.Embedding(9, 1, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bags(x, per_sample_weights=self.weights(x).squeeze(-1))
+
+
+@pytest.mark.parametrize("devices", [2, *selections.slow((1,), (3,))])
+def test_weights_of_bags_are_trained(devices: int) -> None:
+    alone, model = seeded(Learned), seeded(Learned)
+    x, y = torch.tensor([[1, 2], [1, 1], [8, 2]]), torch.randn(3, 3, dtype=torch.float64)
+    own, other = (torch.optim.Adagrad(one.parameters(), lr=0.1) for one in (model, alone))
+    with mirrorc.compile(model, devices, optimizer=own, loss_fn=F.mse_loss, backend="eager") as step:
+        for size in (3, 1):
+            step(x[:size], target=y[:size])
+            other.zero_grad()
+            F.mse_loss(alone(x[:size]), y[:size]).backward()
+            other.step()
+    for one, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-12)
+    assert_alike([own], [other])
