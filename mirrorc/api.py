@@ -183,10 +183,10 @@ def compile(
         world: compile for one of several workers that need not be there: the step is prepared, printed, saved and compared, but
             not called. None for a step that runs.
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
-        exchange: how several workers send gradients to each other: "dense" for the sum of each whole bucket; "factors" for the
-            factors of all gradients that have some (the two matrices of a linear layer's product, rows and indices of a table),
-            from which every worker makes the sum, or its part of it; "auto" for what takes least time at the first call, for each
-            gradient.
+        exchange: how several workers, or devices that do not share parameters, send gradients to each other: "dense" for the sum
+            of each whole bucket; "factors" for the factors of all gradients that have some (the two matrices of a linear layer's
+            product, rows and indices of a table), from which each makes the sum, or its part of it; "auto" for what takes least
+            time at the first call, or between devices for what moves fewer bytes, for each gradient.
         early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
             connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
             are restored. False commits when all sums are there, so that a failure leaves those before or after the step.

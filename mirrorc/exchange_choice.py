@@ -1,4 +1,7 @@
-"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum."""
+"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum.
+
+It is long, as what is chosen, by which figures, and what is said of it stand together.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class ExchangeChoice:
             CommunicationError: as `put_into`.
         """
         if not self._concerns(program):
-            return True
+            return self._taken_as_rows(program) == program.workers.sent_as_factors
         if not self._is_held and self._is_in_call and self._found is not None:
             self._choose(self._found)
         return program.workers.sent_as_factors == self._names_for(program)
@@ -87,7 +90,29 @@ class ExchangeChoice:
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
         """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
-        return self._names if program.accumulation is Accumulation.NONE else ()
+        names = self._names if program.accumulation is Accumulation.NONE else ()
+        return (*names, *self._taken_as_rows(program))
+
+    def _taken_as_rows(self, program: Program) -> tuple[str, ...]:
+        """The tables whose optimizers take rows: workers always send these.
+
+        Raises:
+            ValueError: the workers cannot.
+        """
+        if not (self._options.program_workers.are_several and program.trains):
+            return ()
+        names = tuple(n for n, variable in program.variables.items() if variable.update and variable.update.takes_rows)
+        if names and self._options.exchange == "dense":
+            raise ValueError(
+                f"exchange='dense' has workers send whole gradients, and the optimizer takes rows of that of {names[0]!r}, which "
+                "is looked up with sparse=True: leave exchange out, or look it up with sparse=False"
+            )
+        if names and not carries_between_workers(self._options.devices, ops.gather_factors):
+            raise ValueError(
+                f"the gradient of {names[0]!r} is sparse, and nothing gathers rows between workers with such devices: look it up "
+                "with sparse=False"
+            )
+        return names
 
     @property
     def _may_send_factors(self) -> bool:
@@ -107,7 +132,8 @@ class ExchangeChoice:
             CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
         """
         if not self._concerns(program):
-            return program
+            rows = self._taken_as_rows(program)
+            return program.evolve(workers=replace(program.workers, sent_as_factors=rows)) if rows else program
         if not self._is_held:
             self._found = list(self._candidates(program))
             self._choose(self._found)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 
 from mirrorc.ir.variables import UpdateRule, Variable
-from mirrorc.optimizers import is_elementwise, is_fused, state_signature
+from mirrorc.optimizers import check_gradient_of, is_elementwise, is_fused, state_signature
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 
 
@@ -161,7 +161,10 @@ def _check_kind(what: str, optimizer: Any) -> None:
 
 
 def update_rules(
-    groups: OptimizerGroups, parameters: Mapping[str, torch.nn.Parameter], updated: Sequence[str]
+    groups: OptimizerGroups,
+    parameters: Mapping[str, torch.nn.Parameter],
+    updated: Sequence[str],
+    sparse: Collection[str] = (),
 ) -> dict[str, UpdateRule]:
     """The rule of each parameter.
 
@@ -169,6 +172,10 @@ def update_rules(
         groups: the user's optimizers.
         parameters: the model's, by name.
         updated: names of those that get a gradient; others get no rule.
+        sparse: names of those whose gradients are sparse.
+
+    Raises:
+        ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
     """
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
@@ -177,12 +184,14 @@ def update_rules(
     for name in updated:
         parameter = parameters[name]
         number = number_of[id(parameter)]
-        optimizer, _ = groups[number]
-        state_class, is_flat = 0, elementwise[id(optimizer)]
+        optimizer, index = groups[number]
+        state_class, is_flat = 0, elementwise[id(optimizer)] and name not in sparse
+        if name in sparse or isinstance(optimizer, torch.optim.SparseAdam):
+            check_gradient_of(optimizer, index, name, parameter, is_sparse=name in sparse)
         if is_flat:
             known = classes.setdefault(number, {})
             state_class = known.setdefault(state_signature(optimizer.state.get(parameter, {})), len(known))
-        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat)
+        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, takes_rows=name in sparse)
     return rules
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import has_step_hooks, has_torchs_step
+from mirrorc.torch_internals import bare_step, has_step_hooks, has_torchs_step
 
 _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of their state
     torch.optim.SGD: (),  # it makes its momentum when there is none
@@ -95,6 +96,61 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def check_gradient_of(
+    optimizer: torch.optim.Optimizer, index: int, name: str, parameter: torch.Tensor, *, is_sparse: bool
+) -> None:
+    """Refuses gradients that torch's own optimizers refuse: sparse ones, or dense ones.
+
+    Whether they do depends on their hyperparameters, too. So an optimizer of the same class makes a step with a tiny parameter.
+    Classes of the user's own are not asked.
+
+    Args:
+        optimizer: the user's.
+        index: of the parameter's group.
+        name: of the parameter, for the message.
+        parameter: the parameter.
+        is_sparse: whether its gradients are sparse.
+
+    Raises:
+        ValueError: has torch's reason, and the remedy.
+    """
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):
+        return
+    group = {key: value for key, value in optimizer.param_groups[index].items() if key not in ("params", "param_names")}
+    trial = torch.nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype))
+    trial.grad = sparse_gradient(torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=parameter.dtype), trial.shape)
+    if not is_sparse:
+        trial.grad = trial.grad.to_dense()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bare_step(kind)(kind([{**group, "params": [trial]}]))
+    except RuntimeError as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = (
+            "look it up with sparse=False, or use torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused"
+            if is_sparse
+            else "look it up with sparse=True and nothing else, or give it to an optimizer for dense gradients"
+        )
+        raise ValueError(
+            f"{kind.__name__} cannot update {name!r}, whose gradient is {'sparse' if is_sparse else 'dense'}: torch says that "
+            f"{said.rstrip('.')}. Remedy: {remedy}"
+        ) from None
+
+
+def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A table's gradient as torch has it: a sparse tensor of its rows, which are ordered, each there once.
+
+    Args:
+        indices: of the rows, [k].
+        rows: [k * width], or [k, width].
+        shape: of the table.
+    """
+    values = rows.view(len(indices), *shape[1:])
+    return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
 def is_fused(group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:

@@ -20,11 +20,12 @@ from mirrorc.capture.shards import Shards
 from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture_warnings import CaptureWarnings
+from mirrorc.device_exchange import with_gathered
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
@@ -189,12 +190,14 @@ class StepCompiler:
     def _lowered(self, captured: CapturedProgram, progress: Progress, purpose: Purpose) -> Program:
         """What the passes make of a captured program."""
         options = self._options
+        if purpose.accumulation is not Accumulation.NONE:
+            _refuse_rows(captured.program)
         if options.cuda_graphs and purpose.trains:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
-        program = self._exchange.put_into(program.with_remarks(*options.remarks))
+        program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
         pipeline = purpose.passes_of(pipeline)
@@ -250,6 +253,21 @@ class StepCompiler:
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
         refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
+
+
+def _refuse_rows(program: Program) -> None:
+    """Refuses to accumulate gradients that optimizers take as rows.
+
+    Raises:
+        ValueError: names the variable, and the remedy.
+    """
+    for name, variable in program.variables.items():
+        if variable.update is not None and variable.update.takes_rows:
+            raise ValueError(
+                f"gradients of several calls cannot be accumulated: that of {name!r}, which is looked up with sparse=True, is "
+                "rows, and no step keeps those of several calls. Train with one call for each update, in microbatches=k parts, "
+                "or look it up with sparse=False"
+            )
 
 
 def _log_times(what: str, program: Program, times: Sequence[float]) -> None:

@@ -53,7 +53,8 @@ class FactorGradients:
     One CPU alone has no shares. Tables' gradients stay rows there, too, and `pack` writes no others; products are made in
     their regions.
 
-    Gradients whose factors workers send to each other become factors on every device, also on a worker's only one.
+    Gradients whose factors workers send to each other become factors on every device, also on a worker's only one. So do those of
+    tables whose optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`), of whatever size.
 
     With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller than it.
 
@@ -95,27 +96,32 @@ class FactorGradients:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
-        if why_not := self._why_no_shares(program, bool(slots)):
+        rows = {slot.variable: slot for b in program.buckets if b.rule.takes_rows for slot in b.slots}
+        why_not = self._why_no_shares(program, bool(slots))
+        if why_not and not rows and not program.gathered:
             return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
+        if rows and program.accumulation is not Accumulation.NONE:
+            raise PassError(
+                f"sparse gradients of several calls, as that of {min(rows)}, are not kept: look it up with sparse=False"
+            )
+        due = {*rows, *program.gathered, *(program.workers.sent_as_factors if program.trains else ())}
+        slots |= rows
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         whole: dict[str, str] = {}  # why a gradient does not stay factors
         names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
-                is_sent = name in program.workers.sent_as_factors
-                why = (
-                    "in buckets that are cut into packs"
-                    if name in cut
-                    else self._why_not(node, slots.get(name), is_sent)
-                )
-                if why:
+                why = self._why_not(node, slots.get(name), name in due)
+                if why := "in buckets that are cut into packs" if name in cut else why:
                     whole[name] = why
+                elif why_not and name not in due:
+                    whole[name] = f"because {why_not}"
                 else:
                     names[node] = name
         calls = calls_by_region(graphs)
         bodies = {name: copied(program.regions[name].graph_module.graph) for name in calls}
-        found = FactorsOfRegions(program, graphs, bodies, names, whole)
+        found = FactorsOfRegions(program, graphs, bodies, names, whole, due)
         regions = dict(program.regions)
         for name, nodes in calls.items():
             if chosen := found.chosen(name):
@@ -125,11 +131,13 @@ class FactorGradients:
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
                 if not split.results:  # all that the region did was to make gradients of what it was given
                     del regions[name]
-        missing = set(program.workers.sent_as_factors) - _factored(graphs[0])
-        if missing and program.trains:
+        missing = due - _factored(graphs[0])
+        if missing:
+            name = min(missing)
+            remedy = "look it up with sparse=False" if name in rows else "compile with exchange='dense'"
             raise PassError(
-                f"the gradient of {min(missing)} is to be sent to other workers as factors, but no region gives it as factors: "
-                f"it is one of those {whole.get(min(missing), 'that are used otherwise, too')}; compile with exchange='dense'"
+                f"the gradient of {name} is to be sent, or given to the optimizer, as factors, but no region gives it so: it is "
+                f"one of those {whole.get(name, 'that are used otherwise, too')}; {remedy}"
             )
         if regions == program.regions:
             return program.with_remarks(_remark(program, whole), is_kept=False)
@@ -165,7 +173,8 @@ class FactorGradients:
     def _why_not(self, gradient: fx.Node, slot: Slot | None, is_sent: bool) -> str:
         """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors.
 
-        The factors that workers send to each other were chosen by the bytes that they send.
+        The factors that workers send to each other were chosen by the bytes that they send (``is_sent``), or the optimizer takes
+        them.
         """
         if slot is None:
             return "of optimizers that need them whole"
@@ -193,8 +202,13 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
     first = next(filter(None, program.shard_of_microbatch), (0,))  # the graphs of a replica's microbatches
     factor_bytes = sum(_bytes_of_factors(program.shard_graphs[number]) for number in first)
     number = f"{len(factored)} of {counted(len(gradients), 'gradient')}"
+    rows = {name for name in factored if (update := program.variables[name].update) and update.takes_rows}
     gain = (
-        "each device can make its own share of them"
+        "the optimizer gets rows alone"
+        if rows == factored.keys()
+        else "devices can gather these"
+        if program.gathered
+        else "each device can make its own share of them"
         if program.num_replicas > 1
         else "workers can send these"
         if program.workers.are_several

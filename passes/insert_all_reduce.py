@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket, are_cut
+from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
 from mirrorc.ir.nodes import origin_of, words_of_pack
 from mirrorc.ir.program import Program, Stage
@@ -39,6 +38,8 @@ class InsertAllReduce:
         output {packed: ((b0_pack0, ...), ...)}           unpack = unpack(wait, wait_2, bucket=0, replica=0)
                                                           output {reduced: ((unpack, ...),)}
 
+    A bucket whose factors devices gather, or the rows that its optimizer takes, has an `all_gather` in place of the `all_reduce`.
+
     Needs: packed buckets.
     Guarantees: each bucket is reduced once; each pending value is waited for once by each replica. With one replica
         there is nothing to reduce.
@@ -57,8 +58,7 @@ class InsertAllReduce:
         elif program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}
             reduced = tuple(
-                _reduce(graph, words_of_pack(bucket, pack), output["packed"][pack.number], order)
-                for bucket, pack in program.packs
+                _reduce(graph, bucket, pack, output["packed"][pack.number], order) for bucket, pack in program.packs
             )
         if are_cut(program.buckets):
             reduced = tuple(_unpacked(program, graph, bucket, reduced) for bucket in program.buckets)
@@ -82,23 +82,27 @@ def _remark(program: Program) -> str:
     if program.num_replicas == 1:
         return "no all-reduce: one replica has nothing to reduce"
     per = "pack" if are_cut(program.buckets) else "bucket"
+    number = sum(bucket.is_gathered for bucket in program.buckets)
+    gathers = f" and {counted(number, 'all-gather')} of factors" if number else ""
     return (
-        f"{counted(len(program.packs), 'all-reduce')}, one per {per}, right after the pack of the last of "
+        f"{counted(len(program.packs) - number, 'all-reduce')}{gathers}, one per {per}, right after the pack of the last of "
         f"{program.num_replicas} replicas; each replica waits for each once"
     )
 
 
 def _reduce(
-    graph: fx.Graph, words: dict[str, Any], packs: tuple[fx.Node, ...], order: dict[fx.Node, int]
+    graph: fx.Graph, bucket: Bucket, pack: Pack, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, ...]:
+    words = words_of_pack(bucket, pack)
+    reduction = ops.all_gather if bucket.is_gathered else ops.all_reduce
     with graph.inserting_after(max(packs, key=order.__getitem__)):
-        pending = call(graph, ops.all_reduce, packs, {**words, "op": "sum"})
+        pending = call(graph, reduction, packs, {**words, "op": "sum"})
     pending.meta["val"] = ops.Pending(packs[0].meta["val"])
     last, waits = pending, []
-    for replica, pack in enumerate(packs):
+    for replica, packed in enumerate(packs):
         with graph.inserting_after(last):
             last = call(graph, ops.wait, (pending,), {**words, "replica": replica})
-        last.meta["val"] = pack.meta["val"]
+        last.meta["val"] = packed.meta["val"]
         waits.append(last)
     return tuple(waits)
 

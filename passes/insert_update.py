@@ -83,15 +83,17 @@ def _remarks(program: Program) -> list[str]:
     if program.accumulates:
         return ["nothing is updated: each replica adds its gradients to those of the calls since the last update"]
     remarks = []
-    for elementwise in (True, False):
-        buckets = [bucket for bucket in program.buckets if bucket.rule.elementwise is elementwise]
+    for elementwise, takes_rows in ((True, False), (False, False), (False, True)):
+        rules = (elementwise, takes_rows)
+        buckets = [b for b in program.buckets if (b.rule.elementwise, b.rule.takes_rows) == rules]
         if not buckets:
             continue
         said = f"{listed(dict.fromkeys(b.rule.label for b in buckets))}, {numbered('bucket', [b.index for b in buckets])}: "
         if elementwise:
             said += "works element by element, so every replica updates whole buckets"
         else:
-            said += "does not work element by element, so it runs once, on replica 0"
+            why = "takes rows of a table" if takes_rows else "does not work element by element"
+            said += f"{why}, so it runs once, on replica 0"
             said += ", and the new parameters are broadcast" if program.num_replicas > 1 else ""
         remarks.append(said)
     return remarks

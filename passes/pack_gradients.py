@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
@@ -63,6 +64,8 @@ class PackGradients:
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
         output = copy_into(graph, program.mirrored_graph)
+        for bucket in program.buckets:
+            _check_rows(bucket, output["gradients"])
         order = {node: i for i, node in enumerate(graph.nodes)}
         packed = []
         latest: dict[int, fx.Node] = {}  # the last pack of each replica
@@ -86,6 +89,16 @@ class PackGradients:
         if program.accumulation is Accumulation.ENDS:
             program = program.with_remarks(_ADDED)
         return program.evolve(stage=Stage.PACKED, graph=graph).with_remarks(remark, is_kept=False)
+
+
+def _check_rows(bucket: Bucket, gradients: Any) -> None:
+    """Refuses a whole gradient where the optimizer takes rows."""
+    for slot in bucket.slots if bucket.rule.takes_rows else ():
+        if any(own is not None and own.target is not ops.index_add for own in gradients[slot.variable]):
+            raise PassError(
+                f"the optimizer takes rows of the gradient of {slot.variable}, which is not left as rows: run 'factor-gradients' "
+                "before 'pack-gradients' (exact_order=True leaves it out), or look it up with sparse=False"
+            )
 
 
 _ADDED = (

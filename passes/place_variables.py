@@ -86,8 +86,8 @@ class PlaceVariables:
             owner = replicas[named[name]] if name in named else 0
             if not bucket.rule.elementwise and owner != 0:
                 raise PassError(
-                    f"{name!r} cannot be owned by {named[name]}: {bucket.rule.label} does not work element by element, so it "
-                    f"runs by itself, on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
+                    f"{name!r} cannot be owned by {named[name]}: {bucket.rule.why_by_itself}, so it runs by itself, "
+                    f"on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
                 )
             if name in named or not bucket.rule.elementwise:
                 found[name] = owner

@@ -38,8 +38,10 @@ from mirrorc.packing import (
 )
 from mirrorc.printing.wording import counted, listed, numbered
 
-_Kind = tuple[torch.dtype, UpdateRule, bool]
-"""What all gradients of a bucket have alike: dtype, update rule, and whether workers send their factors."""
+_Kind = tuple[torch.dtype, UpdateRule, bool, str]
+"""What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
+table it is if its optimizer takes rows."""
+
 _NUM_LATE = 4  # buckets, about, of gradients that come when forward needs their parameters
 _LEAST_PART = 16  # a bucket of less than this part of its cap takes the next gradient in, whatever its size
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
@@ -65,9 +67,10 @@ class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
     A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
-    if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`). It is cut at variable boundaries: a gradient that
-    would take it over its cap opens the next one, unless what it has is less than a sixteenth of the cap: a few biases are not
-    worth a message of their own. The first bucket has a smaller cap, so that communication begins early. Buckets
+    if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`); so it is with those that devices gather as factors
+    (`mirrorc.ir.program.Program.gathered`). A table whose optimizer takes rows has one of its own. It is cut at variable
+    boundaries: a gradient that would take it over its cap opens the next one, unless what it has is less than a sixteenth of the
+    cap: a few biases are not worth a message of their own. The first bucket has a smaller cap, so that communication begins early. Buckets
     are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a part of every
     bucket alone, buckets are padded to lengths that make these parts equal.
 
@@ -135,23 +138,27 @@ class PlanBuckets:
 
     def run(self, program: Program) -> Program:
         as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
+        rows = {name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows}
+        factored = {*as_factors, *program.gathered, *rows}
         ready = _gradients(program)
         position = {one.name: one.ready for one in ready}
         try:
             gradients = in_order(ready, self.gradient_order, list(program.variables))
             late = _last_third(program, [one.name for one in ready]) if self.by_need else {}
-            planned = self._planned(program, gradients, as_factors, late)
+            planned = self._planned(program, gradients, factored, late)
         except (TypeError, ValueError) as error:
             raise PassError(f"pass 'plan-buckets': {error}") from error
         closed = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
         closed = _last_by_need(program, closed, late) if late else closed
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
         buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
+        buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
         buckets = _cut(program, buckets, planned.num_packs, position)
         remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
-        num_kinds = len({_kind(member, as_factors) for members in closed for member in members})
+        alike += ", sent to other devices in one way" if program.gathered else ""
+        num_kinds = len({_kind(member, factored) for members in closed for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
         needed = [bucket.index for bucket in buckets if bucket.slots[0].variable in late]
         by_need = (
@@ -228,7 +235,8 @@ def _name(function: Any) -> str:
 
 def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
     assert variable.update is not None, f"{variable.name} has a gradient that nothing uses"
-    return variable.dtype, variable.update, variable.name in as_factors
+    table = variable.name if variable.update.takes_rows else ""
+    return variable.dtype, variable.update, variable.name in as_factors, table
 
 
 def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
@@ -242,7 +250,7 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
             others = [members[0].name for members in kinds]
             remarks.append(
                 f"the group of {others[0]} becomes {len(kinds)} buckets: {listed(others[1:])} and what is like it follow another "
-                "update rule, or are sent to other workers in another way"
+                "update rule, or are sent to others in another way"
             )
     return _Planned(closed, remarks)
 

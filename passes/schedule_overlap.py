@@ -99,7 +99,7 @@ def _remarks(graph: fx.Graph) -> list[str]:
     """Says how many regions run while a reduction is in flight, and names the reductions that stay exposed."""
     regions = [node for node in calls_to(graph, ops.call_region) if replica_of(node) == 0]
     in_flight, exposed = [], []
-    for node in calls_to(graph, ops.all_reduce):
+    for node in calls_to(graph, ops.all_reduce, ops.all_gather):
         later = [region for region in regions if region > node]
         first_wait = min((user for user in node.users if user.target is ops.wait), default=None)
         beside = [region for region in later if first_wait is None or region < first_wait]

@@ -153,9 +153,8 @@ def _remarks(program: Program) -> Sequence[str]:
             "plan"
         )
     if whole:
-        kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
+        kinds = " and ".join(sorted({bucket.rule.why_by_itself for bucket in whole}))
         remarks.append(
-            f"{numbered('bucket', [bucket.index for bucket in whole])}: updated whole by every worker, because {kinds} does not "
-            "work element by element"
+            f"{numbered('bucket', [bucket.index for bucket in whole])}: updated whole by every worker, because {kinds}"
         )
     return remarks

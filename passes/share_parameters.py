@@ -82,6 +82,11 @@ class ShareParameters:
         for bucket in reversed(buckets):
             if not bucket.rule.elementwise or program.accumulates:
                 continue
+            if bucket.is_gathered:
+                raise PassError(
+                    f"the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, and not "
+                    "a share of one: compile with exchange='dense'"
+                )
             (first, *others) = (reductions[pack.number] for pack in bucket.own_packs)
             if others:
                 _take_shares(shared, bucket, [first, *others])
@@ -124,9 +129,7 @@ def _remarks(program: Program) -> list[str]:
     if whole:
         names = numbered("bucket", [bucket.index for bucket in whole])
         kinds = " and ".join(sorted({bucket.rule.label for bucket in whole}))
-        remarks.append(
-            f"{names}: reduced whole, not by shares: {kinds} does not work element by element and steps once"
-        )
+        remarks.append(f"{names}: reduced whole, not by shares: {kinds} does not work on shares of them and steps once")
     return remarks
 
 

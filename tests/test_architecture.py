@@ -41,6 +41,7 @@ ORDER = (
     "mirrorc/measured_sizes",
     "mirrorc/exchange_choice",  # of workers
     "mirrorc/exchange_costs",  # of workers
+    "mirrorc/device_exchange",  # of devices
     "mirrorc/planned_sizes",  # of workers
     "mirrorc/size_predictions",
     "mirrorc/instruments",

@@ -9,6 +9,7 @@ from golden_programs import (
     CHECKED,
     DEALT,
     FACTORS,
+    GATHERED,
     GOLDEN,
     MODELS,
     NUM_DEVICES,
@@ -25,6 +26,7 @@ from golden_programs import (
     dealt_text,
     difference,
     factors_text,
+    gathered_text,
     golden_program,
     overlap_text,
     packs_over_workers_text,
@@ -50,6 +52,7 @@ FILES = [
     OVERLAP,
     PACKS,
     PACKS_OVER_WORKERS,
+    GATHERED,
     CAPTURED,
 ]
 SEEDS = ("1", "2")
@@ -87,6 +90,8 @@ def golden_text(file: str) -> str:
         return dealt_text()
     if file == PARTS_OF_FACTORS:
         return parts_of_factors_text()
+    if file == GATHERED:
+        return gathered_text()
     if file == OVERLAP:
         return overlap_text()
     if file == PACKS:

@@ -188,7 +188,8 @@ def lies_in_own_memory(value: Any) -> bool:
         return True  # it was what the replica alone has of its worker's sum
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
-    return launch.target in ops.SHARED_OUT or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
+    is_own = launch.target in ops.SHARED_OUT or launch.target is ops.all_gather
+    return is_own or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
 
 
 def asked_of_late_share(wait: fx.Node) -> Any:

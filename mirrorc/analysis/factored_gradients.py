@@ -22,6 +22,9 @@ class Maker(Enum):
 
     SHARES = "by shares at the wait"
     """When a device waits for the bucket, it makes its share of the sum over all replicas."""
+    GATHERED = "at the wait"
+    """When a device waits for the bucket, it makes the sum over all replicas for itself; of a table whose optimizer takes rows,
+    those that any of them has looked up."""
     PACK = "by pack"
     """Each replica makes its own whole gradient in its bucket."""
     AT_ONCE = "at once"
@@ -49,9 +52,10 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Whether every use of a packed bucket makes shares of it, in the memory that the replicas share or from gathered factors."""
+    """Whether every use of a packed bucket makes its sum, or shares of that, in the memory that the replicas share or from
+    gathered factors."""
     return all(
-        user.target is ops.gather_factors
+        user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)
         for user in pack.users
     )
@@ -110,4 +114,6 @@ def maker_of(gradient: fx.Node) -> Maker | None:
         for taker in takers
     ):
         return None
+    if any(taker.target is ops.all_gather for taker in takers):
+        return Maker.GATHERED
     return Maker.SHARES if all(map(is_left_to_shares, users)) else Maker.PACK

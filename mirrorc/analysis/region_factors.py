@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -22,6 +22,7 @@ class FactorsOfRegions:
         bodies: the bodies of its regions, by name.
         names: the gradients that may be factored, with their variables.
         whole: gets the reason why a variable's gradient stays whole, for all others that regions give.
+        due: the variables whose gradients are wanted as factors, whatever their sizes.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class FactorsOfRegions:
         bodies: Mapping[str, fx.Graph],
         names: Mapping[fx.Node, str],
         whole: dict[str, str],
+        due: Collection[str],
     ) -> None:
         self._names, self._calls = names, calls_by_region(graphs)
         self._found = {
@@ -43,7 +45,9 @@ class FactorsOfRegions:
                 for part in self._parts(name, place):
                     of_graph.setdefault(names[part], {})[part.graph] = results[place], gradient
         self._chosen = {
-            variable for variable, own in of_graph.items() if _are_smaller(program, graphs, variable, own, whole)
+            variable
+            for variable, own in of_graph.items()
+            if _are_smaller(program, graphs, variable, own, whole, is_due=variable in due)
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
@@ -96,30 +100,31 @@ def _are_smaller(
     variable: str,
     own: Mapping[fx.Graph, tuple[fx.Node, FactoredGradient]],
     whole: dict[str, str],
+    *,
+    is_due: bool,
 ) -> bool:
     """Whether a variable's gradient has factors on all replicas, whatever the sizes of their shards, and these are smaller.
 
     The factors of all microbatches of a replica count together. One device has no shares to make: it is given factors of those
     gradients alone of which it need not write every element. Which factors workers send to each other is decided before, alike on
-    all of them.
+    all of them, and which ones an optimizer takes (``is_due``).
     """
     if len(own) < len(graphs):
         return False
     shards = set(program.shard_of_microbatch) or {(shard,) for shard in range(len(graphs))}
     for shard in shards - {()}:
         found = [own[graphs[number]] for number in shard]
-        is_sent = variable in program.workers.sent_as_factors
         result, (first, *_) = found[0][0], [gradient for _, gradient in found]
-        if program.num_replicas == 1 and first.form.writes_all and not is_sent:
+        if program.num_replicas == 1 and first.form.writes_all and not is_due:
             whole[variable] = "of which one device writes every element in any case"
             return False
-        if program.workers.are_several and not first.form.writes_all and not is_sent:
+        if program.workers.are_several and not first.form.writes_all and not is_due:
             whole[variable] = "of tables, in which other workers have looked up other rows"
             return False
         if len(shard) > 1 and not first.form.takes_parts:
             whole[variable] = f"{first.form.description} that is made of the factors of one microbatch alone"
             return False
-        if is_sent:
+        if is_due:
             continue
         factors = [factor.meta["val"] for _, gradient in found for factor in gradient.factors]
         if not first.form.is_worth_it(result.meta["val"], factors):

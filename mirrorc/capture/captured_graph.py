@@ -16,6 +16,7 @@ from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.seed_random_ops import seed_random_ops
+from mirrorc.capture.sparse_lookups import rows_of_lookups
 from mirrorc.capture.strided_reads import own_strided_reads
 from mirrorc.capture.sums_and_means import Reduction
 from mirrorc.capture.traced_outputs import TracedOutputs
@@ -44,6 +45,8 @@ class CapturedGraph:
         weighted_means: the losses that average over something else than examples.
         reductions: how losses of torch among the summands of the loss reduce.
         leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time.
+        leaves_with_offsets: the arguments that say where bags of an embedding begin.
+        sparse: the parameters whose gradients torch would give as sparse tensors.
         guards: whether the Python state that the graph depends on is as it was.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
@@ -61,6 +64,8 @@ class CapturedGraph:
     numbers: tuple[ToldNumber, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
+    leaves_with_offsets: tuple[int, ...] = ()
+    sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,6 +85,11 @@ def restructure(
     arguments, seed = _add_arguments(graph, joint, leaf_names, values)
     constants = _copy_nodes(graph, joint, variable_names, values)
     graph.output(_outputs(joint, values, variable_names, trained, what))
+    output: Any = graph.output_node().args[0]
+    gradients = dict(output["gradients"])
+    looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
+    sparse = rows_of_lookups(graph, gradients, looked_up, what)
+    graph.output_node().args = ({**output, "gradients": gradients},)
     if seed_random_ops(graph, seed) == 0:
         graph.erase_node(seed)
         arguments.pop()
@@ -93,7 +103,7 @@ def restructure(
     _own_gradients(graph)
     read = _read_names(graph)
     kept = {name: constant for name, constant in constants.items() if name in read}
-    output: Any = graph.output_node().args[0]
+    output = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
         graph,
@@ -103,6 +113,8 @@ def restructure(
         numbers=joint.numbers,
         reductions=joint.reductions,
         leaves_with_time_first=joint.leaves_with_time_first,
+        leaves_with_offsets=joint.leaves_with_offsets,
+        sparse=sparse,
         outside={name: tensor for name, tensor in outside.items() if name in read or name in output["writes"]},
     )
 

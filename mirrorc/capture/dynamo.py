@@ -26,6 +26,7 @@ from mirrorc.capture.outside_variables import take_outside_variables
 from mirrorc.capture.packed_sequences import PaddedSequences
 from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
+from mirrorc.capture.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups
 from mirrorc.capture.sums_and_means import reductions_of
 from mirrorc.capture.time_axes import leaves_with_time_first
 from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
@@ -90,13 +91,15 @@ class DynamoFrontEnd(FrontEnd):
         outside = take_outside_variables(traced, call, leaves)
         refuse_effects(traced.graph, what)
         reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
+        looked_up, with_offsets = take_sparse_lookups(traced, leaves, what), leaves_with_offsets(traced.graph)
         _own_loss(traced.graph)
         with _Explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
-            joint = export_joint_graph(stack, traced, leaves, decompositions, names)
+            joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).told_numbers()
         joint.weighted_means = weighted_means_of(traced)
         joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
+        joint.looked_up, joint.leaves_with_offsets = looked_up, with_offsets
         return Traced(joint, guards_of(traced), (*notes, *untrained), outputs)
 
     def _forward(
@@ -126,7 +129,7 @@ class DynamoFrontEnd(FrontEnd):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
         graph.numbers = guards_of(traced).told_numbers()
         graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
-        graph.outside = outside
+        graph.outside, graph.leaves_with_offsets = outside, leaves_with_offsets(traced.graph)
         return graph
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

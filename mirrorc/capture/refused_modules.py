@@ -30,11 +30,10 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                     f"{kind} {name!r} of {what} has momentum=None: its average over all steps so far reads the number of steps "
                     "as a Python number, which a captured graph cannot. Remedy: give it a momentum, such as 0.1."
                 )
-        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        elif isinstance(module, nn.EmbeddingBag) and module.sparse and module.mode == "max":
             raise CaptureError(
-                f"{kind} {name!r} of {what} has sparse=True: gradients of mirrored variables are dense. Remedy: set its "
-                "attribute sparse to False, and use an optimizer for dense gradients; on CPUs only rows that were looked up "
-                "are added all the same."
+                f"{kind} {name!r} of {what} has sparse=True and mode='max', which torch does not support together. Remedy: "
+                "sparse=False"
             )
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")

@@ -148,6 +148,7 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
                 f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
                 f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
                 + _if_listed(first, leaf.path)
+                + _if_offsets(first, leaf.path)
             )
     if wanted is None:
         raise ValueError(
@@ -163,6 +164,13 @@ def _if_listed(*paths: str) -> str:
     if not lists:
         return ""
     return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
+
+
+def _if_offsets(*paths: str) -> str:
+    """What to do if an argument says where the bags of an embedding begin among the indices of all."""
+    if not any("offsets" in path for path in paths):
+        return ""
+    return ". Bags that are given as indices and offsets are not split: give each a row of 2-D indices, filled with padding_idx"
 
 
 def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:

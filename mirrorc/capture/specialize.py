@@ -21,6 +21,7 @@ from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numb
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.shard_types import STAND_IN_SIZE, examples_of, graphs_to_capture, grown_types
 from mirrorc.capture.shards import Shards
+from mirrorc.capture.sparse_lookups import refuse_split_offsets
 from mirrorc.capture.spectral_norms import iterated_alike
 from mirrorc.capture.sums_and_means import notes_on_reductions
 from mirrorc.capture.time_axes import refuse_split_time
@@ -100,6 +101,7 @@ def capture_program(
         ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
     refuse_synchronized_statistics(training_call)
+    what = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
     home = devices[0].torch_device
     distinct, runs = graphs_to_capture(shards, call, devices)
@@ -107,7 +109,8 @@ def capture_program(
     captured = _capture_each(front_end, training_call, call, examples, state, optimizers, decompositions)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
-        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, type(training_call.model).__name__)
+        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, what)
+        refuse_split_offsets(call.leaves, captured[0].leaves_with_offsets, what)
 
     def trace_grown() -> TracedOutputs | None:
         return outputs_for(front_end, training_call, examples_of(grown_types(distinct[0], call), home))
@@ -118,7 +121,7 @@ def capture_program(
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.guards for graph in captured]),
         differences_in(captured[0].weighted_means, parts),
-        _notes(captured, outputs, len(parts.num_examples), type(training_call.model).__name__, loss_reduction),
+        _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
     )
@@ -147,9 +150,8 @@ def _program(
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
     )
-    told = remarks_on_numbers(captured[0])
     num_parts = len(shards.by_microbatch(call).num_examples)
-    return program.with_remarks(*remarks_on(captured[0].weighted_means, num_parts), *told)
+    return program.with_remarks(*remarks_on(captured[0].weighted_means, num_parts), *remarks_on_numbers(captured[0]))
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:
@@ -282,7 +284,7 @@ def _variables(
 ) -> dict[str, Variable]:
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
-    rules = update_rules(optimizers, state.parameters, list(gradients))
+    rules = update_rules(optimizers, state.parameters, list(gradients), captured[0].sparse)
     others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}
     variables = {}
     for name in [*read, *(name for name in writes if name not in read)]:
@@ -293,8 +295,6 @@ def _variables(
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
             aggregation = Aggregation.SAME if iterated_alike(name, [c.alike for c in captured]) else aggregation
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        variables[name] = Variable(
-            name, shape, strides, tensor.dtype, role, synchronization, aggregation, rules.get(name)
-        )
+        about = (role, synchronization, aggregation, rules.get(name))
+        variables[name] = Variable(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, *about)
     return variables

@@ -118,6 +118,7 @@ class Bucket:
         rule: how its parameters are updated.
         placement: where its parameters are, and which replica updates which elements.
         sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
+        gathers_factors: whether devices gather the factors of all its gradients, in place of adding up whole ones.
         part: the elements that this worker updates, whose optimizer state it has; None if each worker updates all elements.
         owner: the replica to which its update is left, or is to be left; None if to none.
         packs: if the program's buckets are cut, what is communicated at a time, in order of the elements; a gradient may lie in
@@ -131,6 +132,7 @@ class Bucket:
     rule: UpdateRule
     placement: Placement = Placement.MIRRORED
     sent_factors: tuple[SentFactors, ...] = ()
+    gathers_factors: bool = False
     part: Elements | None = None
     owner: int | None = None
     packs: tuple[Pack, ...] = ()
@@ -160,6 +162,11 @@ class Bucket:
     def is_sent_as_factors(self) -> bool:
         """Whether workers send each other the factors of all its gradients, in place of their sums."""
         return bool(self.sent_factors)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether devices gather factors of its gradients, or the rows that its optimizer takes."""
+        return self.gathers_factors or self.rule.takes_rows
 
     @functools.cached_property
     def slot_of(self) -> Mapping[str, Slot]:

@@ -46,8 +46,8 @@ class Link:
             gradients that are left as factors, and a wait needs only the launches of the other replicas.
         moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
             wait does all the work.
-        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``send`` (with
-            ``recv``); ``exchange``, ``gather_factors``, ``scatter_sums`` and ``gather_parameters`` between workers.
+        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``,
+            ``send`` (with ``recv``); between workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
         falls_back_to: the name of the link that carries what this one does not.
         sum_place: where the sum of an all_reduce, or of an exchange, lies.
         keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
@@ -60,7 +60,7 @@ class Link:
     preference: int | None = None
     reads_one_memory: bool = False
     moves_by_itself: bool = False
-    carries: tuple[Any, ...] = (ops.all_reduce, ops.reduce_scatter, ops.reduce, ops.send)
+    carries: tuple[Any, ...] = (ops.all_reduce, ops.reduce_scatter, ops.reduce, ops.all_gather, ops.send)
     falls_back_to: str = ""
     sum_place: SumPlace = SumPlace.ADDITIONAL
     keeps_operands: bool = True

@@ -216,6 +216,25 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 
 @operation(
     Kind.LAUNCH,
+    since=Stage.REDUCED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS),
+    gives=of_gathered,
+    stem="b{bucket}_pending",
+    value="pending",
+    called="b{bucket}_pending",
+    awaited="sum",
+)
+def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
+    """Launches an all_gather of a bucket's factors over all replicas, which is less than the bucket.
+
+    It takes the packed bucket of each replica (one, once lowered), all of whose gradients are left as factors. Each replica makes
+    the sum over all replicas, in their order, when it waits. Of a table whose optimizer takes rows, the sum has the rows alone
+    that any replica has looked up, each once.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
     since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
     gives=pending_operand,

@@ -1,4 +1,7 @@
-"""The intermediate representation: a program, and the typed tables that its graphs refer to."""
+"""The intermediate representation: a program, and the typed tables that its graphs refer to.
+
+It is long, as all that a program has is declared and described in one place.
+"""
 
 from __future__ import annotations
 
@@ -149,6 +152,7 @@ class Program:
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For people alone: a step takes what the optimizer's groups hold then.
         properties: what passes have made true of it, besides the stage; the runner notes what a pass establishes.
+        gathered: the variables whose gradients devices gather as factors, in place of adding up whole buckets.
         workers: the workers that train together; devices, graphs and ``num_examples`` are those of one of them.
     """
 
@@ -170,6 +174,7 @@ class Program:
     loss_reduction: str = "mean"
     optimizer_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     properties: tuple[Property, ...] = ()
+    gathered: tuple[str, ...] = ()
     workers: Workers = ALONE
 
     def __post_init__(self) -> None:

@@ -123,12 +123,19 @@ class UpdateRule:
         state_class: a number. Parameters have the same one if their optimizer states have the same entries and equal
             scalars such as ``step``, which a flat update requires.
         elementwise: whether the update may run on a whole bucket at once.
+        takes_rows: whether the optimizer gets the gradient, a table's, as a sparse tensor of the rows that were looked up.
     """
 
     label: str
     group: int
     state_class: int = 0
     elementwise: bool = True
+    takes_rows: bool = False
+
+    @property
+    def why_by_itself(self) -> str:
+        """Why the optimizer updates each parameter by itself, if it is not ``elementwise``; a clause."""
+        return f"{self.label} {'takes rows of a table' if self.takes_rows else 'does not work element by element'}"
 
 
 @dataclass(frozen=True)

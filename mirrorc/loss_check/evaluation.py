@@ -86,7 +86,7 @@ class Evaluation:
         observed.unequal_draws = self._draws.unequal
         value = loss.item()
         gradients = {
-            name: (torch.zeros_like(parameter) if gradient is None else gradient).detach().double()
+            name: (torch.zeros_like(parameter) if gradient is None else gradient.to_dense()).detach().double()
             for (name, parameter), gradient in zip(self._trainable.items(), found, strict=True)
         }
         return Evaluated(value, gradients, abs(value), observed)

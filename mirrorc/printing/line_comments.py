@@ -142,7 +142,20 @@ def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     whose = "this worker's replicas'" if program.workers.are_several and not is_sent else "all replicas'"
     when = " or ".join(sorted({"in the update" if is_made_in_updates(node) else "at the wait" for node in found}))
     text = f"a factored gradient is not made here: {when} each device makes its own share of it, of {whose} factors"
-    return {found[0]: [text]} if found else {}
+    return ({found[0]: [text]} if found else {}) | _of_gathered(program, graph)
+
+
+def _of_gathered(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    lines: dict[str, fx.Node] = {}
+    for node in calls_to(graph, *ops.FACTORED):
+        bucket = _bucket(program, node)
+        if maker_of(node) is Maker.GATHERED and bucket is not None:
+            made = "adds up the rows" if bucket.rule.takes_rows else "makes the sum"
+            lines.setdefault(made, node)
+    return {
+        node: [f"a gathered gradient is not made here: at the wait each device {made} of it, of all replicas' factors"]
+        for made, node in lines.items()
+    }
 
 
 def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:

@@ -19,6 +19,7 @@ from mirrorc.torch_internals.graph_inputs import (
     ReadVariable,
     outside_tensors,
     outside_variables,
+    own_variables,
     read_from_module,
     reading_names,
 )
@@ -155,6 +156,7 @@ __all__ = [
     "one_of_torchs",
     "outside_tensors",
     "outside_variables",
+    "own_variables",
     "peak_allocation",
     "prepare_cpp_compiler",
     "python_effects_of",

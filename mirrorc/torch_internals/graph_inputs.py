@@ -70,6 +70,21 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
     return [OutsideTensor(n, t) for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known]
 
 
+def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
+    """The placeholders of a graph of `mirrorc.torch_internals.trace_full_graph` that stand for tensors of its module, and these
+    tensors' first names there.
+
+    Args:
+        traced: the graph.
+        leaves: the arguments.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    names = {id(tensor): name for tensor, name in read.own.values()}
+    return {node: names[id(tensor)] for node, tensor in found if id(tensor) in names}
+
+
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
     """How the user's code reads tensors, in the user's words; empty for one that no expression gives.
 

@@ -44,6 +44,8 @@ class JointGraph:
         weighted_means: the losses that average over something else than examples, as the front end has found them.
         reductions: how losses of torch among the summands of the loss reduce, likewise.
         leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time, likewise.
+        leaves_with_offsets: the arguments that say where bags of an embedding begin, likewise.
+        looked_up: the names of parameters that are looked up for sparse gradients alone, likewise.
         outside: what it reads of modules that neither model nor loss holds, by the names that it has in ``variable_of``,
             likewise.
     """
@@ -63,6 +65,8 @@ class JointGraph:
     weighted_means: tuple[Any, ...] = ()
     reductions: tuple[Any, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
+    leaves_with_offsets: tuple[int, ...] = ()
+    looked_up: frozenset[str] = frozenset()
     outside: dict[str, Any] = field(default_factory=dict)
 
     def fake_seed(self) -> torch.Tensor:

@@ -38,6 +38,8 @@ class AllReduceAlgorithm:
     replicas get them. Where devices share one copy of the parameters, each needs its share of the sum alone (`reduce_scatter`):
     then the second half is left out, and each replica is sent those elements of its share that it does not hold.
 
+    Factors that devices gather (`all_gather`), and rows of tables that an optimizer takes, are gathered as before.
+
     Messages go over the link that carries sends where the sum would go over the link that was chosen. A gradient that was left
     as factors is made whole when its bucket is packed.
 
@@ -89,12 +91,12 @@ class AllReduceAlgorithm:
     def run(self, program: Program) -> Program:
         if why := self.objection(program.num_replicas):
             raise PassError(f"pass {self.name!r} cannot be used on {counted(program.num_replicas, 'device')}: {why}")
-        if not any(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
+        if not _sums(program):
             return program.with_remarks(f"no {self.name}: no devices sum up gradients here", is_kept=False)
         before, program = program, program.evolve(graph=copied(program.mirrored_graph))
         found: dict[tuple[str, str], list[int]] = {}
         sent: list[int] = []
-        for launch in list(calls_to(program.mirrored_graph, *ops.REDUCTIONS)):
+        for launch in _sums(program):
             index = bucket_of(launch)
             chosen, why = self.chosen_for(program, launch)
             found.setdefault((chosen.name, why), []).append(pack_of(launch))
@@ -116,6 +118,11 @@ class AllReduceAlgorithm:
             f"{counted(max(costs.num_messages), 'message')}; the longest chain of a bucket has "
             f"{counted(costs.path_messages, 'message')}, and takes as long as a message of {size_text(costs.path_bytes)}"
         )
+
+
+def _sums(program: Program) -> list[fx.Node]:
+    """The sums of whole gradients; what devices gather as factors stays as it is."""
+    return [node for node in calls_to(program.mirrored_graph, *ops.REDUCTIONS) if node.target is not ops.all_gather]
 
 
 def _write_down(program: Program, launch: fx.Node, algorithm: AllReduceAlgorithm) -> None:

@@ -10,6 +10,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
+from mirrorc.runtime.devices.events import record_event, wait_event
 from mirrorc.runtime.state.gradient_shares import UnmadeShare
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, SumPiece, Visit, visit_parts
 from mirrorc.runtime.state.unmade_pieces import UnmadePieces
@@ -128,6 +129,22 @@ class Communicator:
         """
         return self.wait_and_visit(bucket, replica, pending, visit), None
 
+    def launch_factors(self, bucket: int, replica: int, own: FactoredBucket) -> Any:
+        """Offers this replica's bucket, whose gradients are left as factors, to all replicas."""
+        rendezvous = self._rendezvous[("all_gather", bucket)]
+        rendezvous.tensors[replica] = own
+        rendezvous.events[replica] = record_event(self.devices[replica].torch_device)
+        rendezvous.announce(replica)
+
+    def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
+        """The buckets of all replicas, in order, with their factors on this replica's device."""
+        rendezvous = self._rendezvous[("all_gather", bucket)]
+        rendezvous.await_replicas(replica, range(len(self.devices)))
+        for event in rendezvous.events:
+            wait_event(event)
+        home = self.devices[replica].torch_device
+        return [_on_device(own, home) for own in rendezvous.tensors]
+
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over
         all workers. It is sent when all replicas have offered theirs."""
@@ -183,3 +200,12 @@ class Communicator:
     def receive(self, route: Route) -> torch.Tensor:
         """The tensor that is sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
         return self._mailboxes[route].take()
+
+
+def _on_device(bucket: FactoredBucket, device: torch.device) -> FactoredBucket:
+    """A bucket with its factors on a device: copies, unless they are there."""
+    factors = [
+        [tuple(factor.to(device, non_blocking=True) for factor in part) for part in gradient]
+        for gradient in bucket.factors
+    ]
+    return FactoredBucket(bucket.tensor, factors, bucket.pieces)

@@ -35,8 +35,9 @@ from mirrorc.runtime.execution.packs import pack_of_cut_bucket, side_by_side
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
-from mirrorc.runtime.state.gradient_shares import MadeShare, UnmadeShare, make_whole, pieces_of_share
+from mirrorc.runtime.state.gradient_shares import MadeShare, UnmadeShare, make_pieces, make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
+from mirrorc.runtime.state.touched_rows import add_up_rows
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
@@ -161,6 +162,8 @@ class Binder:
     @binds(ops.pack)
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         flat = self.state.store.buckets[bucket_of(node)]
+        if flat.bucket.rule.takes_rows:
+            return self._pack_of_rows(replica, node)
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
         if self.program.buckets[bucket_of(node)].is_cut:
             return pack_of_cut_bucket(node, self.program.buckets[bucket_of(node)], slots, whole)
@@ -168,12 +171,13 @@ class Binder:
         left = [slot.place for slot in factored]
         plain = [i for i in range(len(slots)) if i not in left]
         is_left = is_left_to_shares(node)
-        share = (replica, self.program.num_replicas) if is_left else (0, 1)
+        is_gathered = flat.bucket.gathers_factors
+        share = (replica, self.program.num_replicas) if is_left and not is_gathered else (0, 1)
         pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
         self.pieces += pieces
         if is_left or self.program.num_replicas == 1:
             self._shares[(bucket_of(node), replica)] = MadeShare(pieces, flat.bucket.made(*share)[0])
-        if any(user.target is not ops.gather_factors for user in node.users):
+        if any(user.target not in (ops.gather_factors, ops.all_gather) for user in node.users):
             self.summed_pieces += pieces
         if not node.args:
             of_shares = FactoredBucket(whole, (), pieces) if factored and is_left else None
@@ -195,6 +199,43 @@ class Binder:
 
         return pack
 
+    def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
+        """Packs a table's rows for an optimizer that takes them; adds them up, where no other replica has any."""
+        flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
+        whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
+
+        def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
+            bucket = FactoredBucket(whole, gradients, ())
+            return bucket if is_left else add_up_rows(flat, [bucket], replica, details)
+
+        return pack
+
+    def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
+        """Waits for the rows of all replicas, and adds them up if something takes the sum."""
+        collective: Any = node.args[0]
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        flat, is_used, pack = self.state.store.buckets[bucket], bool(node.users), pack_of(node)
+        details = slots_left_as_factors(self.program, bucket)[0].details
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor | None:
+            buckets = communicator.wait_factors(pack, replica, pending)
+            return add_up_rows(flat, buckets, replica, details) if is_used else None
+
+        return wait
+
+    def _wait_for_factors(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        """Waits for the factors of all replicas, and makes the sum in the replica's own bucket."""
+        collective: Any = node.args[0]
+        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        whole, pack = self.state.store.buckets[bucket].gradients[replica], pack_of(node)
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor:
+            found = communicator.wait_factors(pack, replica, pending)
+            make_pieces(found[replica].pieces, [FactoredBucket(whole, one.factors, ()) for one in found])
+            return whole
+
+        return wait
+
     @binds(ops.FACTORED)
     def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
         form, details, shape = form_of(node), details_of(node), node.meta["val"].shape
@@ -210,6 +251,7 @@ class Binder:
             ops.all_reduce: communicator.launch_all_reduce,
             ops.reduce_scatter: communicator.launch_reduce_scatter,
             ops.reduce: functools.partial(communicator.launch_reduce, root=root),
+            ops.all_gather: communicator.launch_factors,
         }[node.target]  # type: ignore[index]
 
         return lambda own, **_: launch(pack, replica, own)
@@ -275,6 +317,13 @@ class Binder:
             return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
             return lambda pending, **_: communicator.wait_parameters(bucket, replica)
+        if self.program.buckets[bucket_of(node)].rule.takes_rows and collective.target in (
+            ops.all_gather,
+            ops.gather_factors,
+        ):
+            return self._wait_for_rows(replica, node)
+        if collective.target is ops.all_gather:
+            return self._wait_for_factors(replica, node)
         if part_elements_of(node) is not None and len(node.users) == 1:
             return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part

@@ -36,6 +36,7 @@ from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.share_pieces import Factors, Piece
+from mirrorc.runtime.state.touched_rows import bytes_of_rows
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
 from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
 
@@ -206,6 +207,8 @@ class _Walk:
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         if left := left_to_shares(node):
             return self._of(left), 0  # all else lies in the bucket
+        if self.program.buckets[bucket_of(node)].rule.takes_rows:
+            return self._rows(node, [node])
         if not (factored := factored_slots(node)):
             return (), 0
         gradients: Any = [node.args[slot.place] for slot in factored]
@@ -260,14 +263,30 @@ class _Walk:
             self.ledger.hold(operands)  # others may need them until the end of the step
         return (), 0
 
+    def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
+        """The sum of what replicas have of a table's rows, if it is taken; no longer than all rows together."""
+        if not node.users:
+            return (), 0
+        bucket = self.program.buckets[bucket_of(node)]
+        size, temporary = bytes_of_rows(bucket, sum(map(factor_bytes, packs)))
+        return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),), temporary
+
     @accounts(ops.wait)
     def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         launch: Any = node.args[0]
+        if (
+            launch.target in (ops.all_gather, ops.gather_factors)
+            and self.program.buckets[bucket_of(node)].rule.takes_rows
+        ):
+            times = self.program.workers.num_workers if launch.target is ops.gather_factors else 1
+            return self._rows(node, packs_of(self.program, bucket_of(node)) * times)
         if launch.target is ops.recv:
             source = self.program.devices[launch.kwargs["source"]].torch_device
             return (self._new(node) if source != self.device else ()), 0
         if launch.target is ops.gather_parameters:
             return (), 0
+        if launch.target is ops.all_gather:
+            return (), self._bytes_to_gather(node)
         place = link_named(launch.kwargs["link"]).sum_place
         if place is SumPlace.ADDITIONAL:
             new = self._new(node)
@@ -281,6 +300,14 @@ class _Walk:
             return rows, self._temporary_bytes(operand)
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
+
+    def _bytes_to_gather(self, wait: fx.Node) -> int:
+        """The temporary bytes that a device needs to make a sum of all devices' factors in its bucket: with copies of those."""
+        packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
+        factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
+        pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
+        copies = sum(map(factor_bytes, packs)) if self._has_other_devices() else 0
+        return temporary_bytes(pieces, factors) + copies
 
     def _is_late(self, wait: fx.Node) -> bool:
         """Whether what is asked of a share is told by what it is made of, some of which an update makes."""

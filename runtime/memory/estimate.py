@@ -122,8 +122,11 @@ class _Tally:
         """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
+        if bucket.rule.takes_rows:  # which are activations
+            return
         pack = pack_of_gradients(self.program, bucket.index)
-        left = {str(gradient.kwargs["variable"]) for gradient in left_to_shares(pack)}
+        shares = left_to_shares(pack) if not bucket.gathers_factors else []  # else each device makes the sum in its own
+        left = {str(gradient.kwargs["variable"]) for gradient in shares}
         in_parts = self._elements_in_parts(bucket)
         for replica, name in enumerate(self.names):
             # Their shares are made in the first replica's bucket, if not in parts; other pages of them are never written.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import fx
 
+from mirrorc.analysis.sent_factors import factor_bytes, packs_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named
@@ -132,7 +133,9 @@ def _bucket_times(
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """The size of what is moved: of the bucket, or of the part of it that is sent."""
+    """The size of what is moved: of the bucket, of the part of it that is sent, or of the factors of all devices."""
+    if collective.kind == ops.all_gather.__name__:
+        return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     sent = next((launch.node for launch in collective.launches if launch.node.target is ops.send), None)
     if sent is None and collective.pack is not None:
         bucket, pack = program.packs[collective.pack]

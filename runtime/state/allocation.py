@@ -41,7 +41,8 @@ def _bucket(
         layout.values[slot.variable] = [view[i] for view in views]
         layout.homes[slot.variable] = views[0][i]
     mirror_first(parameters)
-    return FlatBucket(bucket, parameters, gradients, [slot_views(flat, bucket) for flat in gradients])
+    slots = [slot_views(flat, bucket) if not bucket.rule.takes_rows else [] for flat in gradients]
+    return FlatBucket(bucket, parameters, gradients, slots)
 
 
 def mirror_first(tensors: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.optimizers import check_state, state_signature, state_switches
+from mirrorc.optimizers import check_gradient_of, check_state, sparse_gradient, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.dealt_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
@@ -62,6 +62,7 @@ class BucketOptimizers:
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
         self._left_out: frozenset[int] = frozenset()  # the buckets whose flat optimizers may not have taken these over
+        self._fit_for_rows: list[Any] = []  # all of these but learning rates that were last tried with sparse gradients
         self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
@@ -162,11 +163,26 @@ class BucketOptimizers:
         if are_new and self.needs_check:
             self._check_state(self._state.buckets)
             self._note_whether_fresh()
+        if are_new:
+            self._check_rows()
         for (bucket, _), own in self._state.optimizers.items():
             if bucket not in besides and (are_new or bucket in self._left_out):
                 own.sync()
         self._left_out = frozenset(besides) if are_new else self._left_out.intersection(besides)
         self._hyperparameters = held
+
+    def _check_rows(self) -> None:
+        """Refuses hyperparameters with which torch's optimizers refuse sparse gradients; none does for its learning rate."""
+        tables = [flat for flat in self._store.buckets_of(self.owner) if flat.bucket.rule.takes_rows]
+        if tables:
+            held = [value for group in self.groups.hyperparameters for key, value in group.items() if key != "lr"]
+            if are_the_same(held, self._fit_for_rows):
+                return
+            for flat in tables:
+                optimizer, index = self.groups[flat.bucket.rule.group]
+                name = flat.bucket.slots[0].variable
+                check_gradient_of(optimizer, index, name, self._parameter(name), is_sparse=True)
+            self._fit_for_rows = held
 
     def makes_state_of(self, buckets: Collection[int]) -> bool:
         """Whether the next step makes the state of any of these buckets, of which some optimizers have none."""
@@ -307,7 +323,7 @@ class BucketOptimizers:
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {}) for bucket, own in buckets for parameter in own
         ]
-        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors = [part for state in states for value in state.values() for part in _dense_parts(value)]
         if not tensors and not self._has_run_by_itself:
             return None
         return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
@@ -323,7 +339,7 @@ class BucketOptimizers:
         for index, gradient in zip(buckets, gradients, strict=True):
             flat = flats[index]
             homes = slot_views(flat.parameters[0], flat.bucket)
-            for slot, home, view in zip(flat.bucket.slots, homes, slot_views(gradient, flat.bucket), strict=True):
+            for slot, home, view in zip(flat.bucket.slots, homes, _gradients(flat, gradient), strict=True):
                 parameter = self._parameter(slot.variable)
                 parameter.grad = view
                 members.append((parameter, home))
@@ -335,9 +351,24 @@ class BucketOptimizers:
                 for optimizer in running:
                     optimizer.step()
             self._has_run_by_itself = True
+            self._shown.look_again()  # it may have made state for what others have state of, too
         finally:
             for parameter, home in members:
                 parameter.grad = None
                 if parameter.data_ptr() != home.data_ptr():  # an optimizer may replace a parameter's tensor
                     home.copy_(parameter.detach())
                     parameter.data = home
+
+
+def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients that lie in what an optimizer gets of a bucket, in order of the slots."""
+    if not flat.bucket.rule.takes_rows:
+        return slot_views(reduced, flat.bucket)
+    return [sparse_gradient(flat.touched[0], reduced, flat.bucket.slots[0].shape)]
+
+
+def _dense_parts(value: Any) -> list[torch.Tensor]:
+    """The tensors that have the memory of an entry of state; the momentum of sparse gradients is sparse."""
+    if not isinstance(value, torch.Tensor):
+        return []
+    return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -22,13 +22,15 @@ class FlatBucket:
         bucket: the plan.
         parameters: for each replica, its parameters, 1-D; one tensor for all where they are shared.
         gradients: for each replica, its gradients, 1-D.
-        gradient_slots: for each replica, views of its gradients in order of the slots.
+        gradient_slots: for each replica, views of its gradients in order of the slots; none where the optimizer takes rows.
+        touched: for each replica that has added up rows in this step, their indices, see `mirrorc.runtime.state.touched_rows`.
     """
 
     bucket: Bucket
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     gradient_slots: list[list[torch.Tensor]]
+    touched: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
@@ -39,7 +41,12 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Allocates memory for gradients. Gaps between slots are zero; slots are not initialized, so unused pages stay untouched."""
+    """Allocates memory for gradients. Gaps between slots are zero; slots are not initialized, so unused pages stay untouched.
+
+    Rows that an optimizer takes as they are need none.
+    """
+    if bucket.rule.takes_rows:
+        return torch.empty(0, dtype=bucket.dtype, device=device)
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
     ends = [0, *(slot.offset + slot.num_elements for slot in bucket.slots)]
     for end, start in zip(ends, [*(slot.offset for slot in bucket.slots), bucket.num_elements], strict=True):
@@ -139,4 +146,6 @@ def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
 
 def _lie_alike(one: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
     """Whether the parameters and gradients of two plans lie alike, whoever updates them."""
-    return len(one) == len(other) and all(replace(a, rule=b.rule) == b for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        replace(a, rule=b.rule) == b and a.rule.takes_rows == b.rule.takes_rows for a, b in zip(one, other, strict=True)
+    )

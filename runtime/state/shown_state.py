@@ -86,12 +86,18 @@ class ShownState:
         for optimizer, parameter, entries in states:
             optimizer.state.setdefault(parameter, {}).update(entries)
         self._is_empty, self._optimizers = False, optimizers
+        self._counted = list(counted)
+        self.look_again()
+        self.count_versions()
+
+    def look_again(self) -> None:
+        """Takes note of the entries that are there, after an optimizer has made some by itself."""
+        if self._is_empty:
+            return
         self._states = self._states_now()
         self._dicts = [entries for entries in self._states if isinstance(entries, dict)]
         self._names = list(chain.from_iterable(self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
-        self._counted = list(counted)
-        self.count_versions()
 
     def _states_now(self) -> list[Any]:
         return list(chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers))

@@ -121,6 +121,10 @@ class Exchanges(Communicator):
                 bucket, (lambda group: group.all_gather(gathering.own, into.unbind())) if into.numel() else None
             )
 
+    def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
+        """As in the base class, of the replicas of all workers; raises as `wait_exchange`."""
+        return self.wait_unmade(bucket, replica, pending).buckets
+
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """As in the base class; raises as `wait_exchange`."""
         return self._make(bucket, replica)

@@ -49,14 +49,16 @@ class Words(nn.Module):
 
 
 class LooksUp(nn.Module):
-    """Looks rows up without a module that would tell how."""
+    """Looks rows up without a module that would tell how: of a product, or twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(10, 4))
+        self.weight, self.factor = nn.Parameter(torch.ones(10, 4)), factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.embedding(x, self.weight, sparse=True)
+        if self.factor:
+            return F.embedding(x, self.weight * self.factor, sparse=True)
+        return F.embedding(x, self.weight, 0, sparse=True) + F.embedding(x, self.weight, sparse=True)
 
 
 def batch(num_examples: int = 4, width: int = 4, seed: int = 0) -> dict[str, Any]:
@@ -120,9 +122,18 @@ def in_eval_mode(layer: nn.Module) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "momentum of None": (lambda: between(nn.BatchNorm1d(4, momentum=None)), batch(), "'layers.0' .*momentum=None.*0.1"),
     "a batch of one": (lambda: between(nn.BatchNorm1d(4)), batch(1), r"shard \(float64\[1, 4\].*more than 1 value.*one device"),
-    "sparse": (lambda: Words(nn.Embedding(10, 4, sparse=True)), batch(), "Embedding 'table' .*sparse=True.*sparse to False"),
-    "sparse bag": (lambda: Words(nn.EmbeddingBag(10, 4, sparse=True)), batch(), "EmbeddingBag 'table' .*sparse=True"),
-    "sparse function": (lambda: Words(LooksUp()), batch(), "gradient of 'table.weight' .*is sparse.*without sparse=True"),
+    "sparse bag": (
+        lambda: Words(nn.EmbeddingBag(10, 4, mode="max", sparse=True)),
+        batch(),
+        "EmbeddingBag 'table' .*sparse=True and mode='max'.*Remedy: sparse=False",
+    ),
+    "scaled": (
+        lambda: Words(nn.Embedding(10, 4, scale_grad_by_freq=True, sparse=True)),
+        batch(),
+        "lookup in 'table.weight' of Words .*scale_grad_by_freq=True.*leave one of them out",
+    ),
+    "computed": (lambda: Words(LooksUp(2.0)), batch(), "lookup of Words has sparse=True.*no parameter.*without sparse=True"),
+    "two paddings": (lambda: Words(LooksUp(0.0)), batch(), "'table.weight' of Words have different values of padding_idx"),
     "weight_norm": (lambda: between(weight_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*WeightNorm.*parametrizations"),
     "spectral_norm": (lambda: between(spectral_norm(nn.Linear(4, 4))), batch(), "'layers.0' .*SpectralNorm.*parametrizations"),
     "pruned": (lambda: between(pruned()), batch(), "'layers.0' .*L1Unstructured.*prune.remove"),

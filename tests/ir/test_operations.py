@@ -71,6 +71,9 @@ def programs() -> list[Program]:
     found += every_stage(captured_model(Table()).evolve(workers=sent), over_workers=True).values()
     made = captured_model(Table()).evolve(workers=replace(sent, shards_optimizer=True))
     found += every_stage(made, over_workers=True, shard_optimizer=True).values()
+    gathered = captured_model(Table()).evolve(gathered=("table.weight", "wide.weight"))
+    apart = [one for one in default_pipeline() if one.name != "share-parameters"]
+    found += [run_passes(gathered, apart[:n]) for n in range(len(apart) + 1)]
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
@@ -131,7 +134,7 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 
 
 def test_selections_are_made_of_effects() -> None:
-    assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter, ops.reduce]
+    assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.reduce]
     assert list(ops.SHARED_OUT) == [ops.reduce_scatter, ops.reduce]
     assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors, ops.scatter_sums]
     assert list(ops.BETWEEN_WORKERS) == [*ops.EXCHANGES, ops.gather_parameters]

@@ -341,6 +341,7 @@ def test_a_step_whose_devices_make_no_shares_does_not_say_that_they_do(options: 
     model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 3))
     x, y = torch.randn(4, 400), torch.zeros(4, dtype=torch.int64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"exchange": "dense", **options}
     with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
         program = step.prepare(x, target=y)
     said = [remark.text for remark in program.remarks if remark.by == "factor-gradients"]

@@ -4,6 +4,7 @@ Long for one file, because it is one table with what its entries need; `mutation
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -361,6 +362,80 @@ def make_the_whole_sum(program: Program) -> Program:
     (place,) = [bucket.index for bucket in program.buckets if bucket.is_sent_as_factors][:1]
     return program.evolve(
         buckets=tuple(dataclasses.replace(b, part=None) if b.index == place else b for b in program.buckets)
+    )
+
+
+class LooksUp(nn.Module):
+    """A layer whose weight has a product for a gradient, and a table whose optimizer takes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(12, 5, sparse=True), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table((x.abs() * 5).long() % 12).sum(1))
+
+
+def gathering(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+    """A change of a program whose two devices gather rows of a table, and the factors of another gradient."""
+
+    def mutate(_: Program) -> Program:
+        captured = captured_model(LooksUp()).evolve(gathered=("layer.weight",))
+        passes = [one for one in default_pipeline() if one.name != "share-parameters"]
+        program = run_passes(captured, passes[: [one.name for one in passes].index(pass_name) + 1])
+        verify(program)
+        return change(program) or program
+
+    return "lower-devices", mutate
+
+
+def gather_a_copy(graph: fx.Graph) -> None:
+    """Gathers the factors of a copy of a packed bucket, which has none."""
+    launch = targets(graph, ops.all_gather)[0]
+    packed = launch.all_input_nodes[0]
+    with graph.inserting_after(packed):
+        copy = graph.call_function(torch.ops.aten.clone.default, (packed,))
+    copy.meta.update(packed.meta)
+    launch.replace_input_with(packed, copy)
+
+
+def pack_a_whole_gradient(table: bool, graph: fx.Graph) -> None:
+    """Packs a gradient that was made, in place of its factors."""
+    wanted = ops.index_add if table else ops.product
+    gradient = first(graph, wanted)
+    with graph.inserting_after(gradient):
+        made = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    made.meta.update(gradient.meta)
+    first_pack = next(node for node in gradient.users if node is not made)
+    first_pack.replace_input_with(gradient, made)
+
+
+def send_rows(graph: fx.Graph) -> None:
+    """Doubles what is packed of rows, as if it were a whole gradient."""
+    packed = next(node for node in targets(graph, ops.pack) if "table" in str(node.args))
+    with graph.inserting_after(packed):
+        doubled = graph.call_function(torch.ops.aten.add.Tensor, (packed, packed))
+    doubled.meta.update(packed.meta)
+
+
+def add_up_rows(graph: fx.Graph) -> None:
+    """Adds up a whole bucket, of which the optimizer takes rows."""
+    next(
+        node for node in targets(graph, ops.all_gather) if "table" in str(node.all_input_nodes[0].args)
+    ).target = ops.all_reduce
+
+
+def plan_otherwise(change: Callable[[Bucket], Bucket]) -> Callable[[Program], Program]:
+    """Changes the plan of buckets."""
+    return lambda program: program.evolve(buckets=tuple(map(change, program.buckets)))
+
+
+def with_rule(bucket: Bucket, **changes: object) -> Bucket:
+    """A bucket that follows another rule, if its optimizer takes rows."""
+    return (
+        dataclasses.replace(bucket, rule=dataclasses.replace(bucket.rule, **changes))
+        if bucket.rule.takes_rows
+        else bucket
     )
 
 
@@ -1542,6 +1617,25 @@ BAD: dict[str, list[Mutation]] = {
     "workers_send_their_own_factors": [
         sending(on_all_devices(send_a_whole_gradient)),
         sending(on_all_devices(send_a_copy)),
+    ],
+    "rows_have_a_bucket_of_their_own": [
+        gathering(plan_otherwise(lambda bucket: with_rule(bucket, elementwise=True))),
+        gathering(
+            plan_otherwise(
+                lambda bucket: dataclasses.replace(bucket, slots=bucket.slots * 2) if bucket.rule.takes_rows else bucket
+            )
+        ),
+    ],
+    "rows_stay_rows": [
+        gathering(on_all_devices(functools.partial(pack_a_whole_gradient, True))),
+        gathering(on_all_devices(add_up_rows)),
+        gathering(on_all_devices(add_up_rows), "insert-all-reduce"),
+        gathering(on_all_devices(send_rows), "insert-all-reduce"),
+    ],
+    "devices_gather_their_own_factors": [
+        gathering(on_all_devices(gather_a_copy)),
+        gathering(on_all_devices(functools.partial(pack_a_whole_gradient, False))),
+        gathering(plan_otherwise(lambda bucket: dataclasses.replace(bucket, gathers_factors=False))),
     ],
     "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
 }

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import mirrorc
@@ -50,6 +50,9 @@ FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one
 DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
 PARTS_OF_FACTORS = "digits-worker-1-of-2-dealt-factors.txt"  # as the former two at once
 OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
+GATHERED = (
+    "words-2-gathered.txt"  # the file with a program whose devices gather rows of a table, and factors of products
+)
 PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-central.txt": 3}
 """The files with programs whose parameters are placed as their names say, and the numbers of devices."""
 PACKS = "digits-2-packs.txt"  # the file with the program of two devices, whose one bucket is cut into three packs
@@ -132,6 +135,17 @@ class ConvNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.gelu(self.norm(self.conv1(x)), approximate="tanh")
         return self.fc(F.relu(self.conv2(x)).flatten(1))
+
+
+class Words(nn.Module):
+    """Bags of words, whose table has sparse gradients, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(50, 8, padding_idx=0, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))
 
 
 def _gpt2() -> nn.Module:
@@ -278,6 +292,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield OVERLAP, overlap_text()
     yield PACKS, packs_text()
     yield PACKS_OVER_WORKERS, packs_over_workers_text()
+    yield GATHERED, gathered_text()
     yield CAPTURED, captured_text()
 
 
@@ -293,6 +308,16 @@ def packs_over_workers_text() -> str:
     program = golden_program_before("digits", 1, workers=World(2).worker(0))
     pipeline = default_pipeline(packing=EqualPacks(3), over_workers=True)
     return run_passes(program, pipeline).to_text(slots=True, sources=False)
+
+
+def gathered_text() -> str:
+    """The lowered program of two devices with a copy of the parameters each."""
+    model = Words()
+    optimizers = [SparseAdam(model.table.parameters()), _adamw(model.head)]
+    inputs = {"x": torch.zeros(4, 6, dtype=torch.int64), "target": _classes(4)}
+    where = {"link": "copy", "disable_passes": ["share-parameters"], "exchange": "factors", "backend": "eager"}
+    with mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.cross_entropy, **where) as step:  # type: ignore[arg-type]
+        return step.prepare(**inputs).to_text(slots=True, sources=False)
 
 
 def checked_text() -> str:

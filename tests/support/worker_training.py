@@ -49,6 +49,14 @@ class Table(nn.Module):
         return self.head(self.table(x[:, :2].abs().mul(13).long() % 40).sum(1))
 
 
+class Rows(Table):
+    """Its gradients are sparse tensors in torch, and row 0 is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 6, padding_idx=0, sparse=True)
+
+
 class Tied(nn.Module):
     """A table of which one layer is the transpose, and another table."""
 
@@ -123,7 +131,16 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
-MODELS = {"mlp": Mlp, "table": Table, "tied": Tied, "random": Random, "twins": Twins, "swapped": Swapped, "wide": Wide}
+MODELS = {
+    "mlp": Mlp,
+    "table": Table,
+    "rows": Rows,
+    "tied": Tied,
+    "random": Random,
+    "twins": Twins,
+    "swapped": Swapped,
+    "wide": Wide,
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -61,6 +61,8 @@ def test_a_graph_reads_variables_from_its_module_and_says_what_else_it_reads() -
     traced = internals.trace_full_graph(module, leaves)
     ((node, tensor),) = internals.outside_tensors(traced, leaves)
     assert tensor is other and node.op == "placeholder"
+    own = internals.own_variables(traced, leaves)
+    assert node not in own and sorted(own.values()) == ["count", "weight"]
     assert internals.reading_names(module, internals.guards_of(traced).names, [other, torch.ones(1)]) == [
         "others[0]",
         "",

@@ -145,10 +145,12 @@ def _is_sum_over_workers(node: fx.Node) -> bool:
 @rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     """Shared parameters that are updated element by element get shares of the sum, an owner gets all of it alone, and all others
-    get the whole sum."""
+    get the whole sum. Rows that an optimizer takes are gathered by all."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             bucket = program.buckets[bucket_of(node)]
+            if node.target is ops.all_gather and bucket.rule.takes_rows:
+                continue
             are_shares, is_to_owner = node.target in ops.SHARED_OUT, node.target is ops.reduce
             if are_shares != bucket.reduces_by_shares or is_to_owner != bucket.has_owner:
                 yield Violation(

@@ -1,0 +1,55 @@
+"""Adds up the rows that replicas give of a table's gradient, for optimizers that take sparse tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.runtime.state.layout import FlatBucket
+from mirrorc.runtime.state.share_pieces import FactoredBucket
+
+
+def add_up_rows(
+    flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int, details: Mapping[str, Any]
+) -> torch.Tensor:
+    """The sum over replicas of a table's gradient: those of its rows that any of them has looked up.
+
+    Rows of one index are added up in the order of replicas, and stand in the order of their indices, which are noted in
+    `FlatBucket.touched` for the optimizer. A row whose gradients cancel each other is there: it was looked up.
+
+    Args:
+        flat: the bucket, which has one table.
+        buckets: of all replicas, in order.
+        replica: whose sum it is.
+        details: of the gradient, see `mirrorc.ir.gradient_forms.TableForm`.
+
+    Returns:
+        The rows, 1-D.
+    """
+    (slot,), device = flat.bucket.slots, flat.gradients[replica].device
+    parts = [part for bucket in buckets for gradient in bucket.factors for part in gradient]
+    rows = [rows.reshape(-1, slot.shape[1]) for rows, _ in parts]
+    places = [indices.reshape(-1).to(torch.int64) for _, indices in parts]
+    all_rows = torch.cat(rows) if rows else torch.empty(0, slot.shape[1], dtype=flat.bucket.dtype, device=device)
+    all_places = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device=device)
+    padding_idx = details.get("padding_idx", -1)
+    if padding_idx >= 0:
+        kept = (all_places != padding_idx).nonzero().squeeze(1)
+        all_rows, all_places = all_rows[kept], all_places[kept]
+    touched, inverse = torch.unique(all_places, return_inverse=True)
+    total = torch.zeros(len(touched), slot.shape[1], dtype=flat.bucket.dtype, device=device)
+    flat.touched[replica] = touched
+    return total.index_add_(0, inverse, all_rows).view(-1)
+
+
+def bytes_of_rows(bucket: Bucket, num_bytes: int) -> tuple[int, int]:
+    """The most bytes that a sum of rows has, and the temporary bytes that `add_up_rows` needs.
+
+    Args:
+        bucket: the bucket.
+        num_bytes: of the rows and indices of all replicas.
+    """
+    return min(num_bytes, bucket.num_bytes + bucket.slots[0].shape[0] * torch.int64.itemsize), 2 * num_bytes

@@ -1,0 +1,128 @@
+"""Devices that do not read one memory gather the factors of gradients where that moves fewer bytes than whole buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import selections
+import torch
+from references import assert_same_training, train_mirrored, train_on_one_device
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+
+APART = {"link": "copy", "disable_passes": ["share-parameters"]}
+
+
+class Words(nn.Module):
+    """A table with padding that is a layer, too, if it is tied; a wide layer, and one that is small."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 300, padding_idx=3)
+        self.wide, self.head = nn.Linear(300, 450), nn.Linear(450, 3)
+        self.is_tied = is_tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.table(x).mean(1)
+        if self.is_tied:
+            words = words + 0.1 * torch.tanh(words @ self.table.weight.t()) @ self.table.weight
+        return self.head(torch.tanh(self.wide(words)))
+
+
+def batches(sizes: Sequence[int] = (5, 4, 2)) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.randint(0, 9, (size, 3), generator=generator),
+            "target": torch.randn(size, 3, generator=generator, dtype=torch.float64),
+        }
+        for size in sizes
+    ]
+
+
+def seeded(**options: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Words(**options).double()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def prepared(devices: int = 2, model: nn.Module | None = None, **options: Any) -> Program:
+    model = model or seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(
+        model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **APART | options
+    ) as step:
+        return step.prepare(**batches()[0])
+
+
+def gathered(program: Program) -> set[str]:
+    """The variables whose gradients are gathered, as the graph of each device says."""
+    found = []
+    for module in program.device_graphs.values():
+        buckets = [program.buckets[bucket_of(node)] for node in calls_to(module.graph, ops.all_gather)]
+        found.append({slot.variable for bucket in buckets for slot in bucket.slots})
+    assert all(own == found[0] for own in found)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_tied", "options"),
+    [
+        (2, False, {}),
+        (3, True, {"clip_grad_norm": 0.1}),
+        *selections.slow((3, False, {"microbatches": 2}), (2, True, {"exchange": "factors"}), (1, False, {})),
+    ],
+)
+def test_devices_train_as_one(devices: int, is_tied: bool, options: dict[str, Any]) -> None:
+    model, data = seeded(is_tied=is_tied), batches()
+    found = train_mirrored(model, momentum, data, devices, F.mse_loss, **options, **APART)
+    if "clip_grad_norm" not in options:
+        assert_same_training(found, train_on_one_device(model, momentum, data, F.mse_loss), 1e-12)
+    else:
+        whole = train_mirrored(model, momentum, data, 1, F.mse_loss, **options)
+        assert_same_training(found, whole, 1e-12)
+
+
+def test_what_moves_fewer_bytes_is_chosen_and_can_be_asked_for() -> None:
+    program = prepared()
+    assert gathered(program) == {"table.weight", "wide.weight"}
+    (remark,) = [text for remark in program.remarks if "how devices send gradients" in (text := str(remark))]
+    # the rows of 2 or 3 examples with 3 words each, and their indices, against a table of 500 x 300 numbers of 64 bits
+    assert "chosen by bytes alone" in remark
+    assert (
+        f"table.weight as factors ({3 * 3 * 301 * 8 / 1024:.1f} KiB against {500 * 300 * 8 / 2**20:.1f} MiB)" in remark
+    )
+    assert gathered(prepared(exchange="dense")) == set()
+    assert gathered(prepared(exchange="factors")) == {"table.weight", "wide.weight", "head.weight"}
+    assert gathered(prepared(exact_order=True)) == set()
+    assert gathered(prepared(model=seeded(is_tied=True))) == {
+        "wide.weight"
+    }  # rows and a product are one dense gradient
+
+
+def test_devices_that_share_parameters_make_shares_instead() -> None:
+    assert gathered(prepared(disable_passes=[])) == set()
+
+
+def test_owners_and_algorithms_get_whole_sums() -> None:
+    for options, expected in (
+        ({"placement": "mirrored"}, {"table.weight", "wide.weight"}),
+        ({"placement": "central"}, set()),
+        ({"placement": "mirrored", "all_reduce": "ring"}, set()),
+        (
+            {"placement": "mirrored", "all_reduce": "ring", "exchange": "factors"},
+            {"table.weight", "wide.weight", "head.weight"},
+        ),
+    ):
+        assert gathered(prepared(disable_passes=[], **options)) == expected, options
