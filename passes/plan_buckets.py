@@ -70,9 +70,9 @@ class PlanBuckets:
     if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`); so it is with those that devices gather as factors
     (`mirrorc.ir.program.Program.gathered`). A table whose optimizer takes rows has one of its own. It is cut at variable
     boundaries: a gradient that would take it over its cap opens the next one, unless what it has is less than a sixteenth of the
-    cap: a few biases are not worth a message of their own. The first bucket has a smaller cap, so that communication begins early. Buckets
-    are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a part of every
-    bucket alone, buckets are padded to lengths that make these parts equal.
+    cap: a few biases are not worth a message of their own. The first bucket has a smaller cap, so that communication begins
+    early. Buckets are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a
+    part of every bucket alone, buckets are padded to lengths that make these parts equal.
 
     Where the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), those that come last, up
     to a third of all bytes, are numbered in the order in which forward reads their parameters, so that each arrives when it is
