@@ -25,6 +25,10 @@ class _Member:
     then: torch.Tensor
     is_counted: bool
 
+    def is_written(self) -> bool:
+        """Whether it no longer has the bits that were shown last."""
+        return not torch.equal(_bits(self.now), _bits(self.then))
+
 
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
@@ -106,7 +110,11 @@ class ShownBuffers:
             members = [member for member in members if not member.is_counted]
         elif torch.equal(self._now, self._then):
             return []
-        return [member.name for member in members if not torch.equal(_bits(member.now), _bits(member.then))]
+        return [member.name for member in members if member.is_written()]
+
+    def is_written(self, name: str) -> bool:
+        """Whether one of the buffers no longer has the bits that were shown last."""
+        return any(member.is_written() for member in self._members if member.name == name)
 
 
 class CopiesOfShown:

@@ -243,7 +243,8 @@ class VariableStore:
         for shown in self._layout.aggregates:
             changed += [name for name in shown.written_by_user() if name not in changed]
         if changed:
-            changed += [name for name in watched if name not in changed and self._members.counter_of(name) in changed]
+            counters = [name for name in changed if not self._keeps_its_bits(name)]
+            changed += [name for name in watched if name not in changed and self._members.counter_of(name) in counters]
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
             refuse_shared_memory(self.tensors, self._layout.own)
             leave_homes_of_others([self._watched[name] for name in changed], self._watched.values())
@@ -257,6 +258,12 @@ class VariableStore:
         if self._has_copies:
             self._copies.renew()
         return any(has_moved)
+
+    def _keeps_its_bits(self, name: str) -> bool:
+        """Whether a per-replica buffer is what was shown last, though a write may have been counted: BatchNorm loads its counter
+        from itself where a state_dict lacks it.
+        """
+        return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
         """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""

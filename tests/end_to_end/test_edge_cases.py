@@ -434,6 +434,23 @@ def test_a_call_in_inference_mode(first_call: bool) -> None:
     model(mlp_batch(6)["x"]).sum().backward()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_parameter_that_gets_other_strides_between_steps_keeps_its_state_in_order(devices: int) -> None:
+    """Torch's fused kernel itself would take the state for numbers in the order of the parameter's new memory."""
+    model, twin = (nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.1, foreach=False)
+    with compile_eager(model, devices, lambda _: optimizer, loss_fn=F.mse_loss) as step:
+        for seed in range(3):
+            x, target = normal(4, 4, seed=seed), normal(4, 3, seed=seed + 10)
+            step(x, target=target)
+            train_step(twin, plain, {"input": x, "target": target}, F.mse_loss)
+            assert_same_model(model, twin, TOLERANCE)
+            for each in (model, twin):
+                each.weight.data = each.weight.detach().t().contiguous().t()
+
+
 class NoScalarLoss(torch.nn.Module):
     """Its parameter does not lie densely, and its loss is refused."""
 

@@ -149,6 +149,20 @@ def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> 
         torch.testing.assert_close(ordinary, other, rtol=1e-12, atol=0.0)
 
 
+def test_statistics_stay_each_replicas_own_where_other_weights_are_loaded() -> None:
+    """BatchNorm loads its counter from itself where a state_dict lacks it: that counts a write, but nothing was written."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with mirrorc.compile(model, devices=2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        step(torch.randn(6, 3).double(), target=torch.randn(6, 4).double())
+        own = [value.clone() for value in step.variables["1.running_mean"].values]
+        assert not torch.equal(*own)
+        kept = {name: value + 1 for name, value in model.state_dict().items() if name.startswith("0.")}
+        model.load_state_dict(kept, strict=False)
+        step(torch.randn(3, 3).double(), target=torch.randn(3, 4).double())  # replica 1 has no examples
+        assert torch.equal(step.variables["1.running_mean"].values[1], own[1])
+
+
 class Teacher(nn.Module):
     def __init__(self) -> None:
         super().__init__()

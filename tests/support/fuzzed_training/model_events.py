@@ -33,8 +33,14 @@ def write_in_place(pair: Pair, draw: Random) -> None:
 
 @event
 def write_data(pair: Pair, draw: Random) -> None:
-    """Gives a parameter other memory, now and then with other strides or in the midst of a larger tensor."""
+    """Gives a parameter other memory, now and then with other strides or in the midst of a larger tensor.
+
+    Not with other strides where torch's fused kernel updates it: that one takes the state for numbers in the order of the
+    parameter's memory, and mixes them up.
+    """
     name, seed, how = draw_name(pair, draw), draw_seed(draw), draw.randrange(3)
+    if how == 2 and any(group.get("fused") for group in pair.twin.optimizer.param_groups):
+        how = 1
     for side in pair.sides:
         parameter = side.parameters()[name]
         new = normal(seed, parameter)
