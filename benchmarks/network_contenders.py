@@ -70,7 +70,7 @@ def _wire(workload: Workload, is_compiled: bool) -> StepFunction:
 
 NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (_mirrorc, {}),
-    "mirrorc 4 MB": (_mirrorc, {"bucket_cap_mb": 4.0}),
+    "mirrorc 25 MB": (_mirrorc, {"bucket_cap_mb": 25.0}),
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
     "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
