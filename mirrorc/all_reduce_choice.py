@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import best_link, carrier_of, link_names
+from mirrorc.ir.links import best_link, carrier_of, link_named, link_names
 from mirrorc.ir.workers import Workers
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
+from mirrorc.passes.all_reduce.auto import Auto
 from mirrorc.pipeline.specs import parse_passes
 
 
@@ -32,6 +34,8 @@ def checked_all_reduce(
         raise ValueError(f"all_reduce={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
     if algorithm.name == "native":
         return None
+    if asked["exact_order"] and isinstance(algorithm, Auto):
+        algorithm = replace(algorithm, exact_order=True)
     name = algorithm.name
     if asked["passes"] is not None:
         raise ValueError(
@@ -48,7 +52,7 @@ def checked_all_reduce(
             f"all_reduce={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
             "one of them, or use 'reduce-to-one' or 'round-robin', which add up in the order of replicas"
         )
-    if asked["placement"] not in ("auto", "mirrored", "shared"):
+    if algorithm.sends and asked["placement"] not in ("auto", "mirrored", "shared"):
         raise ValueError(
             f"all_reduce={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
             "owns their parameter there, and to no other; leave out one of them"
@@ -58,7 +62,10 @@ def checked_all_reduce(
             f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
             "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
         )
-    if algorithm.sends and asked["bucket_cap_mb"] == "auto":
+    may_send = algorithm.sends or (
+        len(devices) > 2 and not link_named(asked["link"] or best_link(devices)[0]).reads_one_memory
+    )
+    if may_send and asked["bucket_cap_mb"] == "auto":
         raise ValueError(
             f"all_reduce={name!r} cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums; give a "
             "number of MiB"

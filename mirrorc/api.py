@@ -197,12 +197,14 @@ def compile(
             for each, and updates it, where forward first reads its parameters. Calls of the model, of ``state_dict`` and
             ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
             the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
-        placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of which
-            each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first where that
-            is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first device, and
-            "least-loaded" deals parameters out to devices by their bytes, the largest first: each is summed up and updated on
-            the device that owns it, and all others write a copy, once a step. A dict names owners, ``{"embedding.weight":
-            "cpu:0"}``, with a rule ("central", "least-loaded" or a device) for all others under ``"*"``. Numbers are the same.
+        placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of
+            which each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first
+            where that is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first
+            device, and "least-loaded" deals parameters out to devices by their bytes, the largest first: each is summed up
+            and updated on the device that owns it, and all others write a copy, once a step. A dict names owners,
+            ``{"embedding.weight": "cpu:0"}``, with a rule ("central", "least-loaded", "cached" or a device) for all others
+            under ``"*"``. "cached" deals out large parameters alone, and leaves small ones to the first device. Numbers are
+            the same but for the last bits, where the order of additions or the cuts of compiled regions differ.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.

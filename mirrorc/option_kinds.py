@@ -21,7 +21,7 @@ FrontEndName = Literal["auto", "dynamo"] | str
 FiniteCheck = bool | Literal["skip"]
 Workers = Auto | None
 Exchange = Literal["auto", "dense", "factors"]
-PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded"]
+PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded", "cached"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ _TAKES = {
     ),
     "placement": _Takes(
         (Mapping,),
-        "say 'auto', 'mirrored', 'shared', 'central' or 'least-loaded', or give a dict with the owners of parameters, such as "
-        "{'embedding.weight': 'cpu:0', '*': 'least-loaded'}",
+        "say 'auto', 'mirrored', 'shared', 'central', 'least-loaded' or 'cached', or give a dict with the owners of "
+        "parameters, such as {'embedding.weight': 'cpu:0', '*': 'least-loaded'}",
         get_args(PlacementName),
     ),
     "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),

@@ -11,7 +11,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.workers import Workers
 from mirrorc.packing import may_cut
-from mirrorc.passes import CENTRAL, LEAST_LOADED
+from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED
 from mirrorc.printing.wording import listed
 
 REST = "*"
@@ -112,9 +112,9 @@ def _named(placement: Mapping[str, str], model: ModelState, devices: Sequence[De
                 "name one device for it"
             )
     rule = placement.get(REST, LEAST_LOADED)
-    if rule not in (CENTRAL, LEAST_LOADED, *known):
+    if rule not in (CENTRAL, LEAST_LOADED, CACHED, *known):
         raise ValueError(
-            f"placement gives {REST!r}, all parameters that are not named, to {rule!r}: say {CENTRAL!r}, {LEAST_LOADED!r}, or "
-            f"one of the devices {', '.join(known)}"
+            f"placement gives {REST!r}, all parameters that are not named, to {rule!r}: say {CENTRAL!r}, "
+            f"{LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}"
         )
     return {"placement": rule, "owners": tuple(owners.items())}

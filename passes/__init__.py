@@ -22,7 +22,7 @@ from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.overlap_next_step import OverlapNextStep
 from mirrorc.passes.pack_gradients import PackGradients
 from mirrorc.passes.place_gradients import PlaceGradients
-from mirrorc.passes.place_variables import CENTRAL, LEAST_LOADED, PlaceVariables
+from mirrorc.passes.place_variables import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
@@ -42,6 +42,7 @@ from mirrorc.pipeline.protocol import Pass
 
 __all__ = [
     "ALGORITHMS",
+    "CACHED",
     "CENTRAL",
     "LEAST_LOADED",
     "PASSES",

@@ -18,6 +18,9 @@ LEAST_LOADED = "least-loaded"
 CENTRAL = "central"
 """The rule by which all variables go to the first device."""
 
+CACHED = "cached"
+"""The rule by which small variables go to the first device, and large ones as by `LEAST_LOADED`."""
+
 
 @dataclass(frozen=True)
 class PlaceVariables:
@@ -30,21 +33,26 @@ class PlaceVariables:
     Variables that are named go to the devices that are named for them, and those of optimizers that do not work element by
     element go to the first device, on which these run. All others follow the rule. By "least-loaded" they are taken from the
     largest to the smallest, and each goes to the device that owns fewest bytes then, of two the first one. What is named counts.
+    By "cached" this is done with large variables only, so that copies of them come from all devices; small ones all come from the
+    first device.
 
     A bucket keeps its variables, in their order, or is split into one bucket for each of their owners. Buckets are numbered anew
     in the order in which they become ready.
 
     Needs: a bucket plan, before regions are cut.
     Guarantees: each bucket has an owner; none has gradients of variables of two owners.
-    Source: the rules are those of TensorFlow's CentralStorageStrategy and of tensorpack's LeastLoadedDeviceSetter.
+    Source: the rules are those of TensorFlow's CentralStorageStrategy and of tensorpack's LeastLoadedDeviceSetter and
+        OverrideCachingDevice.
 
     Attributes:
-        rule: "central", "least-loaded", or the name of a device, which gets all variables that are not named.
+        rule: "central", "least-loaded", "cached", or the name of a device, which gets all variables that are not named.
         owners: pairs of a variable's name and a device's name.
+        small_elements: by "cached", variables of fewer elements are small.
     """
 
     rule: str = LEAST_LOADED
     owners: tuple[tuple[str, str], ...] = ()
+    small_elements: int = 2**16
     name: str = field(default="place-variables", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
@@ -92,17 +100,20 @@ class PlaceVariables:
             if name in named or not bucket.rule.elementwise:
                 found[name] = owner
         rest = [name for name in sizes if name not in found]
-        if self.rule == LEAST_LOADED:
+        if self.rule in (LEAST_LOADED, CACHED):
+            small = [name for name in rest if self.rule == CACHED and sizes[name][1].num_elements < self.small_elements]
+            found |= dict.fromkeys(small, 0)
             loads = [0] * program.num_replicas
             for name, owner in found.items():
                 loads[owner] += _num_bytes(*sizes[name])
-            for name in sorted(rest, key=lambda name: -_num_bytes(*sizes[name])):
+            large = [name for name in rest if name not in found]
+            for name in sorted(large, key=lambda name: -_num_bytes(*sizes[name])):
                 owner = min(range(program.num_replicas), key=loads.__getitem__)
                 found[name] = owner
                 loads[owner] += _num_bytes(*sizes[name])
             return found
         if self.rule != CENTRAL and self.rule not in replicas:
-            raise PassError(_unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, **replicas}))
+            raise PassError(_unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, CACHED: 0, **replicas}))
         return found | dict.fromkeys(rest, replicas.get(self.rule, 0))
 
     def _remarks(self, program: Program, buckets: Sequence[Bucket], owner_of: Mapping[str, int]) -> list[str]:
@@ -113,7 +124,10 @@ class PlaceVariables:
             size = size_text(sum(slot.num_elements * b.dtype.itemsize for b in own for slot in b.slots))
             number = sum(len(bucket.slots) for bucket in own)
             owned.append(f"{device} {counted(number, 'variable')} ({size})" if number else f"{device} nothing")
-        rule = "by their bytes, the largest first" if self.rule == LEAST_LOADED else f"by the rule {self.rule}"
+        rule = {
+            LEAST_LOADED: "by their bytes, the largest first",
+            CACHED: f"those of {self.small_elements} elements or more by their bytes, smaller ones from one place",
+        }.get(self.rule, f"by the rule {self.rule}")
         said = f"{rule}, {len(self.owners)} by name: " if self.owners else f"{rule}: "
         remarks = [f"what each device owns, {said}{listed(owned, most=8)}"]
         if len(buckets) > len(program.buckets):

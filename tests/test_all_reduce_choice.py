@@ -73,6 +73,11 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
             "all_reduce='ring' cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums",
         ),
         (
+            {"all_reduce": "auto", "bucket_cap_mb": "auto", "devices": 3, "link": "copy"},
+            ValueError,
+            "all_reduce='auto' cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums",
+        ),
+        (
             {"all_reduce": "tree", "placement": "central"},
             ValueError,
             "all_reduce='tree' cannot be used with placement='central': gradients are reduced to the device that owns",
@@ -100,6 +105,19 @@ def test_a_link_that_carries_no_sends_is_refused() -> None:
 
 def test_auto_may_be_asked_for_over_workers() -> None:
     compiled(world=mirrorc.World(2), all_reduce="auto").close()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"placement": "least-loaded"}, "each sum goes to the device that owns its parameters, and to no other"),
+        ({"exact_order": True}, "exact_order=True asks for the order of replicas"),
+        ({"placement": "mirrored"}, "up to 64.0 KiB, few messages count more than few bytes"),
+    ],
+)
+def test_auto_says_why_it_chooses(options: dict[str, Any], why: str) -> None:
+    with compiled(devices=3, link="copy", all_reduce="auto", **options) as step:
+        assert why in str(step.prepare(torch.zeros(6, 2), target=torch.zeros(6, 1)))
 
 
 def test_communication_options_stand_for_other_options() -> None:

@@ -96,7 +96,7 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             {"*": "mirrored"},
             {},
-            "all parameters that are not named, to 'mirrored': say 'central', 'least-loaded', or one of the",
+            "all parameters that are not named, to 'mirrored': say 'central', 'least-loaded', 'cached' or one of the",
         ),
         ({"table.weight": "cpu:0", "head.weight": "cpu:1"}, {}, "which are one parameter: name one device for it"),
         ("central", {"passes": default_pipeline()}, "placement='central' has no part in a pipeline given with passes="),
@@ -133,7 +133,7 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             "near",
             {},
-            "placement is 'near': say 'auto', 'mirrored', 'shared', 'central' or 'least-loaded', or give a dict",
+            "placement is 'near': say 'auto', 'mirrored', 'shared', 'central', 'least-loaded' or 'cached', or give a dict",
         ),
     ],
 )

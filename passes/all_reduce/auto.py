@@ -25,14 +25,22 @@ class Auto(AllReduceAlgorithm):
     each other's buckets in one memory, native sums send nothing; TensorFlow reduces to one device there. Over copies, two
     devices do best with native sums, and so do sums of which each device needs its share alone. Of more devices,
     large buckets take the algorithm that sends least, with the fewest messages: halving-doubling for a power of two, else a
-    ring. Small ones take a tree, whose messages are few.
+    ring. Small ones take a tree, whose messages are few. A sum that goes to the device that owns a parameter, and to no other, is
+    native.
 
     Attributes:
         small_bytes: up to this size a bucket is small: messages take longer to begin than to move.
+        exact_order: whether to keep to the order of replicas, in which native sums are added up.
     """
 
     small_bytes: int = 2**16
+    exact_order: bool = False
     name: str = field(default="auto", init=False)
+
+    @property
+    def changes_bits(self) -> str:
+        """See the base class."""
+        return "" if self.exact_order else super().changes_bits
 
     @property
     def sends(self) -> bool:
@@ -42,6 +50,10 @@ class Auto(AllReduceAlgorithm):
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
         """See the base class."""
         link, count = link_named(launch.kwargs["link"]), program.num_replicas
+        if self.exact_order:
+            return Native(), "exact_order=True asks for the order of replicas"
+        if launch.target is ops.reduce:
+            return Native(), "each sum goes to the device that owns its parameters, and to no other"
         if link.moves_by_itself:
             return Native(), f"the link {link.name} sums up by itself, while devices compute"
         if link.reads_one_memory:

@@ -77,6 +77,7 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
         ("least-loaded", 3, None),
         (NAMED, 2, None),
         ("least-loaded", 1, None),
+        ("cached", 3, "copy"),
         *slow(("central", 1, None), ("central", 2, "copy"), ("central", 3, None), (NAMED, 3, "copy")),
         *slow(
             ("least-loaded", 2, None), ("least-loaded", 3, "copy"), ("least-loaded", 4, None), ("central", 4, "copy")

@@ -58,6 +58,17 @@ def test_by_the_rule_central_the_first_device_owns_all_and_buckets_stay() -> Non
     assert set(owners(placed(handmade(3, WEIGHTS), "cpu:2")).values()) == {2}
 
 
+def test_by_the_rule_cached_small_variables_have_one_place_and_large_ones_are_dealt_out() -> None:
+    weights = [Weight("a", (40,)), Weight("b", (100,)), Weight("c", (99,)), Weight("d", (300,)), Weight("e", (250,))]
+    before = run_up_to("plan-buckets", handmade(3, weights))
+    program = PlaceVariables("cached", small_elements=100).run(before)
+    assert owners(program) == {"a": 0, "c": 0, "d": 1, "e": 2, "b": 0}  # 139 elements of small ones are the first's
+    assert "those of 100 elements or more by their bytes, smaller ones from one place: cpu:0 3 variables" in str(
+        program
+    )
+    assert set(owners(placed(handmade(3, weights), "cached")).values()) == {0}
+
+
 def test_what_is_named_counts_as_owned() -> None:
     program = placed(handmade(2, WEIGHTS), "least-loaded", (("a", "cpu:1"), ("c", "cpu:1")))
     assert owners(program) == {"a": 1, "c": 1, "d": 0, "e": 0, "b": 0}
@@ -82,7 +93,7 @@ def test_buckets_of_two_dtypes_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("fair",), "is given the rule 'fair': there are central, least-loaded, cpu:0, cpu:1"),
+        (("fair",), "is given the rule 'fair': there are central, least-loaded, cached, cpu:0, cpu:1"),
         (("central", (("z", "cpu:0"),)), "names 'z', which is no variable of the program"),
         (("central", (("a", "cpu:7"),)), "is given 'cpu:7', as the owner of 'a': there are cpu:0, cpu:1"),
     ],
