@@ -22,6 +22,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
+from mirrorc.replicas import all_gather, all_reduce, num_replicas, replica_id
 from mirrorc.step import Step
 
 __all__ = [
@@ -42,12 +43,16 @@ __all__ = [
     "World",
     "__version__",
     "after",
+    "all_gather",
+    "all_reduce",
     "all_reduce_algorithms",
     "before",
     "check_loss",
     "cluster",
     "compile",
+    "num_replicas",
     "packing",
+    "replica_id",
     "replicated",
     "shard_batch",
     "summed",

@@ -15,6 +15,7 @@ from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.replica_values import refuse_over_workers
 from mirrorc.capture.shard_types import shard_types
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.specialize import CapturedProgram, capture_program
@@ -197,6 +198,7 @@ class StepCompiler:
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
+        refuse_over_workers(program)
         program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)

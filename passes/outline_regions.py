@@ -16,6 +16,7 @@ from torch import fx
 
 from mirrorc.analysis.backward import first_of_backward
 from mirrorc.analysis.cuts import moved_before_cuts
+from mirrorc.analysis.meeting_cuts import Cut, cut_at_meetings, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, are_cut
 from mirrorc.ir.graph_edits import call, copy_node
@@ -47,12 +48,14 @@ class OutlineRegions:
     A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
     Likewise what is gathered for the caller.
 
+    A sum over replicas that the model asks for stays outside, too: forward and backward are cut where replicas meet.
+
     Where the last buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`), forward is cut before it
     first reads a parameter of each of them: ``fwd_0`` has what comes before, and goes on meanwhile.
 
     Needs: a bucket plan.
-    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, and checks and gathers of
-        these.
+    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, checks and gathers of
+        these, and sums over replicas.
 
     Attributes:
         min_bytes: smaller values pass a cut, whatever reads them.
@@ -83,7 +86,9 @@ def _remark(program: Program) -> str:
     num_forward, num_graphs = sum(calls.values()) - num_pieces, len(program.shard_graphs)
     forward = counted(num_forward, "forward")
     if num_forward > num_graphs:
-        forward = f"{num_forward} pieces of forward, cut where it first reads parameters of the buckets that come last"
+        meets = any(next(calls_to(graph, *ops.MEETINGS), None) is not None for graph in program.shard_graphs)
+        where = "replicas meet" if meets else "it first reads parameters of the buckets that come last"
+        forward = f"{num_forward} pieces of forward, cut where {where}"
     said = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
         f"{counted(len(program.packs), 'pack' if are_cut(program.buckets) else 'bucket')}, and {forward}"
@@ -144,7 +149,7 @@ def _body_key(graph: fx.Graph) -> Any:
     return tuple(lines)
 
 
-def _outline(graph: fx.Graph, cut: _Cut, pool: _RegionPool) -> fx.Graph:
+def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
     outer = fx.Graph()
     pieces = [*cut.forward, *cut.backward]
     values: dict[fx.Node, fx.Node] = {}
@@ -161,6 +166,8 @@ def _outline(graph: fx.Graph, cut: _Cut, pool: _RegionPool) -> fx.Graph:
             results = [node for node in nodes if node in used_outside]
             found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
             region.kwargs = {**region.kwargs, "gradients": found}
+        for node in cut.meetings.get(i, ()):
+            values[node] = copy_node(outer, node, values)
         if i == len(cut.forward) - 1:
             for node in calls_to(graph, *ops.OF_FORWARD):
                 values[node] = copy_node(outer, node, values)
@@ -169,28 +176,20 @@ def _outline(graph: fx.Graph, cut: _Cut, pool: _RegionPool) -> fx.Graph:
     return outer
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty."""
-
-    forward: Sequence[Sequence[fx.Node]]
-    backward: Sequence[Sequence[fx.Node]] = ()
-
-
-def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: bool) -> _Cut:
+def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: bool) -> Cut:
     """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
-    outside = (ops.read, *ops.OF_FORWARD)
+    outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
     if first is None:
-        return _Cut([body])
+        return cut_at_meetings(graph, [body], [])
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
     first_backward = position[first]
     taken = [source for node in calls_to(graph, *ops.OF_FORWARD) for source in node.all_input_nodes]
     must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *taken) if n in position]
-    assert all(position[_source(n)] < first_backward for n in must_be_forward), (
+    assert all(position[source_of_part(n)] < first_backward for n in must_be_forward), (
         "backward starts before the loss is there"
     )
     ends = [
@@ -202,17 +201,18 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
     piece_of: dict[fx.Node, int] = {}
     for node in body:
         if node.target is operator.getitem:
-            piece = piece_of[_source(node)]
+            piece = piece_of[source_of_part(node)]
         elif position[node] < first_backward:
             piece = 0
         else:
             piece = 1 + min(bisect.bisect_left(ends, position[node]), len(ends) - 1)
         piece_of[node] = piece
-    piece_of |= moved_before_cuts(piece_of, min_bytes)
+    if next(calls_to(graph, *ops.MEETINGS), None) is None:
+        piece_of |= moved_before_cuts(piece_of, min_bytes)
     pieces = [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
     late = [bucket for (bucket, _), end in zip(program.packs, ends, strict=True) if end == ends[-1]]
     forward = _cut_before_reads(graph, pieces[0], late) if cuts_forward else [pieces[0]]
-    return _Cut(forward, pieces[1:])
+    return cut_at_meetings(graph, forward, pieces[1:])
 
 
 def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
@@ -228,16 +228,8 @@ def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequ
     cuts.sort()
     pieces: list[list[fx.Node]] = [[] for _ in range(len(cuts) + 1)]
     for node in forward:
-        pieces[bisect.bisect_right(cuts, place[_source(node)])].append(node)
+        pieces[bisect.bisect_right(cuts, place[source_of_part(node)])].append(node)
     return pieces
-
-
-def _source(node: fx.Node) -> fx.Node:
-    while node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
 
 
 def _used_outside(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:

@@ -85,6 +85,7 @@ ORDER = (
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
     "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
     "mirrorc/packing",  # plans, which options take and passes follow
+    "mirrorc/replicas",  # what models ask of them
     "mirrorc/ir",
     "mirrorc/custom_ops",
     "mirrorc/torch_internals",

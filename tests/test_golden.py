@@ -11,6 +11,7 @@ from golden_programs import (
     FACTORS,
     GATHERED,
     GOLDEN,
+    MEETINGS,
     MODELS,
     NUM_DEVICES,
     OVERLAP,
@@ -28,6 +29,7 @@ from golden_programs import (
     factors_text,
     gathered_text,
     golden_program,
+    meetings_text,
     overlap_text,
     packs_over_workers_text,
     packs_text,
@@ -53,6 +55,7 @@ FILES = [
     PACKS,
     PACKS_OVER_WORKERS,
     GATHERED,
+    MEETINGS,
     CAPTURED,
 ]
 SEEDS = ("1", "2")
@@ -98,6 +101,8 @@ def golden_text(file: str) -> str:
         return packs_text()
     if file == PACKS_OVER_WORKERS:
         return packs_over_workers_text()
+    if file == MEETINGS:
+        return meetings_text()
     if file == WORKER:
         return worker_text()
     if file in PLACED:

@@ -15,6 +15,7 @@ from mirrorc.capture.asserts import keep_asserts
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
+from mirrorc.capture.replica_values import keep_replica_values
 from mirrorc.capture.seed_random_ops import seed_random_ops
 from mirrorc.capture.sparse_lookups import rows_of_lookups
 from mirrorc.capture.strided_reads import own_strided_reads
@@ -51,7 +52,7 @@ class CapturedGraph:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
         numbers: the Python numbers that the graph takes.
-        alike: the buffers that it writes by variables alone, to the same value on all replicas that run it, see `written_alike`.
+        alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
     """
 
     graph: fx.Graph
@@ -99,16 +100,16 @@ def restructure(
         _move_before_backward(values[joint.tangent], [values[node] for node in given])
     _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
     _remove_dead_code(graph)
+    arguments += keep_replica_values(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
     read = _read_names(graph)
-    kept = {name: constant for name, constant in constants.items() if name in read}
     output = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
         graph,
         tuple(arguments),
-        kept,
+        {name: constant for name, constant in constants.items() if name in read},
         joint.weighted_means,
         numbers=joint.numbers,
         reductions=joint.reductions,

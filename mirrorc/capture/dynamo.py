@@ -28,6 +28,7 @@ from mirrorc.capture.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.refused_modules import refuse_modules
 from mirrorc.capture.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups
 from mirrorc.capture.sums_and_means import reductions_of
+from mirrorc.capture.synchronized_norms import SYNCHRONIZED
 from mirrorc.capture.time_axes import leaves_with_time_first
 from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
@@ -150,7 +151,7 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
-    instead = {**TRACED_INSTEAD, **masking_functions(call)}
+    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
         with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from mirrorc.capture.known_failures import INSTALLS_HOOKS, known_failure
 from mirrorc.errors import CaptureError
@@ -181,15 +181,3 @@ def refuse_written_inputs(
             f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
             "first, as in x = x.clone()"
         )
-
-
-def refuse_synchronized_statistics(call: nn.Module) -> None:
-    """Refuses SyncBatchNorm where it would take statistics over all processes; a captured step takes those of each shard."""
-    for name, module in call.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
-            raise CaptureError(
-                f"{name.removeprefix('model.')!r} is a SyncBatchNorm, which takes its statistics over the batches of all "
-                "processes; a captured step has no such exchange, and each replica would use those of its own shard: use "
-                "nn.BatchNorm2d (or 1d, 3d) if that is what you want, nn.GroupNorm or nn.LayerNorm, which look at one example at "
-                "a time, or put it into eval mode"
-            )

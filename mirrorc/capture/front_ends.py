@@ -19,6 +19,7 @@ from mirrorc.capture.guards import NO_GUARDS, Guards
 from mirrorc.capture.kept_model import kept_as_it_is
 from mirrorc.capture.outside_variables import OutsideNames, check_outside_writes
 from mirrorc.capture.spectral_norms import tensors_at, vectors_of_spectral_norms, written_alike
+from mirrorc.capture.synchronized_norms import buffers_of_synchronized_norms
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.value_names import with_stable_names
@@ -187,7 +188,8 @@ def capture(
 def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
     """The buffers that a graph writes to the same value on all replicas."""
     roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
-    ids = vectors_of_spectral_norms(roots) if joint.buffer_writes else set()
+    of_norms = (vectors_of_spectral_norms, buffers_of_synchronized_norms)
+    ids = {own for found in of_norms for own in found(roots)} if joint.buffer_writes else set()
     if not ids:
         return {}
     tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})

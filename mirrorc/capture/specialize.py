@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from mirrorc.capture.agreement import check_agreement
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.constants import with_constants_apart
 from mirrorc.capture.counted_lookups import notes_on_counted_lookups
 from mirrorc.capture.dropped_effects import Note
-from mirrorc.capture.errors import refuse_synchronized_statistics
 from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named, outputs_for
+from mirrorc.capture.gathered_rows import GatheredRows
 from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
+from mirrorc.capture.replica_values import refuse_replica_values
 from mirrorc.capture.shard_types import STAND_IN_SIZE, examples_of, graphs_to_capture, grown_types
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.sparse_lookups import refuse_split_offsets
@@ -28,7 +31,7 @@ from mirrorc.capture.time_axes import refuse_split_time
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
-from mirrorc.errors import CaptureError
+from mirrorc.custom_ops.replica_values import gathering
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
@@ -100,20 +103,25 @@ def capture_program(
         CaptureError: the model cannot be captured.
         ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
-    refuse_synchronized_statistics(training_call)
     what = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
     home = devices[0].torch_device
     distinct, runs = graphs_to_capture(shards, call, devices)
     examples = [examples_of(types, home) for types in distinct]
-    captured = _capture_each(front_end, training_call, call, examples, state, optimizers, decompositions)
+    rows = GatheredRows(shards.num_examples, runs)
+    capture_all = functools.partial(
+        _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
+    )
+    captured = rows.settled(capture_all, what)
+    refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].leaves_with_time_first, what)
         refuse_split_offsets(call.leaves, captured[0].leaves_with_offsets, what)
 
     def trace_grown() -> TracedOutputs | None:
-        return outputs_for(front_end, training_call, examples_of(grown_types(distinct[0], call), home))
+        with gathering(rows.of(0, more=1)):
+            return outputs_for(front_end, training_call, examples_of(grown_types(distinct[0], call), home))
 
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
@@ -165,6 +173,7 @@ def _capture_each(
     training_call: TrainingCall,
     call: Call,
     examples_of: Sequence[Sequence[torch.Tensor]],
+    rows: GatheredRows,
     state: ModelState,
     optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
@@ -176,18 +185,19 @@ def _capture_each(
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
     paths, added = state.names_now()
 
-    def captured_from(examples: Sequence[torch.Tensor]) -> CapturedGraph:
-        graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
+    def captured_from(shard: int, examples: Sequence[torch.Tensor]) -> CapturedGraph:
+        with gathering(rows.of(shard)):
+            graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
         _refuse_added(graph, added)
         return graph
 
     def capture_all() -> list[CapturedGraph]:
-        return [captured_from(own) for own in examples_of]
+        return [captured_from(shard, own) for shard, own in enumerate(examples_of)]
 
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     outside = {name for graph in captured for name in graph.outside}
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
-    _check_agreement(captured, type(training_call.model).__name__)
+    check_agreement(captured, type(training_call.model).__name__)
     return captured
 
 
@@ -252,25 +262,6 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
                 f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
                 "model.parameters() and compile the model anew"
             )
-
-
-def _check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:
-    """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
-    first, *others = captured
-    for other in others:
-        if list(first.guards.draws) != list(other.guards.draws):
-            raise CaptureError(
-                f"{what} draws other numbers from Python's random for a shard of another size, one for each example perhaps, and "
-                "a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), or earlier"
-            )
-        for part in ("gradients", "writes"):
-            if set(_output(first)[part]) != set(_output(other)[part]):
-                raise CaptureError(
-                    f"{what} makes other {part} for a shard of another size: its graph depends on the batch size; use "
-                    "batches that divide by the number of devices"
-                )
-        if [argument.kind for argument in first.arguments] != [argument.kind for argument in other.arguments]:
-            raise CaptureError(f"{what} draws random numbers for some shard sizes only; use batches that divide evenly")
 
 
 def _output(captured: CapturedGraph) -> dict[str, Any]:

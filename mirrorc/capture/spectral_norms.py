@@ -1,4 +1,4 @@
-"""Finds the vectors of spectral norms, which forward iterates by the weights alone, so that all replicas write the same."""
+"""Finds buffers that all replicas write alike: vectors of spectral norms, and statistics that are made of sums over replicas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mirrorc.ir import ops
 
 _KIND = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers
 _VECTORS = ("_u", "_v")
+_SAME_ON_ALL = (ops.sum_over_replicas, ops.rows_of_replicas)
 
 
 def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
@@ -21,13 +22,14 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
-    """Those among the vectors that a captured graph writes by variables alone, which have the same value on all replicas that run
-    it; for each, a number made of how it is computed, which is the same in graphs that compute it alike.
+    """Those among the vectors that a captured graph writes by variables alone, or by values of all replicas, which have the same
+    value on all replicas that run it; for each, a number made of how it is computed, which is the same in graphs that compute it
+    alike.
 
     Args:
         graph: the graph.
         writes: what it writes, by the names of variables.
-        vectors: the names of those that are vectors of spectral norms.
+        vectors: the names of those that norms write alike.
     """
     alike = writes.keys() & set(vectors)
     while True:
@@ -36,6 +38,8 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
             if node.target is ops.read:
                 name = str(node.kwargs["variable"])
                 own[node] = name in alike or name not in writes
+            elif node.target in _SAME_ON_ALL:
+                own[node] = True
             else:
                 own[node] = node.op == "call_function" and all(own[given] for given in node.all_input_nodes)
         found = {name for name in alike if own[writes[name]]}
@@ -65,6 +69,9 @@ def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """For each node a number made of its operator and of all that it is computed of."""
     made: dict[fx.Node, int] = {}
     for node in nodes:
+        if node.target in _SAME_ON_ALL:
+            made[node] = hash((str(node.target), node.kwargs["number"]))
+            continue
         given = fx.node.map_arg((node.args, node.kwargs), lambda source: f"value {made[source]}")
         made[node] = hash((node.op, str(node.target), repr(given)))
     return made

@@ -64,6 +64,7 @@ class Effect(enum.Enum):
     SENDS = "gives a value to another replica"
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"
+    MEETS = "waits for a value of every replica that has examples"
     COMMITS = "decides with all other replicas that the step takes place"
     UPDATES = "writes the parameters of its buckets"
     ACCUMULATES = "adds gradients to those that are kept for a later update"

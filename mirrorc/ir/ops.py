@@ -34,8 +34,10 @@ from mirrorc.ir.type_rules import (
     of_packed,
     of_region,
     of_reserved,
+    of_rows_of_replicas,
     of_slot,
     of_spread,
+    of_sum_over_replicas,
     of_told,
     of_unpacked,
     of_update,
@@ -388,6 +390,52 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
 
 
 @operation(
+    Kind.WAIT,
+    since=Stage.CAPTURED,
+    effects=(Effect.MEETS,),
+    gives=of_sum_over_replicas,
+    stem="sum_{number}",
+    value="computed",
+)
+def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
+    """Gives the sum of a value over all replicas that have examples, for which it waits: what `mirrorc.all_reduce` asks for.
+
+    Each of them meets the others as often, in the same order, and ``number`` tells these meetings apart. The result lies in
+    memory of its own.
+    """
+
+
+@operation(
+    Kind.WAIT,
+    since=Stage.CAPTURED,
+    effects=(Effect.MEETS,),
+    gives=of_rows_of_replicas,
+    stem="rows_{number}",
+    value="computed",
+)
+def rows_of_replicas(value: Any, *, number: int, rows: int, replica: int | None = None) -> Any:
+    """Gives the values of all replicas that have examples, one after the other: what `mirrorc.all_gather` asks for.
+
+    It meets the others as `sum_over_replicas` does; ``rows`` is how many rows all of them have together.
+    """
+
+
+@operation(
+    Kind.WAIT,
+    since=Stage.CAPTURED,
+    effects=(Effect.MEETS,),
+    gives=of_rows_of_replicas,
+    stem="own_{number}",
+    value="computed",
+)
+def own_rows_of_sum(value: Any, *, number: int, rows: int, replica: int | None = None) -> Any:
+    """Gives so many rows of the sum of a value over all replicas that have examples: the gradient of `rows_of_replicas`.
+
+    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of the replicas before it.
+    """
+
+
+@operation(
     Kind.COMPUTE,
     since=Stage.REDUCED,
     gives=of_unpacked,
@@ -562,6 +610,9 @@ GIVEN_MEMORY = Selection(lambda found: found.symbol in (slot, reserved))
 
 OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
 """Operations that come right behind the forward that gives their value, outside of regions."""
+
+MEETINGS = Selection(lambda found: Effect.MEETS in found.effects)
+"""Operations in forward and backward at which all replicas that have examples meet, each with a value."""
 
 RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
 """Operations that change what an update takes, in the memory where it lies."""

@@ -90,6 +90,8 @@ class ArgumentKind(enum.StrEnum):
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
     NUMBER = "number"  # a Python number that may be another one in each step, as a scalar of 64 bits
     SEED = "seed"  # the replica's random stream in this step
+    REPLICA = "replica_id"  # the replica's number, a scalar of int64
+    NUM_REPLICAS = "num_replicas"  # how many replicas have examples, a scalar of int64
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,39 @@ def of_operand(program: Program, node: fx.Node) -> ValueType:
     return noted_type(node.args[0])
 
 
+def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
+    """A contiguous tensor of its operand's shape, which must have numbers."""
+    shape, dtype, device = _met_with(node)
+    if dtype == torch.bool:
+        raise TypeError("it is given truth values, and adds up numbers")
+    return _contiguous(shape, dtype, device)
+
+
+def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
+    """A contiguous tensor of its operand's shape but for dim 0, whose size is the keyword ``rows``."""
+    (shape, dtype, device), rows = _met_with(node), node.kwargs["rows"]
+    if not shape:
+        raise TypeError("it is given a scalar, which has no rows")
+    if not isinstance(rows, int) or rows < 0:
+        raise TypeError(f"its keyword rows is {rows!r}, and no number of rows")
+    return _contiguous((rows, *shape[1:]), dtype, device)
+
+
+def _met_with(node: fx.Node) -> tuple[tuple[int, ...], Any, Any]:
+    """Shape, dtype and device of what a replica meets the others with."""
+    given, number = noted_type(node.args[0]), node.kwargs["number"]
+    if not isinstance(number, int) or number < 0:
+        raise TypeError(f"its keyword number is {number!r}, which is none")
+    if not isinstance(given, tuple) or given[0] != "tensor":
+        raise TypeError(f"it is given {say_type(given)}, and takes tensors")
+    return tuple(given[1]), given[3], given[4]
+
+
+def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
+    strides = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
+    return ("tensor", shape, tuple(strides), dtype, device)
+
+
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:
     """The type of its operand, with as many examples as the microbatch has; the sizes must make up the operand's dim 0."""
     kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]

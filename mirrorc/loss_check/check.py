@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,19 @@ from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.batch_statistics import fewest_examples
 from mirrorc.capture.model_state import check_model
 from mirrorc.capture.shards import Shards, split_call
+from mirrorc.capture.synchronized_norms import synchronizes
+from mirrorc.custom_ops.replica_values import nobody_answers
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 5e-2  # for 16-bit parameters, and under autocast
+_ASKS = (
+    "check_loss computes one shard after the other, and the model or the loss asks other replicas for values (mirrorc.all_reduce "
+    "and the like, or a SyncBatchNorm). Remedy: compare what step.evaluate gives with the loss of the plain model on the whole "
+    "batch"
+)
 _SHOWN = 5  # gradients in the printed form
 _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing
 
@@ -117,13 +125,16 @@ def check_loss(
     if loss_fn is not None and "target" not in kwargs:
         raise TypeError("target is missing: with a loss_fn, call check_loss(model, x, target=y, loss_fn=...)")
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    if any(isinstance(root, nn.Module) and synchronizes(root) for root in (model, loss_fn)):
+        raise MirrorcError(_ASKS)
     call = flatten_call(names, args, kwargs)
     split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
     present = [own for own, size in zip(split.tensors, split.num_examples, strict=True) if size]
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call.structure)
     whole = evaluation.run(_joined(call))
-    parts = [evaluation.run(leaves) for leaves in shards.tensors]
+    with nobody_answers(MirrorcError(_ASKS)) if len(shards.tensors) > 1 else contextlib.nullcontext():
+        parts = [evaluation.run(leaves) for leaves in shards.tensors]
     weights = {
         "mean": [n / sum(shards.num_examples) for n in shards.num_examples],
         "sum": [1.0 for _ in shards.num_examples],

@@ -77,13 +77,23 @@ class LineComments:
             loss = " and the loss" if _gives_loss(program, call) else ""
             return f"forward of {span}{loss}" if span else f"forward{loss}"
         has_loss = any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
-        return f"backward of {', '.join([*(['the loss'] if has_loss else []), *([span] if span else [])])}"
+        about_what = ", ".join([*(["the loss"] if has_loss else []), *([span] if span else [])])
+        return f"backward of {about_what}" if about_what else "backward"
 
 
 def _gives_loss(program: Program, call: fx.Node) -> bool:
-    """Whether there is a loss beside a call of forward: always in training, in an evaluation if it is gathered."""
+    """Whether there is a loss beside a call of forward: in training the last one has it, in an evaluation if it is gathered."""
+    if program.trains:
+        own = replica_of(call)
+        forward = (n for n in region_calls(call.graph) if replica_of(n) == own and _is_forward(program, n))
+        return call is list(forward)[-1]
     gathered = (user for part in call.users for user in part.users if user.target is ops.gather)
-    return program.trains or any(node.kwargs["output"] == LOSS_OUTPUT for node in gathered)
+    return any(node.kwargs["output"] == LOSS_OUTPUT for node in gathered)
+
+
+def _is_forward(program: Program, call: fx.Node) -> bool:
+    region = program.regions.get(region_of(call))
+    return region is not None and region.phase == "forward"
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
@@ -304,10 +314,18 @@ def _gathered(node: fx.Node) -> str:
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
 
 
+def _of_present(program: Program) -> str:
+    count = len(program.present)
+    return f"of all {count} devices" if count == program.num_replicas else f"of the {count} devices that have examples"
+
+
 _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
     {
         ops.check: lambda program, node: f"or the step stops: {node.kwargs['text']!r}",
         ops.gather: lambda program, node: _gathered(node),
+        ops.sum_over_replicas: lambda program, node: f"{_of_present(program)}, awaited here",
+        ops.rows_of_replicas: lambda program, node: f"{_of_present(program)}, awaited here",
+        ops.own_rows_of_sum: lambda program, node: f"{_of_present(program)}, awaited here; its own rows",
         ops.pack: _packed,
         ops.update: _updated,
         ops.await_update: lambda program, node: "what the step before has left",

@@ -9,6 +9,7 @@ from mirrorc.torch_internals.allocations import (
     storage_key,
     watched_operators,
 )
+from mirrorc.torch_internals.asserts import assert_true
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.direct_calls import call_directly
 from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
@@ -108,6 +109,7 @@ __all__ = [
     "UncountedHook",
     "add_node",
     "asked_for_class",
+    "assert_true",
     "attribute_source",
     "bare_name",
     "bare_step",

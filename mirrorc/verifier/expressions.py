@@ -126,6 +126,9 @@ class Expressions:
             return self._call(node, numbered)
         if node.target in ops.FACTORED:
             return self._whole(node, numbered)
+        if node.target in ops.MEETINGS:  # on whatever replica
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
+            return self._number_application(node.target, node.args, kwargs, numbered)
         return self._number_operator(node, numbered)
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:

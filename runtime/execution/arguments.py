@@ -47,6 +47,10 @@ def replica_arguments(
         elif argument.kind is ArgumentKind.NUMBER:
             number = numbers[argument.leaf]  # type: ignore[index]
             values.append(torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64))
+        elif argument.kind is ArgumentKind.REPLICA:
+            values.append(torch.tensor(program.own_replicas[replica], dtype=torch.int64))
+        elif argument.kind is ArgumentKind.NUM_REPLICAS:
+            values.append(torch.tensor(len(program.present), dtype=torch.int64))
         else:
             assert seed is not None
             values.append(torch.tensor(mix(seed, program.own_replicas[replica]), dtype=torch.int64))

@@ -27,6 +27,7 @@ from mirrorc.ir.routes import route_of
 from mirrorc.runtime.codegen.graph_function import Constant, HandOver, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.execution.commit import CommitPoint
 from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
 from mirrorc.runtime.execution.late_shares import LateShare, leaving, what_is_left
@@ -59,6 +60,7 @@ class Binder:
         communicators: the communicators by link.
         commit: where the replicas decide on a step.
         outputs: what the replicas hand to the caller.
+        replica_values: where the replicas meet, as the model asks for it.
         progress: notes the updates of a program that commits early; None for any other.
         await_update: called with a replica and a bucket where the step before must have updated the bucket.
 
@@ -79,13 +81,14 @@ class Binder:
         communicators: Mapping[str, Communicator],
         commit: CommitPoint,
         outputs: StepOutputs,
+        replica_values: ReplicaValues,
         progress: UpdateProgress | None = None,
         await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
     ) -> None:
         self._await_update = await_update
         self.program, self.regions, self.state = program, regions, state
         self._constants, self._communicators, self._commit = constants, communicators, commit
-        self._outputs, self._progress = outputs, progress
+        self._outputs, self._progress, self._replica_values = outputs, progress, replica_values
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
@@ -141,6 +144,11 @@ class Binder:
     @binds(ops.gather)
     def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
         return self._outputs.part(replica, node)
+
+    @binds(ops.MEETINGS)
+    def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
+        values = self._replica_values
+        return Meeting(functools.partial(values.arrive, node, replica), functools.partial(values.leave, node, replica))
 
     @binds(ops.microbatch)
     def _bind_microbatch(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:

@@ -16,7 +16,8 @@ import torch
 
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
-from mirrorc.runtime.communication import communicators_of
+from mirrorc.runtime.communication import Communicator, communicators_of
+from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
@@ -89,6 +90,8 @@ class Executor:
         carriers = self._communicators.values()
         self._handover = Handover(program, state, carriers, self._progress, timeout_seconds)
         self.outputs = StepOutputs(program)
+        self._replica_values = ReplicaValues(program, timeout_seconds)
+        self._carriers: tuple[Communicator | ReplicaValues, ...] = (*self._communicators.values(), self._replica_values)
         self._binder = Binder(
             program,
             regions,
@@ -97,6 +100,7 @@ class Executor:
             self._communicators,
             self.commit,
             self.outputs,
+            self._replica_values,
             self._progress,
             self._handover.await_update,
         )
@@ -256,8 +260,8 @@ class Executor:
             seconds = 0.0
         else:
             self.state.finish()
-        for communicator in self._communicators.values():
-            communicator.release()
+        for carrier in self._carriers:
+            carrier.release()
         self._binder.forget_late_shares()
         loss = self._losses.total(done, weights)
         if self.is_interleaved == self.trial.interleaves and seconds:
@@ -324,8 +328,8 @@ class Executor:
         self._forget_step()
         self.commit.abort()
         self._handover.wake()
-        for communicator in self._communicators.values():
-            communicator.abort()
+        for carrier in self._carriers:
+            carrier.abort()
 
     def _forget_step(self) -> None:
         if self.recorder is not None:
@@ -349,5 +353,5 @@ class Executor:
         self._binder.forget_late_shares()
         with self._stopping:
             self.commit.begin_afresh()
-            for communicator in self._communicators.values():
-                communicator.begin_afresh()
+            for carrier in self._carriers:
+                carrier.begin_afresh()

@@ -220,6 +220,14 @@ class _Walk:
         """Nothing new where the packs lie side by side in a bucket; otherwise they are put together in memory of their own."""
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
+    @accounts(ops.MEETINGS)
+    def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The value, and a copy of what this replica leaves for the others, until the end of the step."""
+        (given,) = node.all_input_nodes
+        value = given.meta["val"]
+        self.ledger.hold([Block(value.numel() * value.itemsize, f"copy of {self.names.name(given)}", type_of(value))])
+        return self._new(node), 0
+
     @accounts(ops.add_accumulated)
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # in the bucket

@@ -118,13 +118,3 @@ def test_a_language_model_that_pads_its_labels() -> None:
     padded[0, 6:] = -100
     for labels, number in ((tokens, 0), (padded, 1)):
         assert len(warned(GPT2LMHeadModel(config), {"input_ids": tokens, "labels": labels})[0]) == number
-
-
-def test_synchronized_batch_norm_is_refused_where_it_would_synchronize() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
-    given = {"input": torch.randn(4, 6), "target": torch.randn(4, 4)}
-    with pytest.raises(
-        mirrorc.CaptureError, match=r"'1' is a SyncBatchNorm.*its own shard: use nn.BatchNorm2d.*eval mode"
-    ):
-        warned(model, given, loss_fn=F.mse_loss)
-    assert warned(model.eval(), given, loss_fn=F.mse_loss) == ([], "")

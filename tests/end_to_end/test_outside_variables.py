@@ -399,7 +399,6 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
             self.weight.data = next(iter(other.parameters())).data
 
     outside = {
-        r"'other' is a SyncBatchNorm": nn.SyncBatchNorm(3).double(),
         r"writes the parameter 'outside\.other\.weight' in place": Writes(),
         r"share memory.*with \.clone\(\)": Shares(own),
     }

@@ -10,6 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from broken_meetings import (
+    alone,
+    meeting,
+    under_one_number,
+    under_other_numbers,
+    waits_before_a_meeting,
+    with_fewer_rows,
+)
 from tiny_programs import (
     MUON,
     PASS_NAMES,
@@ -1637,5 +1645,13 @@ BAD: dict[str, list[Mutation]] = {
         gathering(on_all_devices(functools.partial(pack_a_whole_gradient, False))),
         gathering(plan_otherwise(lambda bucket: dataclasses.replace(bucket, gathers_factors=False))),
     ],
-    "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part)],
+    "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part), meeting(waits_before_a_meeting)],
+    "replicas_meet_alike": [
+        *(
+            meeting(change, pass_name)
+            for change in (under_other_numbers, alone, with_fewer_rows)
+            for pass_name in ("replicate", "lower-devices")
+        ),
+        meeting(under_one_number, "replicate"),
+    ],
 }

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from broken_meetings import meeting_stages
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -57,6 +58,7 @@ PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-
 """The files with programs whose parameters are placed as their names say, and the numbers of devices."""
 PACKS = "digits-2-packs.txt"  # the file with the program of two devices, whose one bucket is cut into three packs
 PACKS_OVER_WORKERS = "digits-worker-0-of-2-packs.txt"  # the same of one of two workers
+MEETINGS = "meetings-2.txt"  # the file with a program whose replicas meet in forward and backward
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -293,7 +295,13 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield PACKS, packs_text()
     yield PACKS_OVER_WORKERS, packs_over_workers_text()
     yield GATHERED, gathered_text()
+    yield MEETINGS, meetings_text()
     yield CAPTURED, captured_text()
+
+
+def meetings_text() -> str:
+    """A lowered program whose replicas ask each other for values, in forward and in backward."""
+    return meeting_stages()["lower-devices"].to_text(slots=True, sources=False)
 
 
 def packs_text() -> str:

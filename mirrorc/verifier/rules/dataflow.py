@@ -18,6 +18,7 @@ from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.expressions import Expressions
 from mirrorc.verifier.repetition import accumulated_results, is_accumulated
 from mirrorc.verifier.rule import Scope, rule
+from mirrorc.verifier.rules.meetings import say_meeting
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
@@ -30,8 +31,9 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, the expressions of the loss, of each gradient, check and gathered output, of each bucket's way to its
-    update and of each buffer's new value stay the same, unless the pass has the attribute changes_dataflow = True.
+    """On every replica, the expressions of the loss, of each gradient, check and gathered output, of each value for a meeting of
+    replicas, of each bucket's way to its update and of each buffer's new value stay the same, unless the pass has the attribute
+    changes_dataflow = True.
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
@@ -230,6 +232,8 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
         yield "condition of the check", repr(node.kwargs["text"]), numbered[node.all_input_nodes[0]]
     for node in calls_to(graph, ops.gather):
         yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), numbered[node.all_input_nodes[0]]
+    for node in calls_to(graph, *ops.MEETINGS):
+        yield "value for", say_meeting(node), numbered[node.all_input_nodes[0]]
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
@@ -256,6 +260,8 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
             yield "condition of the check", repr(node.kwargs["text"]), node, node.all_input_nodes[0]
         elif node.target is ops.gather:
             yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), node, node.all_input_nodes[0]
+        elif node.target in ops.MEETINGS:
+            yield "value for", say_meeting(node), node, node.all_input_nodes[0]
 
 
 def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:

@@ -32,8 +32,8 @@ def some_replica_has_examples(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.REFERENCES)
 def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violation]:
-    """A replica without examples has no arguments, regions, slots, factors, checks, outputs, writes of buffers, and no loss; one
-    with examples has a loss. All replicas take part in collectives, commits and updates alike."""
+    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, writes of buffers, and no
+    loss; one with examples has a loss. All replicas take part in collectives, commits and updates alike."""
     for where, graph, _ in scopes(program):
         for node in graph.nodes:
             if node.op == "output" or not _is_of_forward_or_backward(node):
@@ -52,5 +52,5 @@ def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violatio
 
 
 def _is_of_forward_or_backward(node: fx.Node) -> bool:
-    is_operation = node.target in _OF_FORWARD_AND_BACKWARD or node.target in ops.FACTORED
+    is_operation = any(node.target in some for some in (_OF_FORWARD_AND_BACKWARD, ops.FACTORED, ops.MEETINGS))
     return is_operation or node.op == "placeholder" or is_region_call(node)

@@ -16,6 +16,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.meetings import tag_of_meeting
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 
 _COMMIT = ("commit", 0)
@@ -117,12 +118,12 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
     """Waits form no cycle: a wait comes after the earlier nodes of its own device, and after all launches and sends it needs;
-    a commit comes after what is before the commits of all devices."""
+    a commit, or a meeting, comes after what is before it on all devices."""
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []
     for device, module in program.device_graphs.items():
-        nodes = list(calls_to(module.graph, *ops.COLLECTIVES, ops.send, ops.wait, ops.commit))
+        nodes = list(calls_to(module.graph, *ops.COLLECTIVES, *ops.MEETINGS, ops.send, ops.wait, ops.commit))
         places = [place for node in nodes for place in _places(device, node)]
         order.add_nodes_from(places)
         order.add_edges_from(pairwise(places))
@@ -131,6 +132,9 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
             if node.target is ops.commit:
                 waits.append((_COMMIT, place))
                 givers.setdefault(_COMMIT, []).append(_places(device, node)[0])
+            elif node.target in ops.MEETINGS:
+                waits.append((tag_of_meeting(node), place))
+                givers.setdefault(tag_of_meeting(node), []).append(_places(device, node)[0])
             elif node.target is ops.wait:
                 waits.extend((key, place) for key in _awaited(program, node))
             else:
@@ -143,8 +147,9 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """The places of a node in the order of its device: a commit has two, its arrival and its end."""
-    arrival = [(device, f"before {node.name}")] if node.target is ops.commit else []
+    """The places of a node in the order of its device: a commit or a meeting has two, its arrival and its end."""
+    arrives = node.target is ops.commit or node.target in ops.MEETINGS
+    arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]
 
 

@@ -1,0 +1,114 @@
+"""Operators by which a model or a loss takes values of all replicas; in plain PyTorch there is one replica."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+RowsOfAll = Callable[[torch.Tensor], int]
+"""Gives how many rows all replicas have together, where this one gathers such a value."""
+
+_rows: contextvars.ContextVar[RowsOfAll] = contextvars.ContextVar("rows", default=len)
+_error: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("error", default=None)
+
+
+@contextlib.contextmanager
+def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
+    """A block in which a trace is that of one replica among others."""
+    token = _rows.set(rows_of_all)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+@contextlib.contextmanager
+def nobody_answers(error: Exception) -> Iterator[None]:
+    """A block in which what runs in plain PyTorch is one of several replicas, and an error is raised if it asks the others."""
+    token = _error.set(error)
+    try:
+        yield
+    finally:
+        _error.reset(token)
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    if (error := _error.get()) is not None:
+        raise error
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _own_rows_alone(value: torch.Tensor, rows: int) -> torch.Tensor:
+    if len(value) != rows:
+        raise RuntimeError(f"own_rows_of_sum is asked for {rows} rows of {len(value)}, and there is one replica")
+    return _alone(value)
+
+
+def _gathered(value: torch.Tensor) -> torch.Tensor:
+    return value.new_empty((_rows.get()(value), *value.shape[1:]))
+
+
+def _own_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
+    return value.new_empty((rows, *value.shape[1:]))
+
+
+def _gradient_of_sum(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Each replica's loss depends on the sum, and so its gradient with respect to one operand is that of all of them."""
+    return all_reduce_value(gradient)
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.rows = len(inputs[0])
+
+
+def _gradient_of_gathered(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return own_rows_of_sum(gradient, ctx.rows)
+
+
+def _gradient_of_own_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return all_gather_value(gradient), None
+
+
+def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: Any = None) -> Any:
+    """Defines an operator: what it gives in plain PyTorch, in a trace, and in backward."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, alone, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(f"mirrorc::{name}", gradient, setup_context=keep, lib=_LIBRARY)
+    return getattr(torch.ops.mirrorc, name).default
+
+
+all_reduce_value = _register("all_reduce_value(Tensor value) -> Tensor", _alone, _like, _gradient_of_sum)
+"""``all_reduce_value(value)``: the sum of the values of all replicas; alone, a copy of the value."""
+
+all_gather_value = _register(
+    "all_gather_value(Tensor value) -> Tensor", _alone, _gathered, _gradient_of_gathered, _keep_rows
+)
+"""``all_gather_value(value)``: the values of all replicas, one after the other along dim 0; alone, a copy of the value."""
+
+own_rows_of_sum = _register(
+    "own_rows_of_sum(Tensor value, int rows) -> Tensor", _own_rows_alone, _own_rows, _gradient_of_own_rows
+)
+"""``own_rows_of_sum(value, rows)``: of the sum of all replicas' values, this one's rows along dim 0, which come behind those of
+the replicas before it; the transpose of `all_gather_value`. Alone, a copy of the value."""
+
+replica_number = _register(
+    "replica_number(Tensor like) -> Tensor", lambda like: torch.zeros_like(_alone(like)), torch.empty_like
+)
+"""``replica_number(like)``: the number of this replica; alone, 0. The argument is a scalar of int64 with any value."""
+
+replica_count = _register(
+    "replica_count(Tensor like) -> Tensor", lambda like: torch.ones_like(_alone(like)), torch.empty_like
+)
+"""``replica_count(like)``: how many replicas have examples; alone, 1. The argument is that of `replica_number`."""

@@ -1,0 +1,81 @@
+"""What a model or a loss may ask of all replicas: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`."""
+
+from __future__ import annotations
+
+import torch
+
+from mirrorc.custom_ops import replica_values
+
+_OPS = ("sum", "mean")
+
+
+def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The sum, or the mean, of a value over all replicas that have examples; for use in a model or a loss.
+
+    Gradients flow through it: that of a replica's value is the sum of the gradients that all replicas' losses have for the
+    result. In plain PyTorch, where there is one replica, it gives a copy of the value.
+
+    Args:
+        value: of numbers; of one shape on all replicas, so one that does not follow the number of examples.
+        op: "sum", or "mean": the sum divided by `num_replicas`, whatever numbers of examples the replicas have.
+
+    Returns:
+        A contiguous tensor of the value's shape and dtype, in memory of its own; the same bits on all replicas.
+
+    Raises:
+        TypeError: the value is no tensor, or has truth values; or the mean of integers is asked for.
+        ValueError: ``op`` is something else.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op is {op!r}: all_reduce gives a {' or a '.join(_OPS)}")
+    _check_tensor(value, "all_reduce")
+    if value.dtype == torch.bool:
+        raise TypeError("all_reduce adds numbers, and was given truth values: convert them, as with .to(torch.int64)")
+    if op == "mean" and not (value.is_floating_point() or value.is_complex()):
+        raise TypeError(
+            f"all_reduce was asked for a mean of {value.dtype}: convert the value with .float(), or take the sum"
+        )
+    total = replica_values.all_reduce_value(value)
+    return total / num_replicas() if op == "mean" else total
+
+
+def all_gather(value: torch.Tensor) -> torch.Tensor:
+    """The values of all replicas that have examples, one after the other along dim 0; for use in a model or a loss.
+
+    Rows are in the order of replicas, so that those of values which follow the examples are in the order of the batch. Gradients
+    flow through it: that of a replica's value is the sum of the gradients that all replicas' losses have for its rows. In plain
+    PyTorch, where there is one replica, it gives a copy of the value.
+
+    Args:
+        value: with one dimension or more. Replicas may have other numbers of rows, as where shards are uneven; all else of its
+            shape, and its dtype, is the same on all.
+
+    Returns:
+        A contiguous tensor of the value's dtype, in memory of its own; the same bits on all replicas.
+
+    Raises:
+        TypeError: the value is no tensor.
+        ValueError: it is a scalar, which has no rows.
+    """
+    _check_tensor(value, "all_gather")
+    if value.dim() == 0:
+        raise ValueError("all_gather puts rows one after the other, and a scalar has none: gather value[None]")
+    return replica_values.all_gather_value(value)
+
+
+def replica_id() -> torch.Tensor:
+    """The number of the replica that runs, a scalar of int64; 0 in plain PyTorch.
+
+    It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
+    """
+    return replica_values.replica_number(torch.zeros((), dtype=torch.int64, device="cpu"))
+
+
+def num_replicas() -> torch.Tensor:
+    """How many replicas run, a scalar of int64: those that have examples; 1 in plain PyTorch. See `replica_id`."""
+    return replica_values.replica_count(torch.zeros((), dtype=torch.int64, device="cpu"))
+
+
+def _check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")

@@ -1,0 +1,122 @@
+"""What models ask of all replicas: in plain PyTorch, in a captured program, and where it is refused."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from broken_meetings import Meeting
+from tiny_programs import captured_model
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+
+
+def test_one_replica_has_copies() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    for ask in (mirrorc.all_reduce, mirrorc.all_gather, lambda x: mirrorc.all_reduce(x, op="mean")):
+        found = ask(x)
+        assert torch.equal(found, x)
+        assert found.data_ptr() != x.data_ptr()
+        assert torch.autograd.gradcheck(ask, x)
+        assert torch.autograd.gradgradcheck(ask, x)
+    assert (mirrorc.replica_id(), mirrorc.num_replicas()) == (0, 1)
+    assert torch.compile(lambda x: mirrorc.all_gather(x) * mirrorc.num_replicas(), backend="eager")(x).equal(x)
+
+
+WRONG: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+    "op is 'max': all_reduce gives a sum or a mean": (ValueError, lambda: mirrorc.all_reduce(torch.ones(2), "max")),
+    "all_reduce takes a tensor, not float": (TypeError, lambda: mirrorc.all_reduce(1.0)),  # type: ignore[arg-type]
+    "all_gather takes a tensor, not list": (TypeError, lambda: mirrorc.all_gather([1.0])),  # type: ignore[arg-type]
+    "a scalar has none: gather value[None]": (ValueError, lambda: mirrorc.all_gather(torch.ones(()))),
+    "was given truth values": (TypeError, lambda: mirrorc.all_reduce(torch.tensor([True]))),
+    "a mean of torch.int64": (TypeError, lambda: mirrorc.all_reduce(torch.ones(2, dtype=torch.int64), "mean")),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments(text: str) -> None:
+    kind, ask = WRONG[text]
+    with pytest.raises(kind, match=re.escape(text)):
+        ask()
+
+
+def test_graphs_say_how_many_rows_all_replicas_have() -> None:
+    program = captured_model(Meeting(), 3, 7)
+    for graph, size in zip(program.shard_graphs, (3, 2), strict=True):
+        (gathered,) = calls_to(graph, ops.rows_of_replicas)
+        (own,) = calls_to(graph, ops.own_rows_of_sum)
+        assert (gathered.kwargs["rows"], own.kwargs["rows"]) == (7, size)
+
+
+class Asking(nn.Linear):
+    """Asks for something that is made of the linear layer's result."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 3)
+        self.ask = ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + self.ask(y)
+
+
+def by_size(y: torch.Tensor) -> torch.Tensor:
+    return mirrorc.all_reduce(y.sum()) if len(y) > 2 else mirrorc.all_gather(y).sum()
+
+
+def for_large_ones(y: torch.Tensor) -> torch.Tensor:
+    return mirrorc.all_reduce(y.sum()) if len(y) > 2 else y.sum()
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    r"all_reduce at test_replica_values.py:\d+ .* in Asking is given .*\[3, 3\].* on one replica and .*\[2, 3\].*reduce it "
+    "over the examples": mirrorc.all_reduce,
+    r"all_gather at .* is given .* must be alike in all else": lambda y: mirrorc.all_gather(y.T).sum(),
+    "calls mirrorc.all_reduce at .* for a shard of one size, where it calls mirrorc.all_gather at": by_size,
+    "calls mirrorc.all_reduce at .* for a shard of one size, and not for another": for_large_ones,
+    r"gathers f32\[2, 3\] twice on one replica, which is 5 rows of all replicas in one place and 4 in another": (
+        lambda y: mirrorc.all_gather(y).sum() + mirrorc.all_gather(y[:2]).sum()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_values_that_do_not_go_together(text: str) -> None:
+    with pytest.raises(mirrorc.CaptureError, match=text):
+        captured_model(Asking(REFUSED[text]), 2, 5)
+
+
+def test_microbatches_are_refused() -> None:
+    with pytest.raises(
+        mirrorc.CaptureError, match=r"Meeting calls mirrorc.all_reduce at .*microbatches.*leave microbatches out"
+    ):
+        captured_model(Meeting(), 2, 8, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Meeting(), r"calls mirrorc.all_reduce at .*, which joins the devices of one process, and not several workers"),
+        (Asking(lambda y: y * mirrorc.num_replicas()), r"calls mirrorc.num_replicas, which joins"),
+        (nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)), r"calls the SyncBatchNorm '1', which joins"),
+    ],
+)
+def test_several_workers_are_refused(model: nn.Module, text: str) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world: dict[str, Any] = {"world": mirrorc.World(2), "rank": 0, "backend": "eager", "progress": False}
+    with (
+        mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, **world) as step,
+        pytest.raises(mirrorc.CaptureError, match=text),
+    ):
+        step.prepare(torch.randn(4, 4), target=torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("model", [Meeting(), nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))])
+def test_check_loss_says_that_it_cannot_tell(model: nn.Module) -> None:
+    with pytest.raises(mirrorc.MirrorcError, match=r"check_loss computes one shard after the other.*Remedy: compare"):
+        mirrorc.check_loss(model, torch.randn(4, 4), target=torch.randn(4, 3), loss_fn=F.mse_loss)

@@ -1,0 +1,303 @@
+"""Models and losses that ask all replicas for values train as one device does on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+
+SIZES = (12, 11, 2, 1, 12)  # even, uneven, and too small for all devices
+NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 2, 4) else []) for n in (1, 2, 3, 4)]
+
+
+class Normalized(nn.Module):
+    """Normalizes its features over the whole batch, by sums over all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        count = mirrorc.all_reduce(torch.full((), float(len(h)), dtype=h.dtype))
+        mean = mirrorc.all_reduce(h.sum(0)) / count
+        variance = mirrorc.all_reduce(((h - mean) ** 2).sum(0)) / count
+        return self.last(torch.tanh((h - mean) / (variance + 1e-3).sqrt()))
+
+
+def coupled_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean over examples plus a penalty on the mean output of the whole batch."""
+    count = mirrorc.all_reduce(torch.full((), float(len(outputs)), dtype=outputs.dtype))
+    mean = mirrorc.all_reduce(outputs.sum(0)) / count
+    return F.mse_loss(outputs, target) + (mean**2).sum() + F.mse_loss(mean.expand_as(outputs), target)
+
+
+def trained(
+    devices: Any, sizes: tuple[int, ...], model: Callable[[], nn.Module], loss_fn: Any, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters after a step on each batch; without devices, in plain PyTorch."""
+    torch.manual_seed(0)
+    net = model().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    batches = [(torch.randn(n, 5, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)) for n in sizes]
+    losses = []
+    if devices is None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_fn(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    else:
+        with mirrorc.compile(
+            net, devices=devices, optimizer=optimizer, loss_fn=loss_fn, progress=False, **options
+        ) as step:
+            losses = [float(step(x, target=y)) for x, y in batches]
+    return losses, copy.deepcopy(net.state_dict())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-12, abs=1e-12)
+    for name, value in one[1].items():
+        torch.testing.assert_close(value, other[1][name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_values_of_the_whole_batch_train_as_on_one_device(num_devices: int) -> None:
+    expected = trained(None, SIZES, Normalized, coupled_loss)
+    assert_same(trained(num_devices, SIZES, Normalized, coupled_loss, backend="eager"), expected)
+
+
+class Paired(nn.Module):
+    """Gives two embeddings of each example, one of each half of its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 6), nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.normalize(self.one(x), dim=1), F.normalize(self.other(x.flip(1)), dim=1)
+
+
+def contrastive_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """Each example's two embeddings belong together, among those of the whole batch."""
+    one, other = outputs
+    logits = [own @ mirrorc.all_gather(every).T / 0.1 for own, every in ((one, other), (other, one))]
+    together = (one * other).sum(1) / 0.1
+    return (sum(row.logsumexp(1) for row in logits) / 2 - together).mean() + 0.0 * target.sum()
+
+
+def labelled_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """The same with labels, which are places in the whole batch: behind those of the replicas before."""
+    one, other = outputs
+    sizes = mirrorc.all_gather(torch.full((1,), len(one)))
+    before = torch.where(torch.arange(len(sizes)) < mirrorc.replica_id(), sizes, 0).sum()
+    labels = before + torch.arange(len(one))
+    return F.cross_entropy(one @ mirrorc.all_gather(torch.cat([other, other], 1)).chunk(2, 1)[0].T / 0.1, labels)
+
+
+@pytest.mark.parametrize("loss", [contrastive_loss, labelled_loss])
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) -> None:
+    expected = trained(None, SIZES, Paired, loss)
+    assert_same(trained(num_devices, SIZES, Paired, loss, backend="eager"), expected)
+
+
+class Convolutions(nn.Module):
+    """A convolution and a linear layer, each normalized by the statistics of the batch."""
+
+    def __init__(self, *, affine: bool = True, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 2, 2)
+        self.norm = nn.BatchNorm1d(2, affine=affine, momentum=momentum)
+        self.last = nn.Linear(8, 3)
+        self.again = nn.BatchNorm1d(3, affine=affine, track_running_stats=affine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.last(torch.tanh(self.norm(self.first(x[:, None]))).flatten(1)))
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
+    sizes = (12, 11, 7, 2)
+    expected = trained(None, sizes, lambda: Convolutions(**options), F.mse_loss)
+
+    def synchronized() -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions(**options))
+
+    assert_same(trained(num_devices, sizes, synchronized, F.mse_loss, backend="eager"), expected)
+
+
+def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean over the whole batch that each replica makes by itself, so that backward begins with a meeting."""
+    sums = torch.stack([F.mse_loss(outputs, target, reduction="sum") / 3, outputs.new_tensor(float(len(outputs)))])
+    total, count = mirrorc.all_reduce(sums).unbind()
+    return total / count
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_options_of_a_step_mean_the_same(backend: str) -> None:
+    """A norm, several buckets, a loss that is the same on all replicas, both backends."""
+    sizes = (7, 6, 7)
+    model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
+    buckets = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-5}
+    expected = trained(1, sizes, model, reduced_loss, backend="eager", clip_grad_norm=0.5)
+    found = trained(3, sizes, model, reduced_loss, backend=backend, clip_grad_norm=0.5, **buckets)
+    assert_same(found, expected)
+
+
+def test_evaluations_and_calls_that_accumulate() -> None:
+    x, y = torch.randn(7, 5).double(), torch.randn(7, 3).double()
+    torch.manual_seed(0)
+    plain = Normalized().double()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=coupled_loss, backend="eager", progress=False) as step:
+        torch.testing.assert_close(step.evaluate(x, target=y), coupled_loss(plain(x), y).detach())
+        torch.testing.assert_close(step.evaluate(x[:2], target=y[:2]), coupled_loss(plain(x[:2]), y[:2]).detach())
+        step.accumulate(x[:4], target=y[:4])
+        step(x[4:], target=y[4:])
+    ((4 * coupled_loss(plain(x[:4]), y[:4]) + 3 * coupled_loss(plain(x[4:]), y[4:])) / 7).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.detach(), (other - 0.1 * other.grad).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_of_replicas() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()).double())
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            number = mirrorc.replica_id().expand(len(x), 1)
+            return self.weight * x, number, mirrorc.all_gather(number) + 10 * mirrorc.num_replicas()
+
+    def first(outputs: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs[0], target)
+
+    model = Numbered()
+    assert [part.tolist() for part in model(torch.ones(2, 1))[1:]] == [[[0], [0]], [[10], [10]]], "alone, there is one"
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 1).double()
+    options: dict[str, Any] = {"loss_fn": first, "backend": "eager", "return_outputs": True, "progress": False}
+    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+        _, (_, numbers, every) = step(x, target=x)
+        assert numbers.flatten().tolist() == [0, 0, 1, 1, 2]
+        assert [own.flatten().tolist() for own in every.values] == [[30, 30, 31, 31, 32]] * 3
+        _, (_, numbers, every) = step(x[:2], target=x[:2])
+        assert numbers.flatten().tolist() == [0, 1]
+        assert [own.flatten().tolist() for own in every.values] == [[20, 21]] * 2
+
+
+def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
+    class Checked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._assert_async((x < 100).all(), "an example is too large")
+            return super().forward(x) + mirrorc.all_reduce(super().forward(x).sum(0))
+
+    model, x = Checked(5, 3).double(), torch.randn(6, 5).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "timeout_seconds": 60, "progress": False}
+    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+        large = x.clone()
+        large[-1] = 1000.0
+        for _ in range(2):
+            with pytest.raises(mirrorc.ExecutionError, match=r"cpu:2.*an example is too large"):
+                step(large, target=x[:, :3])
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        expected = F.mse_loss(model(x), x[:, :3]).item()
+        assert step(x, target=x[:, :3]).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_value_per_channel_has_no_statistics() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 5).double()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "progress": False}
+    with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:
+        step(x, target=x[:, :3])
+        with pytest.raises(
+            mirrorc.ExecutionError, match=r"SyncBatchNorm in train mode needs more than one value per channel"
+        ):
+            step(x[:1], target=x[:1, :3])
+        model.eval()
+        expected = F.mse_loss(model(x[:1]), x[:1, :3]).item()
+        assert step(x[:1], target=x[:1, :3]).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_statistics_are_the_same_on_all_replicas() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 5).double()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "progress": False}
+    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+        for size in (7, 2, 6):
+            step(x[:size], target=x[:size, :3])
+            for name, shown in model[1].named_buffers():
+                for own in step.variables[f"1.{name}"].values:
+                    assert torch.equal(own, shown), (size, name)
+        assert model[1].num_batches_tracked == 3
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "packs": {"packing": 3},
+    "messages": {"all_reduce": "ring", "link": "copy"},
+    "an owner": {"placement": "central"},
+    "order": {"exact_order": True, "check_finite": True, "check_replicas_every": 1},
+    "copies": {"disable_passes": ["share-parameters"], "link": "copy"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
+def test_other_options_mean_the_same(name: str) -> None:
+    model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
+    expected = trained(1, (7, 2), model, coupled_loss, backend="eager")
+    assert_same(trained(3, (7, 2), model, coupled_loss, backend="eager", **OTHERS[name]), expected)
+
+
+@pytest.mark.slow
+def test_scalers_and_autocast() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3))
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(7, 5), torch.randn(7, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.mse_loss(plain(x).float(), y)
+    expected.backward()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    loss_fn = lambda output, target: F.mse_loss(output.float(), target)  # noqa: E731
+    options: dict[str, Any] = {"scaler": scaler, "autocast": torch.bfloat16, "backend": "eager", "progress": False}
+    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=loss_fn, **options) as step:
+        torch.testing.assert_close(step(x, target=y), expected.detach(), rtol=0.02, atol=0.02)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.detach(), (other - 0.1 * other.grad).detach(), rtol=0.05, atol=0.02)
+
+
+def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:
+    """What is asked for may be an argument or a variable itself, and a result may be an output, the loss or a gradient."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5).double())
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return mirrorc.all_gather(x).mean(0) * mirrorc.all_reduce(self.weight, "mean"), mirrorc.all_gather(x)
+
+    def loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
+        return (outputs[0] ** 2).sum()
+
+    model = Plain()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 5).double()
+    options: dict[str, Any] = {"loss_fn": loss, "backend": "eager", "return_outputs": True, "progress": False}
+    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+        found, outputs = step(x, target=x)
+    mean = x.mean(0)
+    torch.testing.assert_close(found, (mean**2).sum())
+    torch.testing.assert_close(model.weight.detach(), 1 - 0.2 * mean**2)
+    assert all(torch.equal(own, x) for own in outputs[1].values)

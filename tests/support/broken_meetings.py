@@ -1,0 +1,102 @@
+"""Programs whose replicas meet in forward and backward, and ways to break them."""
+
+from collections.abc import Callable
+
+import torch
+from tiny_programs import SMALL_BUCKETS, captured_model, every_stage, targets
+from torch import fx, nn
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import replica_of
+from mirrorc.ir.program import Program
+from mirrorc.verifier.verifier import verify
+
+
+class Meeting(nn.Module):
+    """Centers its features over the whole batch, and tells each example how near to all others it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = h - mirrorc.all_reduce(h.mean(0), "mean") + mirrorc.replica_id()
+        near = (h @ mirrorc.all_gather(h).t()).sum(1, keepdim=True)
+        return self.last(torch.tanh(h * near))
+
+
+def meeting_stages(rows: int = 8, num_devices: int = 2) -> dict[str, Program]:
+    """A program of such a model after each pass."""
+    return every_stage(captured_model(Meeting(), num_devices, rows), **SMALL_BUCKETS)
+
+
+def meeting(
+    change: Callable[[Program], object], pass_name: str = "lower-devices"
+) -> tuple[str, Callable[[Program], Program]]:
+    """A change of such a program, on two devices, after a pass."""
+
+    def mutate(_: Program) -> Program:
+        program = meeting_stages()[pass_name]
+        verify(program)
+        change(program)
+        return program
+
+    return "pack-gradients", mutate
+
+
+def met_by(program: Program, replica: int, *which: object) -> list[fx.Node]:
+    """The meetings of a replica, in order, which these operations are, or any."""
+    graphs = program.graphs()
+    if len(graphs) == 1:
+        return [node for node in targets(graphs[0], *(which or ops.MEETINGS)) if replica_of(node) == replica]
+    return targets(graphs[replica], *(which or ops.MEETINGS))
+
+
+def under_other_numbers(program: Program) -> None:
+    for node in met_by(program, 1):
+        node.kwargs = {**node.kwargs, "number": int(str(node.kwargs["number"])) + 1}
+
+
+def under_one_number(program: Program) -> None:
+    for replica in (0, 1):
+        for node in met_by(program, replica):
+            node.kwargs = {**node.kwargs, "number": 0}
+
+
+def alone(program: Program) -> None:
+    """Replica 1 leaves a meeting out and goes on with its own value."""
+    node = met_by(program, 1, ops.sum_over_replicas)[0]
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    node.graph.erase_node(node)
+
+
+def with_fewer_rows(program: Program) -> None:
+    node = met_by(program, 1, ops.rows_of_replicas)[0]
+    (given,) = node.all_input_nodes
+    with node.graph.inserting_before(node):
+        fewer = node.graph.call_function(torch.ops.aten.slice.Tensor, (given, 0, 0, 3))
+    fewer.meta["val"] = given.meta["val"][:3]
+    node.replace_input_with(given, fewer)
+
+
+def with_another_value(program: Program) -> None:
+    """Replica 1 puts twice its value into a sum."""
+    node = met_by(program, 1, ops.sum_over_replicas)[0]
+    (given,) = node.all_input_nodes
+    with node.graph.inserting_before(node):
+        twice = node.graph.call_function(torch.ops.aten.add.Tensor, (given, given))
+    twice.meta["val"] = given.meta["val"]
+    node.replace_input_with(given, twice)
+
+
+def waits_before_a_meeting(program: Program) -> None:
+    """One device waits for a bucket's sum before a meeting in backward, and the other one launches all sums behind that."""
+    here, there = met_by(program, 0)[-1], met_by(program, 1)[-1]
+    early, late = (next(w for w in targets(own.graph, ops.wait) if w.kwargs["bucket"] == 0) for own in (here, there))
+    here.prepend(early)
+    there.append(late)
+    for launch in reversed(targets(there.graph, *ops.COLLECTIVES)):
+        if launch < there:
+            there.append(launch)

@@ -1,0 +1,67 @@
+"""Replicas that meet in forward and backward: what the verifier says of programs in which they would not."""
+
+from collections.abc import Callable
+
+import pytest
+from broken_meetings import (
+    alone,
+    meeting_stages,
+    under_one_number,
+    under_other_numbers,
+    waits_before_a_meeting,
+    with_another_value,
+    with_fewer_rows,
+)
+
+from mirrorc.errors import VerifyError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
+from mirrorc.verifier.verifier import verify
+
+
+@pytest.mark.parametrize("rows", [8, 7, 1])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_programs_whose_replicas_meet_are_valid_after_each_pass(rows: int, num_devices: int) -> None:
+    for program in meeting_stages(rows, num_devices).values():
+        verify(program)
+
+
+OTHER_NUMBERS = r"cpu:1 meets the others in sum_over_replicas 1 with f32\[5\], where cpu:0 does in sum_over_replicas 0"
+WRONG: dict[str, tuple[str, Callable[[Program], object]]] = {
+    OTHER_NUMBERS: ("lower-devices", under_other_numbers),
+    "cpu:0 meets the others 4 times under the number 0": ("replicate", under_one_number),
+    "cpu:1 meets the others 3 times, and cpu:0 4 times: one would wait forever": ("lower-devices", alone),
+    r"rows_of_replicas 1 is of 8 rows, and the replicas have 4 \+ 3": ("lower-devices", with_fewer_rows),
+    "no_device_waits_forever": ("lower-devices", waits_before_a_meeting),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_program_in_which_they_would_not_meet_is_refused(text: str) -> None:
+    pass_name, change = WRONG[text]
+    program = meeting_stages()[pass_name]
+    change(program)
+    with pytest.raises(VerifyError, match=text):
+        verify(program)
+
+
+@pytest.mark.parametrize("pass_name", ["replicate", "schedule-overlap", "lower-devices"])
+def test_a_pass_must_not_change_what_they_meet_with(pass_name: str) -> None:
+    before, after = (meeting_stages()[pass_name] for _ in range(2))
+    verify(after, before=before)
+    with_another_value(after)
+    with pytest.raises(
+        VerifyError, match=r"dataflow_is_kept.*value for sum_over_replicas 0 on cpu:1 is computed in another"
+    ):
+        verify(after, before=before)
+
+
+def test_forward_and_backward_are_cut_where_they_meet() -> None:
+    program = meeting_stages()["outline-regions"]
+    (graph,) = program.shard_graphs
+    numbers = [node.kwargs["number"] for node in calls_to(graph, *ops.MEETINGS)]
+    kinds = [node.target for node in calls_to(graph, *ops.MEETINGS)]
+    assert numbers == [0, 1, 2, 3]
+    assert kinds == [ops.sum_over_replicas, ops.rows_of_replicas, ops.own_rows_of_sum, ops.sum_over_replicas]
+    assert any("pieces of forward, cut where replicas meet" in remark.text for remark in program.remarks)
