@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from asserting import Asserting
+from broken_meetings import Meeting
 from memory_order import first_in_memory
 from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_model, handmade, outputs
@@ -287,6 +288,10 @@ def handmade_sources() -> Iterator[Source]:
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
+    yield Source("meetings on 2", captured_model(Meeting(), 2), SMALL_BUCKETS)
+    yield Source("meetings on 3, uneven", captured_model(Meeting(), 3, rows=7), SMALL_BUCKETS)
+    yield Source("meetings, ragged on 3", captured_model(Meeting(), 3, rows=2), SMALL_BUCKETS)
+    yield Source("meetings, evaluated on 2", captured_model(Meeting(), 2, evaluates=True), {})
     yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
     yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
