@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import average_digits
+import contrastive_digits
 import finetune_classifier
 import gan_digits
 import lstm_names
@@ -31,6 +32,11 @@ def test_a_classifier_of_hugging_face_with_metrics_clipping_and_a_scheduler() ->
 
 
 @pytest.mark.slow
+def test_halves_of_digits_find_each_other() -> None:
+    assert contrastive_digits.main([*EAGER, "--epochs", "0"]) < 0.1
+    assert contrastive_digits.main([*EAGER, "--epochs", "5"]) > 0.4
+
+
 def test_a_gan() -> None:
     untrained = gan_digits.main([*EAGER, "--epochs", "0"])
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
@@ -123,6 +129,14 @@ def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/guides.md"])
 def test_every_example_is_on_the_page(page: str) -> None:
     text = (ROOT / page).read_text()
-    guides = [average_digits, finetune_classifier, gan_digits, lstm_names, resume_digits, train_workers]
+    guides = [
+        average_digits,
+        contrastive_digits,
+        finetune_classifier,
+        gan_digits,
+        lstm_names,
+        resume_digits,
+        train_workers,
+    ]
     missing = [name for guide in guides if (name := Path(str(guide.__file__)).name) not in text]
     assert not missing
