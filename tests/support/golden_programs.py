@@ -216,14 +216,14 @@ MODELS = {
         _sgd,
         lambda n: {"x": torch.zeros(n, 3, 32, 32), "target": _classes(n)},
         F.cross_entropy,
-        _small_buckets(0.05, 0.3),
+        _small_buckets(0.045, 0.3),
     ),
     "digits": GoldenModel(
         _digits,
         _sgd,
         lambda n: {"images": torch.zeros(n, 1, 8, 8), "target": _classes(n)},
         F.cross_entropy,
-        _small_buckets(0.01, 0.05),
+        _small_buckets(0.01, 0.0085),
         uneven_on=4,
     ),
 }
