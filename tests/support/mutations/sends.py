@@ -84,7 +84,8 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
 
     for received in placed_nodes(program, ops.recv):
         if all(user.target is ops.store for wait in received.users for user in wait.users):
-            yield from (partial(edit, received, does_store) for does_store in (True, False))
+            is_cut = program.buckets[bucket_of(received)].is_cut  # no wait gives all of the sum
+            yield from (partial(edit, received, does_store) for does_store in ((False,) if is_cut else (True, False)))
 
 
 @breaks
