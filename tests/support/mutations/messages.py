@@ -13,7 +13,15 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, is_computed, replica_of, users_of_sum
 from mirrorc.ir.program import Program
-from mutations.places import call_graphs, placed_nodes, timelines, type_of, with_argument, with_keywords
+from mutations.places import (
+    all_of_packs_is_used,
+    call_graphs,
+    placed_nodes,
+    timelines,
+    type_of,
+    with_argument,
+    with_keywords,
+)
 from mutations.sends import is_of_parameters
 from mutations.table import Edit, breaks
 
@@ -44,7 +52,7 @@ def exchange_two_chunks(program: Program) -> Iterator[Edit]:
         one.args, other.args = other.args, one.args
         other.append(one)
 
-    for timeline in timelines(program):
+    for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         for one, other in combinations(_messages(timeline), 2):
             if one.args != other.args and type_of(one.args[0]) == type_of(other.args[0]):  # type: ignore[arg-type]
                 yield partial(edit, one, other)
@@ -122,10 +130,9 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
 @breaks
 def join_chunks_in_another_order(program: Program) -> Iterator[Edit]:
     """Chunks of one length lie in another order, in a value that somebody uses; of packs, where a device uses all of it."""
-    for graph in call_graphs(program):
+    for graph in call_graphs(program) if all_of_packs_is_used(program) else ():
         for node in graph.nodes:
             chunks: Any = node.args[0] if node.target is aten.cat.default and node.users else ()
-            chunks = () if any(bucket.is_cut and bucket.updates_by_shares for bucket in program.buckets) else chunks
             for one, other in combinations(range(len(chunks)), 2):
                 if type_of(chunks[one]) == type_of(chunks[other]):
                     exchanged = list(chunks)
