@@ -45,7 +45,7 @@ def pack_of_cut_bucket(
     return run
 
 
-def _is_copied_before(gradient: fx.Node, pack: fx.Node) -> bool:
+def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
     """Whether an earlier pack of the device takes a gradient, too. Nothing but packs takes one, the first of them first, so that
     this ends at once where a gradient lies in many."""
     return any(other.target is ops.pack and other < pack for other in gradient.users)
