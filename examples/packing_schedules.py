@@ -27,7 +27,7 @@ def by_layers(gradients: Sequence[Gradient]) -> list[list[str]]:
 
 
 PLANS: dict[str, Any] = {
-    "ByBytes(0.1, 0.01)": ByBytes(cap_mb=0.1, first_mb=0.01),
+    "ByBytes(0.04, 0.01)": ByBytes(cap_mb=0.04, first_mb=0.01),
     "EqualPacks(3)": EqualPacks(3),
     "EqualSplits(3)": EqualSplits(3),
     "by_layers": by_layers,
@@ -36,11 +36,11 @@ WIDTH = 26
 
 
 class Net(nn.Module):
-    """Three layers, the first of which has most of the parameters."""
+    """Three layers, of about as many parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(64, 256), nn.Linear(256, 32), nn.Linear(32, 10)
+        self.first, self.second, self.last = nn.Linear(16, 256), nn.Linear(256, 32), nn.Linear(32, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
@@ -63,7 +63,7 @@ def program_of(packing: Any) -> Program:
         exchange="dense",
         packing=packing,
     ) as step:
-        return step.prepare(torch.zeros(8, 64), target=torch.zeros(8, dtype=torch.int64))
+        return step.prepare(torch.zeros(8, 16), target=torch.zeros(8, dtype=torch.int64))
 
 
 def schedule(program: Program) -> Iterator[str]:

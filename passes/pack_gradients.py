@@ -52,9 +52,8 @@ class PackGradients:
                                                                   b0_pack1 = pack(g0, g1, bucket=0, pack=1, replica=0)
 
     Needs: a bucket plan and the mirrored graph.
-    Guarantees: every gradient is packed in each pack in which it lies, in its slot's place; nothing else uses it. Accumulated
-    gradients are added
-        once, before anything else takes the bucket.
+    Guarantees: every gradient is packed in each pack in which it lies, in its slot's place; nothing else uses it.
+        Accumulated gradients are added once, before anything else takes the bucket.
     """
 
     name: str = field(default="pack-gradients", init=False)
@@ -75,7 +74,8 @@ class PackGradients:
             last = max(own.values(), default=None)
             for replica in replicas:
                 if replica not in own:
-                    own[replica] = last = _pack_zeros(program, graph, bucket, pack, replica, last)
+                    last = _pack_zeros(program, graph, bucket, pack, replica, last)
+                    own[replica] = last
             if program.accumulation is Accumulation.ENDS:
                 own = {replica: _add_accumulated(program, packed) for replica, packed in own.items()}
             packed.append(tuple(own[replica] for replica in replicas))

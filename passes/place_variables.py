@@ -136,9 +136,8 @@ class PlaceVariables:
             )
         unowned = [name for name, _ in self.owners if name not in owner_of]
         if unowned:
-            remarks.append(
-                f"{listed(unowned)} {'has' if len(unowned) == 1 else 'have'} no owner, as nothing updates it"
-            )
+            has, them = ("has", "it") if len(unowned) == 1 else ("have", "them")
+            remarks.append(f"{listed(unowned)} {has} no owner, as nothing updates {them}")
         return remarks
 
 

@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.routes import route_of, sends_in
 from mirrorc.passes.all_reduce.traffic import Held, Traffic
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, numbered
@@ -96,13 +97,14 @@ class AllReduceAlgorithm:
         before, program = program, program.evolve(graph=copied(program.mirrored_graph))
         found: dict[tuple[str, str], list[int]] = {}
         sent: list[int] = []
+        begun = _rounds_begun(program)
         for launch in _sums(program):
             index = bucket_of(launch)
             chosen, why = self.chosen_for(program, launch)
             found.setdefault((chosen.name, why), []).append(pack_of(launch))
             if chosen.sends and launch.all_input_nodes[0].meta["val"].numel():
                 sent.append(index)
-                _write_down(program, launch, chosen)
+                _write_down(program, launch, chosen, begun.get((index, launch.kwargs.get("pack")), 0))
         program = program if sent else before
         noun = "pack" if any(bucket.packs for bucket in program.buckets) else "bucket"
         said = [
@@ -125,8 +127,18 @@ def _sums(program: Program) -> list[fx.Node]:
     return [node for node in calls_to(program.mirrored_graph, *ops.REDUCTIONS) if node.target is not ops.all_gather]
 
 
-def _write_down(program: Program, launch: fx.Node, algorithm: AllReduceAlgorithm) -> None:
-    traffic = Traffic(program, launch)
+def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
+    """By bucket and pack, the round after those in which something is sent already, such as parameters."""
+    rounds: dict[tuple[int, object], int] = {}
+    for send in sends_in(program.mirrored_graph):
+        route = route_of(program, send)
+        summed = (route.bucket, route.pack)
+        rounds[summed] = max(rounds.get(summed, 0), route.round + 1)
+    return rounds
+
+
+def _write_down(program: Program, launch: fx.Node, algorithm: AllReduceAlgorithm, first_round: int) -> None:
+    traffic = Traffic(program, launch, first_round)
     replicas = range(traffic.num_replicas)
     sums = list(algorithm.add_up(traffic))
     if launch.kwargs["op"] == "mean":

@@ -14,7 +14,6 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.links import carrier_of
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program
-from mirrorc.ir.routes import route_of, sends_in
 
 aten = torch.ops.aten
 _WORDS = ("bucket", "pack")  # that name what is summed
@@ -49,6 +48,7 @@ class Traffic:
     Args:
         program: the program, whose mirrored graph is changed.
         launch: an `all_reduce` or a `reduce_scatter` of it, with a link.
+        first_round: the number of its first round: one that no other message of the bucket has.
 
     Attributes:
         number: the number of the bucket that is summed; where buckets are sent in packs, that of the pack.
@@ -57,7 +57,7 @@ class Traffic:
         by_shares: whether each replica needs its share of the sum alone, and not all of it.
     """
 
-    def __init__(self, program: Program, launch: fx.Node) -> None:
+    def __init__(self, program: Program, launch: fx.Node, first_round: int = 0) -> None:
         self._bucket = program.buckets[bucket_of(launch)]
         self._words = {name: launch.kwargs[name] for name in _WORDS if launch.kwargs.get(name) is not None}
         self.number: int = [*self._words.values()][-1]  # type: ignore[assignment]
@@ -68,11 +68,7 @@ class Traffic:
         self._packed = launch.all_input_nodes
         self._waits: dict[Any, fx.Node] = {replica_of(wait): wait for wait in launch.users}
         self._link = carrier_of(str(launch.kwargs["link"]), ops.send)
-        others = [
-            send for send in sends_in(launch.graph) if self._words.items() <= send.kwargs.items()
-        ]  # of parameters
-        sent = [route_of(program, send) for send in others]
-        self._round = max((route.round + 1 for route in sent), default=0)
+        self._round = first_round
 
     def next_round(self) -> None:
         """Begins the next round: sends of one chunk between the same replicas are told apart by their rounds."""

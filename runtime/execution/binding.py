@@ -67,7 +67,8 @@ class Binder:
     Attributes:
         parts: which parts of buckets the program's values hold.
         visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
-        late: for a wait, what it may leave unmade of its share until an update takes it.
+        late: for a wait, what it may leave unmade of its share until an update takes it, in the functions that are bound.
+        late_shares: the same of all functions that were bound for the present layout of memory.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
         summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
     """
@@ -93,6 +94,7 @@ class Binder:
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
         self.late: dict[Any, LateShare] = {}
+        self.late_shares: list[LateShare] = []
         self._shares: dict[tuple[int, int], MadeShare] = {}
         self.parts = BucketParts(program)
 
@@ -108,7 +110,7 @@ class Binder:
 
     def forget_late_shares(self) -> None:
         """Drops what a step that was skipped, or has failed, has left unmade of its shares."""
-        for late in self.late.values():
+        for late in self.late_shares:
             late.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
@@ -341,6 +343,7 @@ class Binder:
             leaves = what_is_left(node)
             if leaves is not None:
                 late = self.late[node] = LateShare()
+                self.late_shares.append(late)
                 return leaving(communicator, bucket, replica, list(visitors.values()), leaves, late)
             return visiting(communicator, bucket, replica, list(visitors.values()))
         root: Any = collective.kwargs.get("root")

@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
+from mirrorc.ir.nodes import pack_of
 from mirrorc.torch_internals import copy_each
 
 
@@ -34,8 +34,7 @@ def pack_of_cut_bucket(
         return lambda **_: own.zero_()
     place = {slot.variable: i for i, slot in enumerate(bucket.slots)}
     own_slots = [slots[place[slot.variable]] for slot in bucket.slots_in(pack)]
-    copied_before = {gradient for earlier in _earlier(node) for gradient in earlier.args}
-    to_copy = [i for i, gradient in enumerate(node.args) if gradient not in copied_before]
+    to_copy = [i for i, gradient in enumerate(node.args) if not _is_copied_before(gradient, node)]
 
     def run(*gradients: Any, **_: Any) -> torch.Tensor:
         outside = [i for i in to_copy if gradients[i] is not own_slots[i]]
@@ -46,13 +45,10 @@ def pack_of_cut_bucket(
     return run
 
 
-def _earlier(node: fx.Node) -> list[fx.Node]:
-    """The packs of the same bucket that come before one on its device."""
-    return [
-        other
-        for other in calls_to(node.graph, ops.pack)
-        if other < node and bucket_of(other) == bucket_of(node) and replica_of(other) == replica_of(node)
-    ]
+def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
+    """Whether an earlier pack of the device takes a gradient, too. Nothing but packs takes one, the first of them first, so that
+    this ends at once where a gradient lies in many."""
+    return any(other.target is ops.pack and other < pack for other in gradient.users)
 
 
 def side_by_side(packs: Sequence[torch.Tensor]) -> torch.Tensor:

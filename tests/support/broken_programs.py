@@ -222,6 +222,12 @@ def unpack_in_another_order(graph: fx.Graph) -> None:
     set_args(unpack, unpack.args[::-1])
 
 
+def name_packs_in_another_order(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    found: Any = output.args[0]
+    set_args(output, ({**found, "packed": found["packed"][::-1]},))
+
+
 def reduce_the_other_pack(graph: fx.Graph) -> None:
     one, other, *_ = targets(graph, ops.all_reduce)
     set_args(other, one.args)
@@ -1186,6 +1192,10 @@ BAD: dict[str, list[Mutation]] = {
         cut(with_packs((0, 0, 312), (1, 312, 312), (2, 312, 624)), "plan-buckets"),
         cut(with_packs((0, 0, 312), (2, 312, 624)), "plan-buckets"),
         cut(with_packs((1, 0, 312), (1, 312, 624)), "plan-buckets"),
+    ],
+    "packs_keep_their_order": [
+        cut_at(name_packs_in_another_order, "pack-gradients"),
+        cut_at(unpack_in_another_order, "insert-all-reduce"),
     ],
     "a_checked_step_misses_nothing": [
         checked(lambda graph: set_args(first(graph, ops.commit), first(graph, ops.commit).args[1:])),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from mirrorc.ir.buckets import are_cut
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket, Pack, are_cut
+from mirrorc.ir.nodes import bucket_of, calls_to, origin_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import rule
-from mirrorc.verifier.rules.programs import Violation
+from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rules.programs import Violation, say_pack
 
 
 @rule(since=Stage.CAPTURED)
@@ -31,3 +36,28 @@ def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
         found = sorted(pack.number for bucket in program.buckets for pack in bucket.packs)
         if found != list(range(len(found))) or not all(bucket.packs for bucket in program.buckets):
             yield Violation(f"packs have the numbers {found}: they are to number the packs of all buckets, each once")
+
+
+@rule(since=Stage.PACKED, order=Order.OWNERS)  # rules on updates explain the same better, once there are some
+def packs_keep_their_order(program: Program) -> Iterator[Violation]:
+    """What the output of the mirrored graph names as packed are the packs of all buckets, by their numbers; and a bucket that is
+    cut is put together of its own packs, in the order of the elements."""
+    for graph in program.graphs():
+        output: Any = graph.output_node().args[0]
+        packed = output.get("packed", ()) if isinstance(output, dict) else ()
+        for (bucket, pack), values in zip(program.packs, packed, strict=False):
+            for value in values:
+                yield from _wrong_pack(bucket, pack, value, "the output")
+        for node in calls_to(graph, ops.unpack):
+            buckets = program.buckets[bucket_of(node) : bucket_of(node) + 1]
+            for bucket in buckets:
+                for pack, value in zip(bucket.packs, node.args, strict=False):
+                    yield from _wrong_pack(bucket, pack, value, node.name)
+
+
+def _wrong_pack(bucket: Bucket, pack: Pack, value: Any, user: str) -> Iterator[Violation]:
+    """What is wrong if a value is of another pack than this one."""
+    origin = origin_of(value) if isinstance(value, fx.Node) else None
+    number = origin.kwargs.get("pack") if origin is not None else None
+    if bucket.packs and number is not None and number != pack.number:
+        yield Violation(f"{user} takes {value.name}, of pack {number}, as {say_pack(bucket, pack)}", value)

@@ -143,16 +143,30 @@ def test_products_of_finite_factors_may_overflow(largest: float) -> None:
         assert step.num_skipped == (1 if largest == 1e20 else 0)
 
 
-def test_what_a_skipped_step_has_left_is_forgotten() -> None:
+def test_what_a_skipped_step_has_left_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both by the functions that a thread for each device runs and by those of one thread, after both were bound."""
+    made: list[Noted] = []
+    forgotten: list[Noted] = []
+
+    class Noted(binding.LateShare):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def forget(self) -> None:
+            forgotten.append(self)
+            super().forget()
+
+    monkeypatch.setattr(binding, "LateShare", Noted)
     net = nn.Linear(400, 400)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    forgotten: list[object] = []
-    forget = binding.LateShare.forget
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(binding.LateShare, "forget", lambda late: (forgotten.append(late), forget(late)))
-        with mirrorc.compile(
-            net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite="skip"
-        ) as step:
-            step(torch.randn(4, 400), target=torch.full((4, 400), math.inf))
-            assert step.num_skipped == 1
-    assert len(forgotten) >= 2
+    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite="skip") as step:
+        x, target = torch.randn(4, 400), torch.full((4, 400), math.inf)
+        step(x, target=target)
+        for interleaves in (True, False):
+            forgotten.clear()
+            trial = step._last.trial  # type: ignore[union-attr]
+            trial.interleaves, trial.is_decided = interleaves, True
+            step(x, target=target)
+        assert step.num_skipped == 3
+    assert len(made) == len(forgotten) == 4 and all(late in forgotten for late in made)

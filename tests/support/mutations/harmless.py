@@ -278,7 +278,7 @@ def order_slots_otherwise(program: Program) -> Iterator[Edit]:
         return with_bucket(program, index, slots=tuple(slots))
 
     for bucket in program.buckets:
-        if len(bucket.slots) > 1:
+        if len(bucket.slots) > 1 and not bucket.is_cut:
             yield partial(edit, bucket.index)
 
 
@@ -286,7 +286,8 @@ def order_slots_otherwise(program: Program) -> Iterator[Edit]:
 def let_buckets_be_larger(program: Program) -> Iterator[Edit]:
     """A bucket is planned with room to spare."""
     for bucket in program.buckets if program.stage < Stage.PACKED else ():
-        yield partial(with_bucket, program, bucket.index, num_elements=bucket.num_elements + 64)
+        if not bucket.packs:  # which end with the bucket
+            yield partial(with_bucket, program, bucket.index, num_elements=bucket.num_elements + 64)
 
 
 @keeps

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.slots_of_values import packed_slots
 from mirrorc.custom_ops import matmul
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, region_of
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
 from mutations.places import kind_of, timelines
 
@@ -59,7 +60,7 @@ def _results(program: Program) -> Iterator[tuple[int, str, str, Any]]:
             if node.target is ops.write:
                 yield replica, "writes", str(node.kwargs["variable"]), values[node.all_input_nodes[0]]
             elif node.target is ops.pack:
-                slots = program.buckets[bucket_of(node)].slots
+                slots = packed_slots(program, node)
                 for slot, gradient in zip(slots, node.args, strict=bool(node.args)):
                     yield replica, "gradients", slot.variable, values[gradient]  # type: ignore[index]
 

@@ -11,9 +11,17 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.nodes import calls_to, is_computed, replica_of, users_of_sum
 from mirrorc.ir.program import Program
-from mutations.places import call_graphs, placed_nodes, timelines, type_of, with_argument, with_keywords
+from mutations.places import (
+    all_of_packs_is_used,
+    call_graphs,
+    placed_nodes,
+    timelines,
+    type_of,
+    with_argument,
+    with_keywords,
+)
 from mutations.sends import is_of_parameters
 from mutations.table import Edit, breaks
 
@@ -21,9 +29,10 @@ aten = torch.ops.aten
 
 
 def _additions(program: Program) -> Iterator[fx.Node]:
-    """Additions of what was received."""
+    """Additions of what was received that something takes: a device whose share is empty makes some for nobody."""
     for node in placed_nodes(program, aten.add.Tensor):
-        if any(_is_received(operand) for operand in node.all_input_nodes):
+        is_taken = any(not is_computed(user) for user in users_of_sum(node))
+        if is_taken and any(_is_received(operand) for operand in node.all_input_nodes):
             yield node
 
 
@@ -43,7 +52,7 @@ def exchange_two_chunks(program: Program) -> Iterator[Edit]:
         one.args, other.args = other.args, one.args
         other.append(one)
 
-    for timeline in timelines(program):
+    for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         for one, other in combinations(_messages(timeline), 2):
             if one.args != other.args and type_of(one.args[0]) == type_of(other.args[0]):  # type: ignore[arg-type]
                 yield partial(edit, one, other)
@@ -60,7 +69,7 @@ def exchange_two_rounds(program: Program) -> Iterator[Edit]:
 
     for timeline in timelines(program):
         for one, other in combinations(_messages(timeline), 2):
-            if all(one.kwargs[name] == other.kwargs[name] for name in ("bucket", "destination")):
+            if all(one.kwargs.get(name) == other.kwargs.get(name) for name in ("bucket", "pack", "destination")):
                 yield partial(edit, one, other)
 
 
@@ -78,8 +87,8 @@ def wait_for_an_answer_before_sending(program: Program) -> Iterator[Edit]:
 def _answers(wait: fx.Node, send: fx.Node) -> bool:
     """Whether a device receives from another one, in a later round, what that one could not send without its own."""
     receipt = wait.all_input_nodes[0]
-    is_from = (
-        receipt.kwargs["source"] == send.kwargs["destination"] and receipt.kwargs["bucket"] == send.kwargs["bucket"]
+    is_from = receipt.kwargs["source"] == send.kwargs["destination"] and all(
+        receipt.kwargs.get(name) == send.kwargs.get(name) for name in ("bucket", "pack")
     )
     return is_from and receipt.kwargs.get("round", 0) > send.kwargs.get("round", 0) and send < wait  # type: ignore[operator]
 
@@ -120,8 +129,8 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
 
 @breaks
 def join_chunks_in_another_order(program: Program) -> Iterator[Edit]:
-    """Chunks of one length lie in another order, in a value that somebody uses."""
-    for graph in call_graphs(program):
+    """Chunks of one length lie in another order, in a value that somebody uses; of packs, where a device uses all of it."""
+    for graph in call_graphs(program) if all_of_packs_is_used(program) else ():
         for node in graph.nodes:
             chunks: Any = node.args[0] if node.target is aten.cat.default and node.users else ()
             for one, other in combinations(range(len(chunks)), 2):

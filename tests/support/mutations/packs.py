@@ -31,11 +31,17 @@ from mutations.table import Edit, breaks, keeps
 
 
 def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
-    """The packs of each replica that packs gradients, by bucket."""
+    """The packs of each replica that packs gradients, by bucket; of buckets that are not cut."""
     found = []
     for timeline in timelines(program):
-        found.append({bucket_of(node): node for node in timeline if node.target is ops.pack and node.args})
+        packs = [node for node in timeline if node.target is ops.pack and node.args]
+        found.append({bucket_of(node): node for node in packs if not program.buckets[bucket_of(node)].is_cut})
     return [packs for packs in found if packs]
+
+
+def _whole_buckets(program: Program) -> list[Bucket]:
+    """The buckets that are not cut."""
+    return [bucket for bucket in program.buckets if not bucket.is_cut]
 
 
 def _exchange_in(pack: fx.Node, one: int, other: int) -> None:
@@ -48,7 +54,7 @@ def _exchange_in(pack: fx.Node, one: int, other: int) -> None:
 def exchange_two_gradients_of_a_pack(program: Program) -> Iterator[Edit]:
     """One replica packs two gradients of one type as each other's."""
     for packs in _packs_by_replica(program):
-        for bucket in program.buckets:
+        for bucket in _whole_buckets(program):
             for one, other in places_alike(bucket) if packs else ():
                 yield partial(_exchange_in, packs[bucket.index], one, other)
 
@@ -99,7 +105,7 @@ def exchange_two_gradients_everywhere(program: Program) -> Iterator[Edit]:
                 noted = {exchanged.get(name, name): place for name, place in call.kwargs["gradients"].items()}  # type: ignore[union-attr]
                 call.kwargs = {**call.kwargs, "gradients": noted}
 
-    for bucket in program.buckets if program.stage >= Stage.PACKED else ():
+    for bucket in _whole_buckets(program) if program.stage >= Stage.PACKED else ():
         for one, other in places_alike(bucket):
             yield from (partial(edit, bucket, one, other, with_notes) for with_notes in (False, True))
 
@@ -152,7 +158,7 @@ def forget_a_gradient_everywhere(program: Program) -> Iterator[Edit]:
         return with_bucket(program, bucket.index, slots=(*bucket.slots[:place], *bucket.slots[place + 1 :]))
 
     for bucket, place, _ in slots_of(program) if program.stage >= Stage.PACKED else ():
-        if len(bucket.slots) > 1:
+        if len(bucket.slots) > 1 and not bucket.is_cut:
             yield partial(edit, bucket, place)
 
 

@@ -188,6 +188,11 @@ def insert_like(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     return made
 
 
+def all_of_packs_is_used(program: Program) -> bool:
+    """Whether each device uses all that it gets of packs: not where it takes its share of a bucket that is reduced whole."""
+    return not any(bucket.is_cut and bucket.updates_by_shares for bucket in program.buckets)
+
+
 def with_bucket(program: Program, index: int, **changes: Any) -> Program:
     """A program with a changed bucket in its table."""
     buckets: list[Bucket] = list(program.buckets)

@@ -28,6 +28,7 @@ from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.packing import EqualPacks
 from mirrorc.passes import ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
@@ -235,6 +236,34 @@ def summed_by_messages() -> Iterator[Source]:
     yield Source("tree, clipped and checked on 3", handmade(3, own[1:]), SMALL_BUCKETS | clipped, since="tree")
 
 
+def cut_into_packs() -> Iterator[Source]:
+    """Buckets that are cut into three packs: gradients lie in two of them, and packs go before their bucket is complete."""
+    packs = {"packing": EqualPacks(3)}
+    pairs = [Weight(name, (200,)) for name in "abcd"]
+    mixed = [Weight("a", (300,), rule=MUON), Weight("b", (300,)), Weight("c", (300,), rule=MUON), Weight("d", (300,))]
+    bounds = {"max_grad_norm": 1.0, "check_finite": True}
+    world = World(3, (1, 2, 3))
+    for n in (1, 2, 3):
+        yield Source(f"packs on {n}", handmade(n, pairs, buffer=True), packs)
+        over_workers = packs | {"over_workers": True}
+        captured = handmade(n, pairs).evolve(workers=world.worker(n - 1))
+        yield Source(f"packs, worker {n - 1} of 3", captured, over_workers)
+    yield Source("packs, own optimizer and AdamW on 3", handmade(3, mixed), packs)
+    yield Source(
+        "packs, own optimizer and AdamW, worker 1 of 2",
+        handmade(1, mixed).evolve(workers=World(2, 1).worker(1)),
+        over_workers | bounds,
+    )
+    yield Source("packs, clipped and checked on 2", handmade(2, mixed), packs | bounds)
+    for kind in (Accumulation.ADDS, Accumulation.ENDS):
+        yield Source(f"packs, {kind} on 2", handmade(2, pairs).evolve(accumulation=kind), packs)
+    few = handmade(3, pairs).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
+    yield Source("packs, ragged on 3", few, packs)
+    for algorithm in (Ring(), Tree()):
+        summed = packs | {"all_reduce": algorithm}
+        yield Source(f"packs, {algorithm.name} on 3", handmade(3, pairs), summed, since=algorithm.name)
+
+
 def handmade_sources() -> Iterator[Source]:
     """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
     pairs = [Weight(name, (200,)) for name in "abcdef"]
@@ -312,6 +341,7 @@ def handmade_sources() -> Iterator[Source]:
         )
         yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
     yield from summed_by_messages()
+    yield from cut_into_packs()
     world = World(3, (1, 2, 3))
     for n in (1, 2, 3):
         workers, over_workers = world.worker(n - 1), caps | {"over_workers": True}

@@ -12,6 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, origin_of
 from mirrorc.ir.program import Program
 from mutations.places import (
+    all_of_packs_is_used,
     next_like,
     pairs_alike,
     placed_nodes,
@@ -84,7 +85,8 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
 
     for received in placed_nodes(program, ops.recv):
         if all(user.target is ops.store for wait in received.users for user in wait.users):
-            yield from (partial(edit, received, does_store) for does_store in (True, False))
+            is_cut = program.buckets[bucket_of(received)].is_cut  # no wait gives all of the sum
+            yield from (partial(edit, received, does_store) for does_store in ((False,) if is_cut else (True, False)))
 
 
 @breaks
@@ -127,7 +129,7 @@ def send_the_parameters_of_another(program: Program) -> Iterator[Edit]:
         one.args, other.args = other.args, one.args
         other.append(one)
 
-    for timeline in timelines(program):
+    for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         sends = [node for node in timeline if node.target is ops.send]
         for one, other in pairs_alike(sends, lambda send: (send.kwargs["destination"], type_of(send.args[0]))):  # type: ignore[arg-type]
             yield partial(edit, one, other)
