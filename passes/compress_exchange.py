@@ -112,8 +112,8 @@ class CompressExchange:
             number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in wide)
             sent, without = (size_text(round(2 * size * (number - 1) / number)) for size in (after, before))
             told.append(
-                f"{counted(len(wide), 'exchange')} in {self.dtype}: each of {number} workers sends {sent} of them in a step, and "
-                f"would send {without} without compression"
+                f"{counted(len(wide), 'exchange')} in {self.dtype}, which changes numbers: each of {number} workers sends {sent} "
+                f"in a step, in place of {without}"
             )
         if self.dtype == "float16" and wide:
             told.append(
