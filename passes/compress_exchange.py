@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, numbered
 
-NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 """The dtypes in which sums may be sent, by name."""
 
 
