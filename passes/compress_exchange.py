@@ -54,11 +54,18 @@ class CompressExchange:
     name: str = field(default="compress-exchange", init=False)
     input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
-    changes_dataflow: bool = field(default=True, init=False)
     changes_bits: str = field(default="sums are rounded on their way to other workers", init=False)
     trains_only: ClassVar = True
     updates_only: ClassVar = True
-    precedes: ClassVar = (Property.SHARDED, Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
+    establishes: ClassVar = (Property.COMPRESSED,)
+    precedes: ClassVar = (
+        Property.COMPRESSED,
+        Property.SHARDED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
 
     def __post_init__(self) -> None:
         if self.dtype not in NARROW:
@@ -72,7 +79,9 @@ class CompressExchange:
                 "pass 'compress-exchange' compresses sums that are sent to other workers, and none is: 'reduce-over-workers' "
                 "must come before it"
             )
-        program = program.evolve(graph=copied(program.mirrored_graph))
+        program = program.evolve(
+            graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)
+        )
         launches = list(calls_to(program.mirrored_graph, ops.exchange))
         wide = [launch for launch in launches if self.narrows(program.buckets[bucket_of(launch)].dtype)]
         before = sum(num_bytes_sent(program, launch) for launch in wide)
