@@ -17,6 +17,7 @@ from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.cluster import Cluster, find_place, join
 from mirrorc.communication_options import CommunicationOptions, with_communication_options
+from mirrorc.compression import check_compression
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
@@ -27,6 +28,7 @@ from mirrorc.optimizer_sharding import sharding
 from mirrorc.option_kinds import (
     Auto,
     BackendName,
+    Compression,
     Exchange,
     FiniteCheck,
     FrontEndName,
@@ -102,6 +104,7 @@ def compile(
     rank: int | None = None,
     exchange: Exchange = "auto",
     early_update: bool = True,
+    compression: Compression | None = None,
     shard_optimizer: bool = False,
     overlap_next_step: bool = False,
     placement: PlacementName | Mapping[str, str] = "auto",
@@ -190,6 +193,9 @@ def compile(
         early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
             connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
             are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
+        compression: over several workers, send sums of gradients in this dtype, "bfloat16" or "float16", half as many bytes as
+            float32 has: this changes numbers. A worker's devices add up in the gradients' own dtype first, and norms, bounds and
+            updates take the sum over workers in it. Factors are sent as they are. A remark has the bytes with and without.
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
@@ -230,6 +236,7 @@ def compile(
     check_world(program_workers, parsed, asked)
     program_workers = sharding(program_workers, parsed, asked)
     check_overlap(program_workers, parsed, asked)
+    check_compression(program_workers, parsed, asked)
     check_link(link, parsed)
     algorithm = checked_all_reduce(program_workers, parsed, asked)
     check_cuda_graphs(cuda_graphs, parsed)
@@ -261,6 +268,7 @@ def compile(
             check_finite=check_finite,
             over_workers=program_workers.are_several,
             early_update=early_update,
+            compression=compression,
             overlap_next_step=overlap_next_step,
             shard_optimizer=shard_optimizer,
             **{**placed, **preferred},

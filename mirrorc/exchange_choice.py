@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
+import torch
+
 from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.sent_factors import fake_rows, sendable, sent_factors
 from mirrorc.exchange_costs import Candidate, Figures, chosen
@@ -17,7 +19,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options import StepOptions
-from mirrorc.passes import FactorGradients
+from mirrorc.passes import CompressExchange, FactorGradients
+from mirrorc.passes.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team import Team
 
@@ -187,4 +190,9 @@ class ExchangeChoice:
             number = sum(len(rows[shard]) for shard in graphs)
             row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
             work = gradient.form.num_multiplications(value, 1)
-            yield Candidate(name, value.numel() * value.itemsize, row_bytes, number, work)
+            yield Candidate(name, value.numel() * self._bytes_sent(value.dtype), row_bytes, number, work)
+
+    def _bytes_sent(self, dtype: torch.dtype) -> int:
+        """The bytes of each element of a sum that is sent whole."""
+        one = next((one for one in self._options.pipeline if isinstance(one, CompressExchange)), None)
+        return NARROW[one.dtype].itemsize if one is not None and one.narrows(dtype) else dtype.itemsize

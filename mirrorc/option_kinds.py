@@ -21,6 +21,7 @@ FrontEndName = Literal["auto", "dynamo"] | str
 FiniteCheck = bool | Literal["skip"]
 Workers = Auto | None
 Exchange = Literal["auto", "dense", "factors"]
+Compression = Literal["bfloat16", "float16"]
 PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded", "cached"]
 
 
@@ -80,6 +81,11 @@ _TAKES = {
         (),
         "say 'dense', to send all gradients whole, 'factors', to send the factors of those that have some, or 'auto'",
         get_args(Exchange),
+    ),
+    "compression": _Takes(
+        (NoneType,),
+        "say 'bfloat16' or 'float16', to send sums to other workers so, or None for their own dtype",
+        get_args(Compression),
     ),
     "placement": _Takes(
         (Mapping,),

@@ -11,6 +11,7 @@ from mirrorc.passes.accumulate_microbatches import AccumulateMicrobatches
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.check_finite import CheckFinite
 from mirrorc.passes.clip_gradients import ClipGradients
+from mirrorc.passes.compress_exchange import CompressExchange
 from mirrorc.passes.decompose_gelu import DecomposeGelu
 from mirrorc.passes.factor_gradients import FactorGradients
 from mirrorc.passes.insert_all_reduce import InsertAllReduce
@@ -50,6 +51,7 @@ __all__ = [
     "AllReduceAlgorithm",
     "CheckFinite",
     "ClipGradients",
+    "CompressExchange",
     "DecomposeGelu",
     "FactorGradients",
     "InsertAllReduce",
@@ -102,6 +104,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "share-parameters": ShareParameters,
     "update-at-owner": UpdateAtOwner,
     "reduce-over-workers": ReduceOverWorkers,
+    "compress-exchange": CompressExchange,
     "overlap-next-step": OverlapNextStep,
     "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
@@ -141,6 +144,7 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
+    compression: str | None = None,
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
     shard_optimizer: bool = False,
@@ -170,6 +174,7 @@ def default_pipeline(
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
+        compression: the dtype in which workers send sums, see `CompressExchange`; None for the buckets' own.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
         cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
@@ -206,6 +211,7 @@ def default_pipeline(
         *([ShareParameters()] if placement in ("auto", "shared") else []),
         *([UpdateAtOwner()] if has_owners else []),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
+        *([CompressExchange(compression)] if compression is not None else []),
         *([OverlapNextStep()] if overlap_next_step else []),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),

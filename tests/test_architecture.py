@@ -58,6 +58,7 @@ ORDER = (
     "mirrorc/optimizer_sharding",  # over workers
     "mirrorc/placements",  # of variables
     "mirrorc/next_step",  # over workers
+    "mirrorc/compression",  # over workers
     "mirrorc/batch_parts",  # of workers
     "mirrorc/mixed_precision",
     "mirrorc/loss_check",

@@ -246,7 +246,7 @@ class BucketParts:
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None
         if node.target is torch.ops.aten.add.Tensor and exact is not None and other is not None and not node.kwargs:
             return _added(exact, other)
-        own = {key: value for key, value in node.kwargs.items() if key != "replica"}
+        own = {key: value for key, value in node.kwargs.items() if key not in ("replica", "pack")}
         if self._narrows_again(part, first, node, own):
             return replace(part, steps=part.steps[:-1])
         return replace(part, steps=(*part.steps, said_step(node.target, tuple(others), own)))

@@ -179,7 +179,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 def lies_in_own_memory(value: Any) -> bool:
     """Whether a reduced gradient of a lowered program lies in memory that no other replica and no other value reads."""
-    if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated):
+    if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
         return all(map(lies_in_own_memory, value.all_input_nodes))

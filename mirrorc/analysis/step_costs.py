@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mirrorc.analysis.compressed_sums import num_bytes_sent
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of, rows_of
 from mirrorc.analysis.updates_in_parts import part_elements_of
@@ -189,7 +190,7 @@ class ProgramDurations:
     def flight_seconds(self, node: fx.Node) -> float:
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
         if node.target is ops.exchange:
-            return self._costs.link.all_reduce_seconds(_pack_bytes(self._program, node), num_workers)
+            return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
         if node.target is ops.scatter_sums:
             return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
         if node.target is ops.gather_parameters:

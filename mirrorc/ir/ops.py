@@ -22,6 +22,8 @@ from mirrorc.ir.type_rules import (
     of_bucket,
     of_buckets,
     of_commit,
+    of_compressed,
+    of_decompressed,
     of_exchange,
     of_finiteness,
     of_gather,
@@ -250,6 +252,34 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
 
 
 @operation(
+    Kind.COMPUTE,
+    since=Stage.SCHEDULED,
+    gives=of_compressed,
+    stem="b{bucket}{pack}_compressed",
+    value="reduced",
+    called="b{bucket}{pack}_compressed",
+)
+def compress(own: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
+    """Rounds what a replica has of its worker's sum to a narrower ``dtype``, which `exchange` sends: this changes numbers.
+
+    The replicas of a worker write their shares into one memory, apart from the bucket. What is infinite or not a number stays
+    so, and what ``dtype`` is too narrow for becomes infinite.
+    """
+
+
+@operation(
+    Kind.COMPUTE,
+    since=Stage.SCHEDULED,
+    gives=of_decompressed,
+    stem="b{bucket}{pack}_wide",
+    value="reduced",
+    called="b{bucket}{pack}_wide",
+)
+def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
+    """Gives a sum over workers of what `compress` has rounded in the bucket's own dtype, in the bucket's memory."""
+
+
+@operation(
     Kind.LAUNCH,
     since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
@@ -264,6 +294,7 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
 
     It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
     same elements of the sum over workers, in the same memory. A worker sends each element once, however many devices it has.
+    What `compress` gives is added up as it is, in its narrower dtype.
     """
 
 

@@ -272,6 +272,30 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
     return ("pending", _flat(node, pack.num_elements, dtypes.pop()))
 
 
+def of_compressed(program: Program, node: fx.Node) -> ValueType:
+    """As many elements as its operand has, in its keyword ``dtype``, which must be a narrower one of real numbers."""
+    kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"its keyword dtype is {dtype!r}, no dtype of real numbers")
+    if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1 or not kind[3].is_floating_point:
+        raise TypeError(f"it is given {say_type(kind)}, but compresses a flat tensor of real numbers")
+    if kind[3].itemsize <= dtype.itemsize:
+        raise TypeError(f"it is given {say_type(kind)}, which {dtype} does not make smaller")
+    return _flat(node, kind[1][0], dtype)
+
+
+def of_decompressed(program: Program, node: fx.Node) -> ValueType:
+    """As many elements as its operand has, in the bucket's dtype, which must be a wider one."""
+    (bucket, _), kind = _pack(program, node), noted_type(node.args[0] if node.args else None)
+    if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1:
+        raise TypeError(f"it is given {say_type(kind)}, but takes a flat tensor")
+    if kind[3].itemsize >= bucket.dtype.itemsize:
+        raise TypeError(
+            f"it is given {say_type(kind)}, which is not narrower than bucket {bucket.index}, {bucket.dtype}"
+        )
+    return _flat(node, kind[1][0], bucket.dtype)
+
+
 def of_gathered(program: Program, node: fx.Node) -> ValueType:
     """The whole bucket as a pending value, which is also the type of each operand."""
     pending, wanted = pending_operand(program, node), of_bucket(program, node)

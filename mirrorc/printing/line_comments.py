@@ -329,6 +329,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.pack: _packed,
         ops.update: _updated,
         ops.await_update: lambda program, node: "what the step before has left",
+        ops.compress: lambda program, node: "rounded for the wire: this changes numbers",
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.scatter_sums: lambda program, node: (
             f"summed over {program.workers.num_workers} workers, each gets its part"

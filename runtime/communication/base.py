@@ -145,9 +145,16 @@ class Communicator:
         home = self.devices[replica].torch_device
         return [_on_device(own, home) for own in rendezvous.tensors]
 
-    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+    def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory, 1-D, apart from the bucket, into which this worker's replicas write what `launch_exchange` sends.
+
+        All get the same memory, until the last of them launches; ``like`` is a tensor on the device where it is to lie.
+        """
+        raise self._not_carried("exchange")
+
+    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
         """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over
-        all workers. It is sent when all replicas have offered theirs."""
+        all workers; None for what `memory_to_send` has given. It is sent when all replicas have offered theirs."""
         raise self._not_carried("exchange")
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Binder:
     ) -> None:
         self._await_update = await_update
         self.program, self.regions, self.state = program, regions, state
-        self._constants, self._communicators, self._commit = constants, communicators, commit
+        self._constants, self.communicators, self._commit = constants, communicators, commit
         self._outputs, self._progress, self._replica_values = outputs, progress, replica_values
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
@@ -223,7 +223,7 @@ class Binder:
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
         """Waits for the rows of all replicas, and adds them up if something takes the sum."""
         collective: Any = node.args[0]
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, is_used, pack = self.state.store.buckets[bucket], bool(node.users), pack_of(node)
         details = slots_left_as_factors(self.program, bucket)[0].details
 
@@ -236,7 +236,7 @@ class Binder:
     def _wait_for_factors(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         """Waits for the factors of all replicas, and makes the sum in the replica's own bucket."""
         collective: Any = node.args[0]
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], bucket_of(node)
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         whole, pack = self.state.store.buckets[bucket].gradients[replica], pack_of(node)
 
         def wait(pending: Any, **_: Any) -> torch.Tensor:
@@ -255,7 +255,7 @@ class Binder:
 
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
-        communicator, pack = self._communicators[str(node.kwargs["link"])], pack_of(node)
+        communicator, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
         root: Any = node.kwargs.get("root")
         launch: Any = {
             ops.all_reduce: communicator.launch_all_reduce,
@@ -268,14 +268,16 @@ class Binder:
 
     @binds(ops.gather_factors)
     def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, pack = self._communicators[str(node.kwargs["link"])], pack_of(node)
+        exchanges, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
         return lambda own, **_: exchanges.launch_gather(pack, replica, own)
 
     @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        exchanges, (bucket, pack) = self._communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
+        exchanges, (bucket, pack) = self.communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
         gradients = self.state.store.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
-        whole = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
+        whole: torch.Tensor | None = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
+        if any(given.target is ops.compress for given in node.all_input_nodes):
+            whole = None  # they have compressed them elsewhere
 
         def exchange(own: torch.Tensor, **_: Any) -> torch.Tensor:
             exchanges.launch_exchange(pack.number, replica, whole)
@@ -285,19 +287,19 @@ class Binder:
 
     @binds(ops.scatter_sums)
     def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
         whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
         return lambda own, **_: exchanges.launch_scatter(bucket, replica, whole)
 
     @binds(ops.gather_parameters)
     def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, bucket = self._communicators[str(node.kwargs["link"])], bucket_of(node)
+        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
         whole = self.state.store.buckets[bucket].parameters[0]
         return lambda **_: exchanges.launch_parameters(bucket, replica, whole)
 
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        communicator, route = self._communicators[str(node.kwargs["link"])], route_of(self.program, node)
+        communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
 
         def send(value: torch.Tensor, **_: Any) -> None:
             communicator.send(route, value)
@@ -306,7 +308,7 @@ class Binder:
 
     @binds(ops.recv)
     def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        communicator, route = self._communicators[str(node.kwargs["link"])], route_of(self.program, node)
+        communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
 
         def recv(**_: Any) -> None:
             communicator.launch_receive(route)
@@ -317,7 +319,7 @@ class Binder:
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
-        communicator, bucket = self._communicators[str(collective.kwargs["link"])], pack_of(node)
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], pack_of(node)
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)

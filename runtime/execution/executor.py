@@ -21,7 +21,12 @@ from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution import accumulation, clipping, reserved_memory  # noqa: F401 - register how their operations run
+from mirrorc.runtime.execution import (  # noqa: F401 - register how their operations run
+    accumulation,
+    clipping,
+    compression,
+    reserved_memory,
+)
 from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.bound_functions import BoundFunctions

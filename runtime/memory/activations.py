@@ -15,6 +15,7 @@ from torch import fx
 
 from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory, truths_of
+from mirrorc.analysis.compressed_sums import num_bytes_sent, writes_for_all
 from mirrorc.analysis.factored_gradients import (
     factor_values,
     factored_slots,
@@ -232,6 +233,18 @@ class _Walk:
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return self._of(node.args), 0  # in the bucket
 
+    @accounts(ops.compress)
+    def _compress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """What is sent of a pack. One device has the memory for all."""
+        if self.replica:
+            return (), 0
+        num_bytes = sum(num_bytes_sent(self.program, launch) for launch in node.users)
+        return (Block(num_bytes, self.names.name(node), "compressed sums"),), 0
+
+    @accounts(ops.decompress)
+    def _decompress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (() if writes_for_all(self.program, node, self.replica) else self._new(node)), 0
+
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """The messages, until the end of the step; taken to be as long for all workers. One device writes them for all."""
@@ -384,7 +397,7 @@ class _Walk:
 def _is_apart(pack: fx.Node) -> bool:
     """Whether a pack lies elsewhere than in its bucket."""
     if pack.target is not ops.wait:
-        return pack.target not in (ops.pack, ops.add_accumulated)
+        return pack.target not in (ops.pack, ops.add_accumulated, ops.decompress)
     (launch,) = pack.all_input_nodes
     if launch.target in ops.REDUCTIONS:
         return link_named(launch.kwargs["link"]).sum_place is SumPlace.ADDITIONAL

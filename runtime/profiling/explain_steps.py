@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import fx
 
+from mirrorc.analysis.compressed_sums import num_bytes_sent
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -136,6 +137,9 @@ def _num_bytes(program: Program, collective: Collective) -> int:
     """The size of what is moved: of the bucket, of the part of it that is sent, or of the factors of all devices."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
+    first = collective.launches[0].node
+    if first.target is ops.exchange:
+        return num_bytes_sent(program, first)
     sent = next((launch.node for launch in collective.launches if launch.node.target is ops.send), None)
     if sent is None and collective.pack is not None:
         bucket, pack = program.packs[collective.pack]

@@ -59,7 +59,8 @@ class BucketTimes(FlightTimes):
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: the size of what is moved: of the bucket, of the part of it that is sent, or of the factors of all devices.
+        num_bytes: the size of what is moved: of the bucket (in the dtype in which workers send it), of the part of it that is
+            sent, or of the factors of all devices.
         kind: its collective: reduce_scatter, all_reduce, reduce, broadcast, send (and recv); ``none`` if there is none.
         link: the link that carries it; empty if there is none.
         behind: the cause of the longest waiting: the call of a late device while others waited for it (``cpu:1's bwd_0``), or an

@@ -82,6 +82,7 @@ class Exchanges(Communicator):
             bucket: [None] * len(self.devices) for bucket in self._messages
         }
         self._gatherings: dict[int, Gathering] = {}
+        self._to_send: dict[int, torch.Tensor] = {}
         self._sharded.release()
 
     def keep(self, buckets: Collection[int]) -> None:
@@ -96,11 +97,19 @@ class Exchanges(Communicator):
         """See `Communicator`."""
         self._joint.abort_kept()
 
-    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
+    def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Communicator`."""
+        with self._joint.lock:
+            if bucket not in self._to_send:
+                self._to_send[bucket] = like.new_empty(num_elements, dtype=dtype)
+            return self._to_send[bucket]
+
+    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
         """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
-                self._joint.send(bucket, (lambda group: group.all_reduce(whole)) if whole.numel() else None)
+                sent = self._to_send.pop(bucket) if whole is None else whole
+                self._joint.send(bucket, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
     def launch_gather(self, bucket: int, replica: int, own: FactoredBucket) -> None:
         """See `Communicator`."""

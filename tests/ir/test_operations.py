@@ -66,6 +66,7 @@ def programs() -> list[Program]:
     of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
     found += every_stage(of_workers, over_workers=True).values()
     found += every_stage(of_workers, over_workers=True, overlap_next_step=True).values()
+    found += every_stage(of_workers, over_workers=True, compression="bfloat16").values()
     dealt = HANDMADE["buffer"]().evolve(workers=replace(World(2, 2).worker(1), shards_optimizer=True))
     found += every_stage(dealt, over_workers=True, shard_optimizer=True).values()
     sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))

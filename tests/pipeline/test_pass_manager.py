@@ -119,9 +119,17 @@ def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
 
 
 def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> None:
-    asked = default_pipeline(max_grad_norm=1.0, scales_loss=True, over_workers=True, shard_optimizer=True)
+    options = {"max_grad_norm": 1.0, "scales_loss": True, "over_workers": True, "shard_optimizer": True}
+    asked = default_pipeline(**options, compression="bfloat16")  # type: ignore[arg-type]
     assert run_passes(handmade(), asked).properties == tuple(Property)
-    on_request = (Property.EXCHANGED, Property.SHARDED, Property.CLIPPED, Property.UNSCALED, Property.CHECKED)
+    on_request = (
+        Property.EXCHANGED,
+        Property.COMPRESSED,
+        Property.SHARDED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+    )
     unasked = tuple(each for each in Property if each not in on_request)
     assert run_passes(handmade(), default_pipeline()).properties == unasked
     assert run_passes(handmade(), core_pipeline()).properties == (Property.ORDERED, Property.LINKED)

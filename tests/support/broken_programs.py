@@ -281,6 +281,24 @@ def overlapped(change: Callable[[fx.Graph], object], pass_name: str = "lower-dev
     return over_workers(on_all_devices(change), pass_name, overlap_next_step=True)
 
 
+def compressed(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
+    """As `over_workers`, on all devices of a program whose workers send sums in bfloat16."""
+    return over_workers(on_all_devices(change), pass_name, compression="bfloat16", **options)
+
+
+def use_what_is_compressed(graph: fx.Graph) -> None:
+    """Something takes a sum before it is wide again."""
+    total = first(graph, ops.decompress)
+    with graph.inserting_before(total):
+        taken = graph.call_function(torch.ops.aten.neg.default, total.args)
+    taken.meta["val"] = total.all_input_nodes[0].meta["val"]
+
+
+def decompress_another_bucket(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.decompress)[:2]
+    one.kwargs, other.kwargs = other.kwargs, one.kwargs
+
+
 def read_before_the_update(graph: fx.Graph) -> None:
     """All regions run with what the step before has left to update."""
     for node in targets(graph, ops.await_update):
@@ -1595,6 +1613,12 @@ BAD: dict[str, list[Mutation]] = {
         ),
         over_workers(on_all_devices(use_what_is_exchanged), "reduce-over-workers"),
         over_workers(on_all_devices(use_what_is_exchanged)),
+    ],
+    "compressed_sums_are_decompressed": [
+        compressed(use_what_is_compressed),
+        compressed(decompress_another_bucket),
+        compressed(lambda graph: repeat(graph, first(graph, ops.compress))),
+        compressed(lambda graph: repeat(graph, first(graph, ops.compress)), "compress-exchange"),
     ],
     "a_step_hands_over_once": [
         overlapped(lambda graph: repeat(graph, first(graph, ops.hand_over))),

@@ -24,7 +24,9 @@ from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
 _RESCALING = tuple(target_name(operation) for operation in ops.RESCALING)
-_RESCALED = {Property.CLIPPED, Property.UNSCALED}
+_NARROWING = tuple(map(target_name, (ops.compress, ops.decompress)))
+_MAY_CHANGE = {Property.CLIPPED: _RESCALING, Property.UNSCALED: _RESCALING, Property.COMPRESSED: _NARROWING}
+"""By which operations a pass that establishes a property may change what updates take."""
 _UNCHANGED = -1  # a way on which no operator changes the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
@@ -37,21 +39,23 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
-    operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or
-    unscales gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says. A pass that puts microbatches one
-    after the other gives the results of all of them together, as `mirrorc.verifier.repetition` says.
+    operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
+    gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says, and one that compresses sums may make
+    them narrow on their way to other workers, as `mirrorc.verifier.rules.compressed_sums` says. A pass that puts microbatches
+    one after the other gives the results of all of them together, as `mirrorc.verifier.repetition` says.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
-    rescales = not _RESCALED.isdisjoint(set(after.properties) - set(before.properties))
+    new = set(after.properties) - set(before.properties)
+    left_out = tuple(name for one, names in _MAY_CHANGE.items() if one in new for name in names)
     if is_accumulated(before, after):
         expected = known.accumulated(before)
         inlined = True
     else:
-        expected = known.flows(before, inlined, without_rescaling=rescales)
-    found = known.flows(after, inlined, is_new=True, without_rescaling=rescales)
+        expected = known.flows(before, inlined, left_out=left_out)
+    found = known.flows(after, inlined, is_new=True, left_out=left_out)
     for key in [*expected, *(key for key in found if key not in expected)]:
         if key[1] in _WAYS and (
             key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
@@ -78,18 +82,18 @@ class KnownFlows:
         self._roots: dict[Any, Any] = {}
         self._last: tuple[Program, bool, Flows] | None = None
 
-    def flows(self, program: Program, inlined: bool, *, is_new: bool = False, without_rescaling: bool = False) -> Flows:
+    def flows(self, program: Program, inlined: bool, *, is_new: bool = False, left_out: tuple[str, ...] = ()) -> Flows:
         """The results of each replica as expressions.
 
         Args:
             program: whose.
             inlined: whether to look into regions.
             is_new: whether a pass has just made the program.
-            without_rescaling: whether to leave out how gradients are scaled before updates take them.
+            left_out: the names of operations that are left out of how gradients come to the updates that take them.
         """
-        if without_rescaling:
+        if left_out:
             self._last = None
-            return _flows(program, Expressions(program, self._numbers, self._roots, inlined), _RESCALING)
+            return _flows(program, Expressions(program, self._numbers, self._roots, inlined), left_out)
         if is_new or self._last is None or self._last[0] is not program or self._last[1] is not inlined:
             self._last = (program, inlined, _flows(program, Expressions(program, self._numbers, self._roots, inlined)))
         return self._last[2]

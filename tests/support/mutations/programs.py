@@ -353,6 +353,11 @@ def handmade_sources() -> Iterator[Source]:
             handmade(n, pairs, buffer=True).evolve(workers=workers),
             over_workers | {"overlap_next_step": True},
         )
+        yield Source(
+            f"pairs, compressed by worker {n - 1} of 3",
+            handmade(n, pairs, buffer=True).evolve(workers=workers),
+            over_workers | {"compression": "bfloat16"},
+        )
         dealt = replace(workers, shards_optimizer=True)
         yield Source(
             f"pairs, dealt out to worker {n - 1} of 3",

@@ -1,0 +1,64 @@
+"""The rule on sums that workers send in a narrower dtype: they are rounded for the wire alone, and wide where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rule import rule
+from mirrorc.verifier.rules.programs import Violation, say, scopes
+
+
+@rule(since=Stage.SCHEDULED)
+def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
+    """What a worker compresses goes into the exchange of that bucket, or pack, alone; all its replicas compress theirs. The sum
+    over workers is decompressed before anything else takes it, and nothing else is."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.compress):
+            place = where(replica_of(node))
+            for user in node.users:
+                if user.target is not ops.exchange or _tag(user) != _tag(node):
+                    yield Violation(
+                        f"{say(node)} on {place} is for the exchange of that bucket alone, and {user.name} takes it",
+                        user,
+                    )
+            if not node.users:
+                yield Violation(f"{say(node)} on {place} is sent to nobody", node)
+        for node in calls_to(graph, ops.exchange):
+            given = [source.target is ops.compress for source in node.all_input_nodes]
+            if any(given) and not all(given):
+                odd = node.all_input_nodes[given.index(False)]
+                yield Violation(f"{say(node)} is given {odd.name}, and what other replicas have compressed", node)
+            for wait in node.users if any(given) else ():
+                for user in wait.users:
+                    if user.target is not ops.decompress:
+                        yield Violation(
+                            f"{user.name} on {where(replica_of(wait))} takes {wait.name}, which is still compressed",
+                            user,
+                        )
+        for node in calls_to(graph, ops.decompress):
+            if not _is_total(node.args[0]) or _tag(node.args[0]) != _tag(node):
+                yield Violation(
+                    f"{say(node)} on {where(replica_of(node))} is given {node.args[0]}, which is no compressed sum of that "
+                    "bucket over all workers",
+                    node,
+                )
+
+
+def _is_total(value: Any) -> bool:
+    """Whether a value is a sum over workers of what they have compressed."""
+    launch = value.args[0] if isinstance(value, fx.Node) and value.target is ops.wait else None
+    return (
+        isinstance(launch, fx.Node)
+        and launch.target is ops.exchange
+        and all(source.target is ops.compress for source in launch.all_input_nodes)
+    )
+
+
+def _tag(node: Any) -> tuple[int, int]:
+    return bucket_of(node), pack_of(node)

@@ -1,0 +1,137 @@
+"""Has workers send each other sums of gradients in a narrower dtype, which changes numbers; for those who ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, words_of_pack
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import counted, numbered
+
+NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
+"""The dtypes in which sums may be sent, by name."""
+
+
+@dataclass(frozen=True)
+class CompressExchange:
+    """Rounds each worker's sum of a bucket to a narrower dtype before it is sent, and makes the sum over workers wide again::
+
+        x_0     = exchange(sum_0, bucket=0, op=sum)           c_0     = compress(sum_0, dtype=torch.bfloat16, bucket=0, replica=0)
+        commit(early=True, replica=0)                         x_0     = exchange(c_0, bucket=0, op=sum)
+        total_0 = wait(x_0, bucket=0, replica=0)        ->    commit(early=True, replica=0)
+        update(total_0, bucket=0, replica=0)                  half_0  = wait(x_0, bucket=0, replica=0)
+                                                              total_0 = decompress(half_0, bucket=0, replica=0)
+                                                              update(total_0, bucket=0, replica=0)
+
+    A worker's devices add up their gradients in the bucket's own dtype first, each its share, and what a worker has accumulated
+    is in that sum. So a gradient is rounded once on its worker, and once more by each addition over workers, all of which get
+    the same bits. Norms, bounds, checks and the optimizer take the sum in the bucket's dtype. What is infinite or not a number
+    on any worker is so in the sum, and so is what the narrower dtype cannot hold.
+
+    Buckets of complex numbers, and those whose dtype is not wider, are sent as they are. So are factors, of which each worker
+    makes its gradients.
+
+    Needs: the exchanges of reduce-over-workers, none of which is dealt out or linked yet.
+    Guarantees: what is waited for of a compressed sum is decompressed before anything else takes it.
+
+    Attributes:
+        dtype: "bfloat16", which has the range of float32 and 8 bits of precision; or "float16", which has 11 bits up to 65504.
+    """
+
+    dtype: str = "bfloat16"
+    name: str = field(default="compress-exchange", init=False)
+    input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    changes_bits: str = field(default="sums are rounded on their way to other workers", init=False)
+    trains_only: ClassVar = True
+    updates_only: ClassVar = True
+    establishes: ClassVar = (Property.COMPRESSED,)
+    precedes: ClassVar = (
+        Property.COMPRESSED,
+        Property.SHARDED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NARROW:
+            raise ValueError(f"dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
+
+    def run(self, program: Program) -> Program:
+        if not program.workers.are_several:
+            return program.with_remarks("nothing is compressed: there is one worker, and nothing is sent to others")
+        if Property.EXCHANGED not in program.properties:
+            raise PassError(
+                "pass 'compress-exchange' compresses sums that are sent to other workers, and none is: 'reduce-over-workers' "
+                "must come before it"
+            )
+        program = program.evolve(
+            graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)
+        )
+        launches = list(calls_to(program.mirrored_graph, ops.exchange))
+        wide = [launch for launch in launches if self.narrows(program.buckets[bucket_of(launch)].dtype)]
+        before = sum(num_bytes_sent(program, launch) for launch in wide)
+        for launch in wide:
+            self._compress(program, launch)
+        return program.with_remarks(*self._remarks(program, wide, before))
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether sums of this dtype are sent in a narrower one."""
+        return dtype.is_floating_point and dtype.itemsize > NARROW[self.dtype].itemsize
+
+    def _compress(self, program: Program, launch: fx.Node) -> None:
+        words = words_of_pack(*program.packs[pack_of(launch)])
+        launch.args = tuple(
+            insert(
+                program,
+                launch,
+                ops.compress,
+                (own,),
+                {"dtype": NARROW[self.dtype], **words, "replica": replica_of(own)},
+            )
+            for own in launch.all_input_nodes
+        )
+        set_type(program, launch)
+        for wait in list(launch.users):
+            set_type(program, wait)
+            users = list(wait.users)  # none, where a device has no share, or another one runs the optimizer
+            if users:
+                own = {**words, "replica": replica_of(wait)}
+                total = insert(program, wait.next, ops.decompress, (wait,), own)
+                for user in users:
+                    user.replace_input_with(wait, total)
+
+    def _remarks(self, program: Program, wide: Sequence[fx.Node], before: int) -> list[str]:
+        others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in wide})
+        told = []
+        if wide:
+            number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in wide)
+            sent, without = (size_text(round(2 * size * (number - 1) / number)) for size in (after, before))
+            told.append(
+                f"{counted(len(wide), 'exchange')} in {self.dtype}, which changes numbers: each of {number} workers sends {sent} "
+                f"in a step, in place of {without}"
+            )
+        if self.dtype == "float16" and wide:
+            told.append(
+                "a sum beyond 65504 becomes infinite in float16: check_finite= or a scaler notices it; bfloat16 has the range of "
+                "float32"
+            )
+        if others:
+            told.append(
+                f"{numbered('bucket', others)} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype"
+            )
+        return told

@@ -1,0 +1,146 @@
+"""Steps over workers that send sums in a narrower dtype, beside plain PyTorch that rounds gradients and their sum alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import selections
+import torch
+from torch import nn
+from worker_processes import LazyOutcomes, free_port, outcomes, told
+from worker_training import batch, made, reference, values_of
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "compression": "bfloat16"},
+    "2 x 2": {"devices": [2, 2], "sizes": [[4, 4], [7, 1]], "compression": "float16", "optimizer": "SGD"},
+    "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "compression": "bfloat16", "options": {"packing": 3}},
+    "bound": {
+        "devices": [2, 1],
+        "sizes": [[4, 3]],
+        "compression": "float16",
+        "options": {"clip_grad_norm": 0.1, "check_finite": True, "early_update": False},
+    },
+    "handed over": {
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "compression": "bfloat16",
+        "options": {"overlap_next_step": True, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+    },
+    "parts": {
+        "devices": [1, 1],
+        "sizes": [[6, 4]],
+        "compression": "bfloat16",
+        "options": {"microbatches": 2, "check_replicas_every": 1},
+    },
+    "recovers": {
+        "devices": [1, 2],
+        "sizes": [[4, 4]],
+        "compression": "bfloat16",
+        "optimizer": "SGD",
+        "steps": 3,
+        "faults": [[0, 1, "operator"]],
+    },
+}
+THREE = {"devices": [1, 2, 1], "sizes": [[4, 5, 3]], "compression": "bfloat16", "optimizer": "SGD", "steps": 6}
+APART = {"devices": [1, 1], "sizes": [[4, 4]], "compression": "bfloat16", "steps": 1}
+SLOW = ("2 x 1", "bound", "parts")
+
+
+def given_to_workers(case: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    options = {"exchange": "dense", "compression": case["compression"], **case.get("options", {}), **more}
+    return {**case, "model": "mlp", "options": options}
+
+
+def run(given: dict[str, Any], port: int) -> list[Any]:
+    size = len(given["devices"])
+    own = [{"variables": told(rank, size, port), "train": given} for rank in range(size)]
+    return [*own, *[None] * (3 - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(given_to_workers(case), free_port()) for name, case in (CASES | {"three": THREE}).items()}
+    cases["apart"] = run(given_to_workers(APART), free_port())
+    cases["apart"][1]["train"] = given_to_workers(APART, compression="float16")
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=250)
+
+
+def simulated(case: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Plain PyTorch in one process: the gradient of each worker's part of the mean is rounded, and so is the sum of two."""
+    model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
+    dtype, options = getattr(torch, case["compression"]), case.get("options", {})
+    failed = [step for step, _, _ in case.get("faults", ())]
+    for number in range(case.get("steps", 4)):
+        if number in failed:
+            continue
+        sizes = case["sizes"][number % len(case["sizes"])]
+        sums: list[list[torch.Tensor]] = []
+        for worker, size in enumerate(sizes):
+            x, y = batch(number, worker, size)
+            loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / sum(sizes)
+            sums.append([own.to(dtype) for own in torch.autograd.grad(loss, list(model.parameters()))])
+        for parameter, *own in zip(model.parameters(), *sums, strict=True):
+            parameter.grad = (own[0] + own[1]).to(parameter.dtype)
+        if "clip_grad_norm" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad_norm"])
+        optimizer.step()
+    return values_of(model)
+
+
+def assert_close(own: dict[str, list[float]], expected: dict[str, list[float]], rel: float, abs: float) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        assert own[name] == pytest.approx(values, rel=rel, abs=abs), name
+
+
+@pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
+def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: Mapping[str, Any], case: str) -> None:
+    first, second = found[case][:2]
+    assert first["values"] == second["values"]
+    assert_close(first["values"], simulated(CASES[case]), rel=1e-9, abs=1e-12)
+    exact = reference({**CASES[case], "model": "mlp"}, range(CASES[case].get("steps", 4)))[1]
+    assert any(own != pytest.approx(exact[name], rel=1e-9, abs=1e-12) for name, own in first["values"].items())
+
+
+def test_three_workers_have_equal_bits_near_the_exact_ones(found: Mapping[str, Any]) -> None:
+    first, *others = found["three"]
+    assert all(other["values"] == first["values"] for other in others)
+    _, exact = reference({**THREE, "model": "mlp"}, range(THREE["steps"]))
+    assert_close(first["values"], exact, rel=0.02, abs=0.005)
+
+
+def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
+    for own in found["recovers"][:2]:
+        assert [isinstance(loss, float) for loss in own["losses"]] == [False, True, True]
+        assert "the disk is full" in own["losses"][0]
+
+
+def test_bytes_that_are_sent_are_explained(found: Mapping[str, Any]) -> None:
+    for own in found["three"]:
+        assert any("6 exchanges" in text or "exchange in bfloat16" in text for text in own["remarks"])
+        elements = sum(map(len, own["values"].values()))
+        assert f"{2 * elements / 1024:.1f} KiB" in own["explained"] and "exchange over gloo" in own["explained"]
+
+
+def test_workers_that_compress_otherwise_are_refused_by_all(found: Mapping[str, Any]) -> None:
+    errors = [own["error"] for own in found["apart"][:2]]
+    assert errors[0] == errors[1] and "workers differ in the arguments of mirrorc.compile" in errors[0]
+    assert "CompressExchange(dtype='bfloat16'" in errors[0] and "CompressExchange(dtype='float16'" in errors[0]
+
+
+def test_a_worker_that_leaves_early_adds_nothing(tmp_path: Any) -> None:
+    case = {
+        "devices": [1, 1],
+        "sizes": [[4, 4], [3, 0], [5, 0]],
+        "compression": "bfloat16",
+        "optimizer": "SGD",
+        "decay": 1.0,
+    }
+    given = given_to_workers(case)
+    processes = [{"variables": told(rank, 2, port), "join": given} for port in [free_port()] for rank in range(2)]
+    first, second = outcomes(tmp_path, {"it": processes})["it"]
+    assert first["values"] == second["values"]
+    assert_close(first["values"], simulated({**case, "steps": 3}), rel=1e-9, abs=1e-12)

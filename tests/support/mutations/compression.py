@@ -1,0 +1,68 @@
+"""Mutations of what makes sums narrow on their way to other workers, and wide again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import insert
+from mirrorc.ir.nodes import replica_of
+from mirrorc.ir.program import Program
+from mutations.places import placed_nodes
+from mutations.table import Edit, breaks
+
+
+@breaks
+def send_one_share_wide(program: Program) -> Iterator[Edit]:
+    """A device offers its share as it is, where others have compressed theirs."""
+
+    def edit(node: fx.Node) -> None:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+
+    for node in placed_nodes(program, ops.compress):
+        yield partial(edit, node)
+
+
+@breaks
+def take_a_narrow_sum(program: Program) -> Iterator[Edit]:
+    """An update takes the sum over workers while it is narrow."""
+
+    def edit(node: fx.Node) -> None:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+
+    for node in placed_nodes(program, ops.decompress):
+        yield partial(edit, node)
+
+
+@breaks
+def widen_by_a_cast(program: Program) -> Iterator[Edit]:
+    """A sum becomes wide in memory of its own, which the bucket does not have."""
+
+    def edit(node: fx.Node) -> None:
+        wide = node.meta["val"].dtype
+        cast = insert(program, node, torch.ops.aten._to_copy.default, node.args, {"dtype": wide})
+        node.replace_all_uses_with(cast)
+        node.graph.erase_node(node)
+
+    for node in placed_nodes(program, ops.decompress):
+        yield partial(edit, node)
+
+
+@breaks
+def widen_twice(program: Program) -> Iterator[Edit]:
+    """A device makes the sum wide twice."""
+
+    def edit(node: fx.Node) -> None:
+        with node.graph.inserting_after(node):
+            again = node.graph.node_copy(node)
+        again.args = (node,)
+
+    for node in placed_nodes(program, ops.decompress):
+        if replica_of(node) in (None, 0):
+            yield partial(edit, node)

@@ -1,0 +1,144 @@
+"""What `mirrorc.compile(compression=...)` makes for a world that is not there, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_programs import assert_same, reload
+from torch import nn
+
+import mirrorc
+from mirrorc import World
+from mirrorc.compression import check_compression
+from mirrorc.ir import ops
+from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.workers import Workers
+from mirrorc.passes import CompressExchange, default_pipeline
+from mirrorc.printing.reader import read_program_text
+
+
+def step_of(**options: Any) -> mirrorc.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
+    given = {"world": World(2), "compression": "bfloat16", "backend": "eager", **options}
+    return mirrorc.compile(
+        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **given
+    )
+
+
+def prepared(**options: Any) -> mirrorc.Program:
+    return step_of(**options).prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+
+
+def test_the_printed_program_says_what_is_compressed_and_is_read_back(tmp_path: Path) -> None:
+    program = prepared(exchange="dense")
+    text = program.to_text(fold=False)
+    assert "rounded for the wire: this changes numbers" in text and "decompress(bucket=0" in text
+    read_program_text(program.to_text(slots=True, sources=False))
+    assert_same(program, reload(program, tmp_path))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_sent_is_counted_in_memory(devices: int) -> None:
+    told = {}
+    for compression in ("bfloat16", None):
+        given = {"exchange": "dense", "world": World(2, devices), "compression": compression}
+        step = step_of(**given)
+        step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+        told[compression] = str(step.memory())
+    assert "compressed sums" in told["bfloat16"] and "compressed sums" not in told[None]
+
+
+def test_factors_are_sent_as_they_are() -> None:
+    program = prepared(exchange="factors")
+    (graph,) = program.graphs()
+    assert list(calls_to(graph, ops.gather_factors))
+    assert any("not compressed: sent as factors" in str(remark) for remark in program.remarks)
+
+
+def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent() -> None:
+    """The layer's gradient has 60 x 60 elements, and its factors 60 + 60 of each of 20 examples."""
+
+    def remark(compression: str | None) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
+        step = mirrorc.compile(
+            model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            loss_fn=nn.CrossEntropyLoss(),
+            world=World(2),
+            backend="eager",
+            compression=compression,
+        )
+        program = step.prepare(torch.zeros(200, 5), target=torch.zeros(200, dtype=torch.int64))
+        return next(str(one) for one in program.remarks if "how workers send gradients" in str(one))
+
+    assert "2.weight as factors (937.5 KiB against 1.4 MiB)" in remark(None)
+    assert "2.weight whole (937.5 KiB against 703.1 KiB)" in remark("bfloat16")
+
+
+def test_a_process_alone_compresses_nothing_and_says_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    with mirrorc.compile(
+        model,
+        2,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=nn.CrossEntropyLoss(),
+        backend="eager",
+        compression="float16",
+    ) as step:
+        step(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+        assert any("nothing is compressed: there is one worker" in str(remark) for remark in step.program.remarks)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"compression": "int8"},
+            "compression is 'int8': say 'bfloat16' or 'float16', to send sums to other workers so",
+        ),
+        ({"shard_optimizer": True}, "shard_optimizer=True yet: workers send each other parts of sums there"),
+        ({"exact_order": True}, "cannot be used with exact_order=True: sums are rounded on their way"),
+        (
+            {"disable_passes": ["compress-exchange"]},
+            "asks for the pass 'compress-exchange', which disable_passes leaves",
+        ),
+        (
+            {"passes": default_pipeline(over_workers=True)},
+            "put mirrorc.passes.CompressExchange('bfloat16') behind ReduceOverWorkers() there",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        step_of(**options)
+
+
+def test_it_is_refused_on_gpus() -> None:
+    asked = {"compression": "bfloat16", "passes": None, "disable_passes": (), "exact_order": False}
+    devices = [type("Device", (), {"torch_device": torch.device("cuda:0")})()]
+    with pytest.raises(
+        ValueError, match=r"of the type 'cuda' yet: what is sent there in another dtype has not been tried"
+    ):
+        check_compression(Workers((1, 1), 0), devices, {**asked, "shard_optimizer": False})
+    check_compression(Workers((1, 1), 0), parse_devices(1), {**asked, "shard_optimizer": False})
+
+
+def test_a_number_is_no_compression() -> None:
+    with pytest.raises(TypeError, match=r"compression is 16: say 'bfloat16' or 'float16'"):
+        step_of(compression=16)
+
+
+def test_a_pipeline_of_ones_own_may_compress() -> None:
+    program = prepared(
+        compression=None, exchange="dense", passes=default_pipeline(over_workers=True, compression="float16")
+    )
+    assert any("in float16, which changes numbers" in str(remark) for remark in program.remarks)
+    assert CompressExchange("float16").changes_bits
