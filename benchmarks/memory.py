@@ -9,15 +9,48 @@ the pages of buckets that are written. See `measured_memory` for how it is measu
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 from measured_memory import MeasuredMemory, measure
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from workloads import WORKLOADS, Workload
 
 import mirrorc
 from mirrorc.runtime.memory.report import MemoryReport
 
 KINDS = ("parameters", "gradients", "optimizer_state", "buffers")
+
+
+class Deep(nn.Module):
+    """24 blocks of two products, width 256 and 1024, with dropout and LayerNorm, each in a checkpoint or none."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256))
+            for _ in range(24)
+        )
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return self.head(x)
+
+
+def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 256), torch.randint(10, (n,))
+
+
+DEEP = {
+    name: Workload(name, partial(Deep, checkpoints=name.endswith("checkpoints")), F.cross_entropy, _vectors, 1024)
+    for name in ("deep-1024", "deep-1024-checkpoints")
+}
+"""One deep model with checkpoints of its activations, and without."""
 
 
 def compared(workload: Workload, backend: str, num_devices: int) -> tuple[MemoryReport, MeasuredMemory]:
@@ -52,7 +85,8 @@ def row(name: str, told: MemoryReport, measured: MeasuredMemory) -> str:
 def main() -> None:
     """Compares what the command line names and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in WORKLOADS if name != "tiny"]  # its memory is that of Python's objects
+    workloads = {**WORKLOADS, **DEEP}
+    names = [name for name in workloads if name != "tiny"]  # its memory is that of Python's objects
     parser.add_argument("--workloads", nargs="+", default=names, choices=names)
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--devices", type=int, default=2)
@@ -62,7 +96,7 @@ def main() -> None:
     print(f"| workload | {' | '.join(kinds)} | ratio of activations | ratio of totals |")
     print("|---" * (len(kinds) + 3) + "|")
     for name in options.workloads:
-        print(row(name, *compared(WORKLOADS[name], options.backend, options.devices)), flush=True)
+        print(row(name, *compared(workloads[name], options.backend, options.devices)), flush=True)
 
 
 if __name__ == "__main__":

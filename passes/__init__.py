@@ -26,6 +26,7 @@ from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.place_variables import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.passes.plan_buckets import PlanBuckets
 from mirrorc.passes.read_row_elements import ReadRowElements
+from mirrorc.passes.recompute_checkpoints import RecomputeCheckpoints
 from mirrorc.passes.recompute_elementwise import RecomputeElementwise
 from mirrorc.passes.reduce_over_workers import ReduceOverWorkers
 from mirrorc.passes.replicate import Replicate
@@ -66,6 +67,7 @@ __all__ = [
     "PlaceVariables",
     "PlanBuckets",
     "ReadRowElements",
+    "RecomputeCheckpoints",
     "RecomputeElementwise",
     "ReduceOverWorkers",
     "Replicate",
@@ -88,6 +90,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "read-row-elements": ReadRowElements,
     "recompute-elementwise": RecomputeElementwise,
     "lay-channels-last": LayChannelsLast,
+    "recompute-checkpoints": RecomputeCheckpoints,
     "plan-buckets": PlanBuckets,
     "place-variables": PlaceVariables,
     "outline-regions": OutlineRegions,
@@ -195,6 +198,7 @@ def default_pipeline(
         ReadRowElements(),
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
+        RecomputeCheckpoints(),
         PlanBuckets(bucket_cap_mb, first_bucket_mb, is_cut, packing, gradient_order),
         *([PlaceVariables(placement, owners)] if has_owners else []),
         OutlineRegions(cuts_forward=is_cut),

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.asserts import keep_asserts
+from mirrorc.capture.checkpoints import note_checkpoints
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import refuse_written_inputs
 from mirrorc.capture.guards import NO_GUARDS, Guards
@@ -85,6 +86,7 @@ def restructure(
     values: dict[fx.Node, fx.Node] = {}
     arguments, seed = _add_arguments(graph, joint, leaf_names, values)
     constants = _copy_nodes(graph, joint, variable_names, values)
+    note_checkpoints(values, what)
     graph.output(_outputs(joint, values, variable_names, trained, what))
     output: Any = graph.output_node().args[0]
     gradients = dict(output["gradients"])
@@ -103,7 +105,7 @@ def restructure(
     arguments += keep_replica_values(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
-    read = _read_names(graph)
+    read = {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}
     output = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
@@ -294,7 +296,3 @@ def _own_gradients(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
     graph.output_node().args = ({**output, "gradients": ordered},)
-
-
-def _read_names(graph: fx.Graph) -> set[str]:
-    return {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}

@@ -11,6 +11,7 @@ from torch import fx
 from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
 from mirrorc.errors import CaptureError
+from mirrorc.ir.checkpoints import CHECKPOINT
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.type_inference import find_type_anew
 from mirrorc.torch_internals import is_operator, schema_of
@@ -123,7 +124,7 @@ def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: in
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
     find_type_anew(node)
-    for key in ("stack_trace", "nn_module_stack"):
+    for key in ("stack_trace", "nn_module_stack", CHECKPOINT):
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node

@@ -10,7 +10,7 @@ All graphs of a program share five tables, in which each item occurs once::
 
 A graph is the list of its nodes, in order; nodes refer to earlier ones by their index::
 
-    node = [NAME, call, [argument ...], {KEY: argument ...}, {"val": value, "line": INDEX, "module": INDEX}]
+    node = [NAME, call, [argument ...], {KEY: argument ...}, {"val": value, "line": INDEX, "module": INDEX, "checkpoint": {...}}]
     call = INDEX                                  of the operator
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.ops import Pending
 from mirrorc.ir.source_lines import last_users_line
 from mirrorc.serialization.operator_names import find_operator, operator_name
@@ -44,7 +45,7 @@ from mirrorc.torch_internals import FakeTensor, FakeTensorMode
 
 _TABLES = {"operators": str, "types": dict, "tensors": int, "lines": str, "modules": list}
 _OTHER_OPS = ("placeholder", "call_module", "output")
-_META = {"val", "line", "module"}
+_META = {"val", "line", "module", "checkpoint"}
 _LINE = re.compile(r"(.*?):(\w+)(?:  (.*))?", re.DOTALL)
 _NO_LINE = "(none of the user's lines)"
 
@@ -119,6 +120,8 @@ class GraphWriter:
             path, kind = modules[-1]
             class_name = getattr(kind, "__name__", str(kind).rsplit(".", 1)[-1])
             meta["module"] = self._number("modules", (str(path), class_name))
+        if CHECKPOINT in node.meta:
+            meta[CHECKPOINT] = encode_record(node.meta[CHECKPOINT], Checkpoint, "its checkpoint")
         return meta
 
     def _value(self, value: Any) -> Any:
@@ -222,6 +225,8 @@ class GraphReader:
             meta["stack_trace"] = entry(self._traces, data["line"], "line")
         if "module" in data:
             meta["nn_module_stack"] = entry(self._modules, data["module"], "module")
+        if CHECKPOINT in data:
+            meta[CHECKPOINT] = decode_record(data[CHECKPOINT], Checkpoint, "its checkpoint")
         return meta
 
     def _value(self, data: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from mirrorc.torch_internals.allocations import (
     watched_operators,
 )
 from mirrorc.torch_internals.asserts import assert_true
+from mirrorc.torch_internals.checkpoint_tags import checkpoint_tag
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.direct_calls import call_directly
 from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
@@ -115,6 +116,7 @@ __all__ = [
     "bare_step",
     "call_directly",
     "calls_step_hooks",
+    "checkpoint_tag",
     "compile_with_inductor",
     "copy_each",
     "dividing_gradients",

@@ -15,6 +15,7 @@ from custom_pass import Bfloat16OnTheWire
 from measured_memory import MeasuredMemory, measure
 from selections import exhaustive, slow
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from train_text import GPT, GPTConfig, next_byte_loss
 
 import mirrorc
@@ -62,6 +63,20 @@ class Embeddings(nn.Module):
         return self.head(torch.cat([table(rows[:, i]) for i, table in enumerate(self.tables)], 1)).squeeze(1)
 
 
+class Checkpoints(nn.Module):
+    """Blocks that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 def vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 64), torch.randint(10, (n,))
 
@@ -82,6 +97,7 @@ MODELS: dict[str, Any] = {
     "mlp": (mlp, vectors, F.cross_entropy),
     "gpt": (gpt, text, next_byte_loss),
     "conv": (ConvNet, images, F.cross_entropy),
+    "checkpoints": (Checkpoints, vectors, F.cross_entropy),
     "embedding": (Embeddings, clicks, F.binary_cross_entropy_with_logits),
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)

@@ -114,7 +114,9 @@ def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
     )
     record = json.loads(path.with_name("reproducer.json").read_text(encoding="utf-8"))
     assert record["passes"] is None and "its option 'option' is a function" in record["not_replayed"]
-    first = "decompose-gelu,read-row-elements,recompute-elementwise,lay-channels-last,plan-buckets,outline-regions,"
+    first = (
+        "decompose-gelu,read-row-elements,recompute-elementwise,lay-channels-last,recompute-checkpoints,plan-buckets,"
+    )
     assert record["pipeline"].startswith(first)
     assert ",fails-at," in record["pipeline"]
     assert Program.load(path).stage is Stage.UPDATED
@@ -157,7 +159,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     ]
     for_inductor = ",".join([not_wanted[0], "read-row-elements", *not_wanted[1:]])
     assert record["pipeline"].startswith(
-        f"{for_inductor},plan-buckets{{bucket_cap_mb=1e-06,first_bucket_mb=1e-06}},outline-regions"
+        f"{for_inductor},recompute-checkpoints,plan-buckets{{bucket_cap_mb=1e-06,first_bucket_mb=1e-06}},outline-regions"
     )
     assert record["passes"].startswith(f"{__name__}:Breaks,schedule-overlap") and {"torch", "python"} <= set(record)
 

@@ -40,7 +40,14 @@ from mirrorc.printing.reader import read_program_text
 from mirrorc.printing.values import type_of
 
 # Stages of programs without a bucket plan.
-BEFORE_BUCKETS = ("capture", "decompose-gelu", "read-row-elements", "recompute-elementwise", "lay-channels-last")
+BEFORE_BUCKETS = (
+    "capture",
+    "decompose-gelu",
+    "read-row-elements",
+    "recompute-elementwise",
+    "lay-channels-last",
+    "recompute-checkpoints",
+)
 SUPPORT = Path(__file__).parents[1] / "support"
 
 

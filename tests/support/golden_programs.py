@@ -24,6 +24,7 @@ from broken_meetings import meeting_stages
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import mirrorc
@@ -38,12 +39,13 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.packing import EqualPacks
-from mirrorc.passes import DecomposeGelu, LayChannelsLast, default_pipeline, told_of_sharing
+from mirrorc.passes import DecomposeGelu, LayChannelsLast, RecomputeCheckpoints, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
 CAPTURED = "convnet-captured.txt"  # the file with a captured program after the passes before the bucket plan
+CHECKPOINTS = "checkpoints-captured.txt"  # the file with a captured program whose backward computes two blocks again
 CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is compiled with check_finite=True
 WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three workers, which has two of four devices
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
@@ -86,6 +88,21 @@ class GoldenModel:
     def num_examples(self, num_devices: int) -> int:
         """Two for each device, and two more if they are not to go round."""
         return 2 * num_devices + (2 if num_devices == self.uneven_on else 0)
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, each in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 class ResidualBlock(nn.Module):
@@ -234,6 +251,12 @@ CONVNET = GoldenModel(ConvNet, _sgd, lambda n: {"x": torch.zeros(n, 2, 8, 8), "t
 """What is captured, and of which `CAPTURED` shows how its convolutions and GELUs are written."""
 
 
+CHECKPOINTED = GoldenModel(
+    Checkpointed, _sgd, lambda n: {"x": torch.zeros(n, 4), "target": _classes(n)}, F.cross_entropy
+)
+"""What is captured, and of which `CHECKPOINTS` shows what backward computes again."""
+
+
 @functools.cache
 def _captured(name: str, num_devices: int) -> Program:
     return _capture(MODELS[name], num_devices)
@@ -297,6 +320,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield GATHERED, gathered_text()
     yield MEETINGS, meetings_text()
     yield CAPTURED, captured_text()
+    yield CHECKPOINTS, checkpoints_text()
 
 
 def meetings_text() -> str:
@@ -383,6 +407,11 @@ def captured_text() -> str:
     """A captured program as Inductor wants it: in channels-last format, and without the tanh in GELU."""
     program = run_passes(_capture(CONVNET, 1), [DecomposeGelu(), LayChannelsLast()])
     return program.to_text(sources=False)
+
+
+def checkpoints_text() -> str:
+    """A captured program whose backward computes what is within checkpoints again."""
+    return run_passes(_capture(CHECKPOINTED, 1), [RecomputeCheckpoints()]).to_text(sources=False)
 
 
 def versions() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from stand_in_nccl import nccl_over_gloo
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mirrorc
 from mirrorc import planned_sizes
@@ -88,6 +89,18 @@ class Random(nn.Sequential):
         super().__init__(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 4))
 
 
+class Checkpointed(nn.Module):
+    """A block that backward computes again, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 12), nn.Linear(12, 4)
+        self.block = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, self.stem(x), use_reentrant=False))
+
+
 class Wide(nn.Sequential):
     """Two layers of 0.7 MiB, so that plans of buckets differ."""
 
@@ -137,6 +150,7 @@ MODELS = {
     "rows": Rows,
     "tied": Tied,
     "random": Random,
+    "checkpointed": Checkpointed,
     "twins": Twins,
     "swapped": Swapped,
     "wide": Wide,

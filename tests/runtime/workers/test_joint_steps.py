@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 2]], "stepped": 1, "evaluates": True},
     "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
     "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [3, 1, 2]]},
+    "checkpointed": {"model": "checkpointed", "devices": [1, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
     "rows": {"model": "rows", "devices": [2, 1], "sizes": [[4, 3], [0, 2]], "optimizer": "SGD"},
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},

@@ -1,0 +1,25 @@
+"""Reads which operators of a joint graph `torch.utils.checkpoint` has backward run again."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
+    """The number of the checkpoint in which forward calls an operator, and whether its policy keeps the result.
+
+    None for an operator outside of all checkpoints. The policy of a checkpoint without ``context_fn`` keeps no result.
+
+    Raises:
+        ValueError: the policy asks for something else; says for what.
+    """
+    policy = node.meta.get("recompute")
+    if policy is None:
+        return None
+    if policy not in (*_RECOMPUTED, *_KEPT):
+        raise ValueError(str(policy))
+    return int(node.meta.get("ac_graph_id", 0)), policy in _KEPT
