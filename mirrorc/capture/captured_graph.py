@@ -52,6 +52,7 @@ class CapturedGraph:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
         numbers: the Python numbers that the graph takes.
+        remarks: what readers of the program are told.
         alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
     """
 
@@ -69,6 +70,7 @@ class CapturedGraph:
     sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -91,7 +93,7 @@ def restructure(
     looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
     sparse = rows_of_lookups(graph, gradients, looked_up, what)
     graph.output_node().args = ({**output, "gradients": gradients},)
-    if seed_random_ops(graph, seed) == 0:
+    if seed_random_ops(graph, seed) == 0 and not seed.users:
         graph.erase_node(seed)
         arguments.pop()
     keep_asserts(graph, values[joint.tangent] if joint.tangent is not None else None, what)
@@ -103,7 +105,7 @@ def restructure(
     arguments += keep_replica_values(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
-    read = _read_names(graph)
+    read = {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}
     output = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
@@ -144,6 +146,8 @@ def _add_arguments(
         arguments.append(Argument(ArgumentKind.LOSS_WEIGHT.value, ArgumentKind.LOSS_WEIGHT))
     seed = graph.placeholder(ArgumentKind.SEED.value)
     seed.meta["val"] = joint.fake_seed()
+    if joint.seed is not None:
+        values[joint.seed] = seed
     arguments.append(Argument(ArgumentKind.SEED.value, ArgumentKind.SEED))
     return arguments, seed
 
@@ -294,7 +298,3 @@ def _own_gradients(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
     graph.output_node().args = ({**output, "gradients": ordered},)
-
-
-def _read_names(graph: fx.Graph) -> set[str]:
-    return {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}

@@ -81,6 +81,13 @@ class Mlp(nn.Sequential):
         return super().forward(writes(x))
 
 
+class Branching(Mlp):
+    """Goes another way for each example, by its values, which no graph does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.stack([row if row.sum().item() > 0 else -2 * row for row in x]))
+
+
 class Random(nn.Sequential):
     """Dropout, and a normalization whose statistics every replica has of its own."""
 
@@ -137,6 +144,7 @@ MODELS = {
     "rows": Rows,
     "tied": Tied,
     "random": Random,
+    "branching": Branching,
     "twins": Twins,
     "swapped": Swapped,
     "wide": Wide,
