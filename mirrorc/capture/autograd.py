@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mirrorc.capture.first_runs import first_runs
 from mirrorc.capture.front_ends import FrontEnd, Traced
@@ -51,6 +51,12 @@ class AutogradFrontEnd(FrontEnd):
                 "replicas belong together. Remedy: compile without return_outputs, and compute outputs with the model itself, "
                 "under torch.no_grad()"
             )
+        for module in call.modules():
+            if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
+                raise CaptureError(
+                    f"{what} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that run as "
+                    "plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
+                )
         opaque = OpaqueCall(call, what)
         found = first_runs(opaque, call, call.data or [leaves], what)
         opaque.recorded = found.recorded

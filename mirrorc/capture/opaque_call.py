@@ -15,7 +15,8 @@ from mirrorc.capture.module_copies import ModuleCopy
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.custom_ops.opaque_calls import UsedParameters
-from mirrorc.errors import ExecutionError
+from mirrorc.custom_ops.replica_values import nobody_answers
+from mirrorc.errors import CaptureError, ExecutionError
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class OpaqueCall:
         given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         copy.load(given)
         vars(copy.root)["plain"] = self._plain
-        with self._modes.entered(), self._drawing(run, "forward"):
+        with self._modes.entered(), self._drawing(run, "forward"), nobody_answers(_not_joined(self._what)):
             run.loss = copy.root(*run.leaves)
         assigned = copy.assigned()
         if assigned is not None:
@@ -204,7 +205,7 @@ class OpaqueCall:
     def run_backward(self, run: Run, tangent: torch.Tensor) -> None:
         """Runs backward, which leaves gradients at the run's parameters."""
         own = [parameter for parameter in run.parameters if parameter.requires_grad]
-        with torch.enable_grad(), self._drawing(run, "backward"):
+        with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._what)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=own)
         del run.loss
         run.copy.unload()
@@ -269,6 +270,13 @@ class AssignedAttributeError(ExecutionError):
             "not last"
         )
         self.name = name
+
+
+def _not_joined(what: str) -> CaptureError:
+    return CaptureError(
+        f"{what} asks for values of all replicas (mirrorc.all_reduce, all_gather, replica_id, ...), which plain PyTorch has "
+        "not. Remedy: compile it with capture='dynamo'"
+    )
 
 
 def _short(name: str) -> str:
