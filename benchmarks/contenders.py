@@ -35,13 +35,13 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
 
-def _mirrorc(workload: Workload, rank: int, *, backend: str) -> StepFunction:
+def _mirrorc(workload: Workload, rank: int, **options: Any) -> StepFunction:
     import mirrorc
 
     torch.set_num_threads(NUM_REPLICAS)
     model = workload.make_model()
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
-    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, backend=backend)
+    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, **options)
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
     return lambda: step(x, target=y)
 
@@ -96,6 +96,7 @@ def _ddp(workload: Workload, rank: int, *, compiled: bool = False, sync: bool = 
 CONTENDERS: dict[str, tuple[int, Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (1, _mirrorc, {"backend": "inductor"}),
     "mirrorc, eager": (1, _mirrorc, {"backend": "eager"}),
+    "mirrorc, autograd": (1, _mirrorc, {"backend": "eager", "capture": "autograd"}),
     "DDP": (NUM_REPLICAS, _ddp, {}),
     "DDP + compile": (NUM_REPLICAS, _ddp, {"compiled": True}),
     "DDP no_sync": (NUM_REPLICAS, _ddp, {"sync": False}),

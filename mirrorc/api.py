@@ -146,7 +146,8 @@ def compile(
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
-        capture: the front end that traces the model: "dynamo", or "auto" for the best that there is.
+        capture: the front end that traces the model: "dynamo", of whose graphs regions are compiled, or "autograd", under which
+            forward and backward run as plain PyTorch, for Python that cannot be traced; "auto" is "dynamo".
         timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is

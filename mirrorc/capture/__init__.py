@@ -1,6 +1,8 @@
 """From a model and a batch to one captured graph of forward, loss and backward."""
 
+from mirrorc.capture.autograd import AutogradFrontEnd
 from mirrorc.capture.dynamo import DynamoFrontEnd
 from mirrorc.capture.front_ends import register_front_end
 
 register_front_end(DynamoFrontEnd())
+register_front_end(AutogradFrontEnd())

@@ -53,6 +53,7 @@ class CapturedGraph:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
         numbers: the Python numbers that the graph takes.
+        remarks: what readers of the program are told.
         alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
     """
 
@@ -70,6 +71,7 @@ class CapturedGraph:
     sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -93,7 +95,7 @@ def restructure(
     looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
     sparse = rows_of_lookups(graph, gradients, looked_up, what)
     graph.output_node().args = ({**output, "gradients": gradients},)
-    if seed_random_ops(graph, seed) == 0:
+    if seed_random_ops(graph, seed) == 0 and not seed.users:
         graph.erase_node(seed)
         arguments.pop()
     keep_asserts(graph, values[joint.tangent] if joint.tangent is not None else None, what)
@@ -146,6 +148,8 @@ def _add_arguments(
         arguments.append(Argument(ArgumentKind.LOSS_WEIGHT.value, ArgumentKind.LOSS_WEIGHT))
     seed = graph.placeholder(ArgumentKind.SEED.value)
     seed.meta["val"] = joint.fake_seed()
+    if joint.seed is not None:
+        values[joint.seed] = seed
     arguments.append(Argument(ArgumentKind.SEED.value, ArgumentKind.SEED))
     return arguments, seed
 

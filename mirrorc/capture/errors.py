@@ -30,9 +30,11 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
     raised = _RAISED.search(str(error))
     reason = f"{raised[1]}: {raised[3]}" if raised else _reason(str(error)) or type(error).__name__
     known = known_failure(text, traced_frames(error))
+    runs_as_pytorch = False
     if known is not None:
-        reason, remedy = known.reason, known.remedy
+        reason, remedy, runs_as_pytorch = known.reason, known.remedy, known.runs_as_pytorch
     elif any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
+        runs_as_pytorch = True
         remedy = (
             "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
             "instead of Python numbers, or decide before the step"
@@ -54,9 +56,10 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
     elif "requires_grad_" in text:
         remedy = "set requires_grad before the step, not inside forward"
     else:
-        remedy = f"make {subject} traceable, or move it out of forward"
+        remedy, runs_as_pytorch = f"make {subject} traceable, or move it out of forward", True
     kind = HooksMissingError if known is INSTALLS_HOOKS else CaptureError
-    return kind(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.")
+    other = " Or leave forward and backward to plain PyTorch, with capture='autograd'." if runs_as_pytorch else ""
+    return kind(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.{other}")
 
 
 def _place(error: Exception) -> tuple[str, str]:
@@ -114,13 +117,22 @@ def check_loss(traced: fx.GraphModule, what: str) -> None:
     """Refuses a loss that is not a scalar tensor, or that does not depend on parameters."""
     values = traced.graph.output_node().args[0]
     first = values[0] if isinstance(values, tuple | list) and values else None
-    loss = first.meta.get("example_value") if isinstance(first, fx.Node) else None
+    check_trained_loss(first.meta.get("example_value") if isinstance(first, fx.Node) else None, what)
+
+
+def check_trained_loss(loss: Any, what: str) -> torch.Tensor:
+    """The loss, which must be a scalar tensor that depends on parameters.
+
+    Raises:
+        CaptureError: it is not.
+    """
     loss = _checked_loss(loss, what)
     if not loss.requires_grad:
         raise CaptureError(
             f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
             ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
         )
+    return loss
 
 
 def check_evaluated_loss(loss: Any, what: str, *, is_from_loss_function: bool) -> None:

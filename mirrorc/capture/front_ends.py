@@ -38,12 +38,14 @@ class Traced:
             nothing but the key of its specialization.
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if the call keeps it.
+        remarks: what readers of the program are told.
     """
 
     joint: JointGraph
     guards: Guards = NO_GUARDS
     notes: tuple[Note, ...] = ()
     outputs: TracedOutputs | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class FrontEnd(ABC):
@@ -55,11 +57,14 @@ class FrontEnd(ABC):
             other values of what was not read. If not, programs are specialized on all plain values.
         traces_evaluations: whether it takes an `mirrorc.capture.evaluation_call.EvaluationCall` as well, and then gives a graph
             of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
+        needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
+            values.
     """
 
     name: ClassVar[str]
     guards_plain_values: ClassVar[bool] = False
     traces_evaluations: ClassVar[bool] = False
+    needs_data: ClassVar[bool] = False
 
     @abstractmethod
     def trace(
@@ -182,7 +187,8 @@ def capture(
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     alike = _written_alike(graph, call, traced.joint, names)
-    return replace(captured, graph=graph, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, alike=alike)
+    told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
+    return replace(told, graph=graph, alike=alike)
 
 
 def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:

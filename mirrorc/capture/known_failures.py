@@ -17,6 +17,7 @@ class KnownFailure:
         words: the exception's text has one of them, whatever the case.
         line: the line of the user's has this word.
         file: one of the frames in which the tracer failed is in a file of this name.
+        runs_as_pytorch: whether that runs as plain PyTorch, see `mirrorc.capture.autograd`, with the meaning of a step.
     """
 
     reason: str
@@ -24,6 +25,7 @@ class KnownFailure:
     words: tuple[str, ...]
     line: str = ""
     file: str = ""
+    runs_as_pytorch: bool = False
 
     def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
         """Whether this is what has failed, in these frames, outermost first."""
@@ -51,25 +53,27 @@ _KNOWN = (
         "say whether it is, beside the mask: tgt_is_causal=True or False, or is_causal for the mask of an encoder",
         DATA_DEPENDENT,
         file="nn/modules/transformer.py",
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "torch._assert of a tensor is not captured",
         'write a statement, assert condition, "text", which stops the step before anything has changed',
         DATA_DEPENDENT,
         line="_assert(",
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "a CTC loss needs memory that depends on the values of lengths and labels, and shapes of a graph are fixed",
-        "train this model with plain PyTorch: a step has no CTC loss; other heads of the same model, such as those that classify "
-        "sequences, are captured",
+        "train another head of the same model, such as one that classifies sequences",
         ("_ctc_loss.tensor",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "its CTC loss looks at the labels, and needs memory that depends on their values, and shapes of a graph are fixed",
-        "train this model with plain PyTorch: a step has no CTC loss; other heads of the same model, such as those that classify "
-        "sequences, are captured",
+        "train another head of the same model, such as one that classifies sequences",
         DATA_DEPENDENT,
         line="labels.max() >= self.config.vocab_size",
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "it masks its input at random places, whose number and shapes follow random numbers of numpy",
@@ -89,11 +93,13 @@ _KNOWN = (
         "it makes a Python number of a value of numpy, and those are traced as tensors",
         "make the number before the step, as in scale = float(array[0]), or compute with the array itself",
         ("wrapped_item",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "it reads a tensor as a Python number, whose value is not known while the step is captured",
         "compute with tensors instead of Python numbers, use torch.where, or read the number before the step",
         ("_local_scalar_dense",),
+        runs_as_pytorch=True,
     ),
     INSTALLS_HOOKS,
     KnownFailure(
@@ -109,12 +115,14 @@ _KNOWN = (
         "leave the line out: gradients of parameters are the same without it; for the gradient of an argument, run the model by "
         "itself",
         ("setattr() on tensor.requires_grad",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "it enters a lock, and a captured step does not do that again",
         "hold the lock around the step, if it guards what forward reads; if it guards what forward does once, call the model "
         "before its first step, and leave out the lock where nothing is to be done",
         ("enter a `lock`", "enter a `rlock`"),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "the first states of a recurrent net have their examples in dim 1, where a step splits its arguments along dim 0",
@@ -151,23 +159,27 @@ _KNOWN = (
         "needed, too, y, backward = torch.func.vjp(net, x) and backward(torch.ones_like(y)), which calls the net once (dropout "
         "then drops the same for both)",
         ("autograd.grad",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "torch.func takes the gradient of a net that writes a buffer, as a BatchNorm in train mode writes its statistics",
         "use a norm that writes none, such as nn.LayerNorm, nn.GroupNorm or a BatchNorm with track_running_stats=False; a "
         "BatchNorm in eval mode writes nothing either",
         ("would mutate a captured tensor",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "torch.func takes the gradient of a recurrent layer, whose operator has no backward for that",
         "write the recurrence as a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell, which torch.func takes",
         ("must override the setup_context",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "a module has a hook on its backward, which a captured step does not call",
         "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
         "or in a hook of the optimizer",
         ("backwards hooks require compiled autograd",),
+        runs_as_pytorch=True,
     ),
     KnownFailure(
         "it writes in place to a tensor that is no buffer of a module",

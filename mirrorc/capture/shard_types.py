@@ -8,6 +8,7 @@ import torch
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.shards import Shards
+from mirrorc.errors import CaptureError
 from mirrorc.ir.devices import Device
 from mirrorc.torch_internals import is_dense
 
@@ -54,6 +55,40 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
 
 
+def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+    """The tensors of each shard or microbatch that has examples, on the first device."""
+    found = []
+    for replica, own in enumerate(types_run(shards, call, devices)):
+        sizes = shards.microbatches[replica] if shards.microbatches else ()
+        begin = 0
+        for i in range(len(own)):
+            end = begin + sizes[i] if sizes else None
+            tensors = zip(shards.tensors[replica], call.leaves, strict=True)
+            part = [tensor[begin:end] if leaf.split and sizes else tensor for tensor, leaf in tensors]
+            found.append([tensor.detach().to(devices[0].torch_device) for tensor in part])
+            begin = end or 0
+    return found
+
+
+def leaves_of(
+    distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, what: str
+) -> list[Sequence[torch.Tensor]]:
+    """For each of these types, tensors on a device: the first that there are in the data, or of any values without data.
+
+    Raises:
+        CaptureError: the data has none.
+    """
+    if data is None:
+        return [examples_of(types, device) for types in distinct]
+    first = {shard_types(part, device): part for part in reversed(data)}
+    if any(types not in first for types in distinct):
+        raise CaptureError(
+            f"this worker has no examples in the first call, and the front end by which {what} is captured needs some to run it "
+            "once. Remedy: give each worker examples in its first call"
+        )
+    return [first[types] for types in distinct]
+
+
 def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) -> list[ShardTypes]:
     """The types of a shard's microbatches, each a view of the shard: the strides are the shard's."""
     return [
@@ -75,6 +110,11 @@ def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
     for _ in range(STAND_IN_SIZE):
         types = grown_types(types, call)
     return types
+
+
+def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of any values, as those of a shard with one example more."""
+    return examples_of(grown_types(types, call), device)
 
 
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:

@@ -22,7 +22,7 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.replica_values import refuse_replica_values
-from mirrorc.capture.shard_types import STAND_IN_SIZE, examples_of, graphs_to_capture, grown_types
+from mirrorc.capture.shard_types import STAND_IN_SIZE, data_of, graphs_to_capture, grown_examples, leaves_of
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.sparse_lookups import refuse_split_offsets
 from mirrorc.capture.spectral_norms import iterated_alike
@@ -105,9 +105,9 @@ def capture_program(
     """
     what = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
-    home = devices[0].torch_device
     distinct, runs = graphs_to_capture(shards, call, devices)
-    examples = [examples_of(types, home) for types in distinct]
+    training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
+    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
     rows = GatheredRows(shards.num_examples, runs)
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
@@ -121,7 +121,7 @@ def capture_program(
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1)):
-            return outputs_for(front_end, training_call, examples_of(grown_types(distinct[0], call), home))
+            return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
 
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
@@ -158,8 +158,9 @@ def _program(
         loss_reduction=loss_reduction,
         optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
     )
-    num_parts = len(shards.by_microbatch(call).num_examples)
-    return program.with_remarks(*remarks_on(captured[0].weighted_means, num_parts), *remarks_on_numbers(captured[0]))
+    first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
+    on_means = remarks_on(first.weighted_means, num_parts)
+    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(first))
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:
@@ -265,9 +266,8 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
 
 
 def _output(captured: CapturedGraph) -> dict[str, Any]:
-    output = captured.graph.output_node().args[0]
-    assert isinstance(output, dict)
-    return output
+    output: Any = captured.graph.output_node().args[0]
+    return dict(output)
 
 
 def _variables(

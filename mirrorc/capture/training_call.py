@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class TrainingCall(nn.Module):
             replaced by that of another call, to ask guards whether a trace would then read the same.
         numbers: the Python numbers that a front end may make inputs of its graph.
         trained_elsewhere: the ids of the parameters that open steps train.
+        data: the tensors of all shards or microbatches of the batch, if a front end needs data.
         drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
     """
 
@@ -44,6 +45,7 @@ class TrainingCall(nn.Module):
         self.numbers = ChangingNumbers(can_be_inputs=False)
         self.trained_elsewhere: Set[int] = frozenset()
         self.drawn: list[int | float] = []
+        self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure

@@ -56,6 +56,14 @@ def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
     return None
 
 
+def raising_line(error: BaseException) -> str:
+    """The innermost line of the user's that was running when an exception was raised, as ``file.py:14  code``; or empty."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users_file(frame.filename):
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip()
+    return ""
+
+
 def users_stack_level() -> int:
     """The ``stacklevel`` with which the caller's `warnings.warn` names the innermost running line of the user's."""
     level, frame = 1, sys._getframe(1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.custom_ops import matmul, tables
+from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
@@ -40,6 +41,11 @@ def operator_name(target: Any) -> str:
     """
     if target is operator.getitem:
         return "operator.getitem"
+    if target in OPAQUE:
+        raise DataError(
+            "it was captured with capture='autograd': its forward and backward are Python code and objects of this process, "
+            "which no file keeps"
+        )
     if is_operator(target):
         drawn = unseeded(target)
         if drawn is not None:

@@ -33,6 +33,7 @@ class JointGraph:
         number_of: placeholder to index of the Python number that it takes as a scalar tensor.
         numbers: what the user calls these numbers, and how Python computes those that it computes.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
+        seed: the placeholder for the replica's seed, if an operator takes it already.
         tangent: the placeholder for the gradient of the loss; None in a graph of forward alone.
         loss: the node of the loss; None in a graph of forward alone, where it is one of the outputs.
         outputs: what the step returns beside the loss: the nodes by name.
@@ -68,6 +69,7 @@ class JointGraph:
     leaves_with_offsets: tuple[int, ...] = ()
     looked_up: frozenset[str] = frozenset()
     outside: dict[str, Any] = field(default_factory=dict)
+    seed: fx.Node | None = None
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
+from mirrorc.runtime.codegen.eager import EagerBackend
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.torch_internals import (
     call_directly,
@@ -63,6 +65,8 @@ class InductorBackend(Backend):
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
+        if any(node.target in OPAQUE for node in graph_module.graph.nodes):  # there is nothing to fuse
+            return EagerBackend().compile(graph_module, name, num_threads)
         for operator, call in _PRODUCTS.items():
             call_directly(operator, call)
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -44,6 +45,11 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
         raise ValueError(
             f"cuda_graphs=True cannot capture an assert on a tensor: {source_line(checked)}, {checked.kwargs['text']!r}. The "
             "host looks at it in every step; train without it, or compile with cuda_graphs=False"
+        )
+    if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):
+        raise ValueError(
+            "cuda_graphs=True cannot capture what runs as plain PyTorch, as the model does with capture='autograd': each run may "
+            "go another way; compile with cuda_graphs=False"
         )
     if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
         raise ValueError(

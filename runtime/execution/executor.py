@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mirrorc.custom_ops.opaque_calls import OpaqueSteps
+from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
@@ -97,6 +99,8 @@ class Executor:
         self.outputs = StepOutputs(program)
         self._replica_values = ReplicaValues(program, timeout_seconds)
         self._carriers: tuple[Communicator | ReplicaValues, ...] = (*self._communicators.values(), self._replica_values)
+        calls = [node for module in program.device_graphs.values() for node in region_calls(module.graph)]
+        self._opaque = OpaqueSteps([program.regions[region_of(node)].graph_module.graph for node in calls])
         self._binder = Binder(
             program,
             regions,
@@ -186,6 +190,7 @@ class Executor:
         given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
+        self._opaque.begin()
         self._handover.begin()
         if self._progress is not None and self.tail is None:
             self._progress.begin()

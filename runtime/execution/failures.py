@@ -8,7 +8,7 @@ from torch import fx
 
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import source_line
+from mirrorc.ir.source_lines import raising_line, source_line
 from mirrorc.ir.variables import Synchronization
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
@@ -37,7 +37,7 @@ def explain_failure(
         if nodes
         else ""
     )
-    line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
+    line = next((text for node in reversed(nodes) if (text := source_line(node))), "") or raising_line(error)
     at = f", at {line}" if line else ""
     state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
     explained: MirrorcError

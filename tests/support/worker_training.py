@@ -82,6 +82,13 @@ class Mlp(nn.Sequential):
         return super().forward(writes(x))
 
 
+class Branching(Mlp):
+    """Goes another way for each example, by its values, which no graph does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.stack([row if row.sum().item() > 0 else -2 * row for row in x]))
+
+
 class Random(nn.Sequential):
     """Dropout, and a normalization whose statistics every replica has of its own."""
 
@@ -151,6 +158,7 @@ MODELS = {
     "tied": Tied,
     "random": Random,
     "checkpointed": Checkpointed,
+    "branching": Branching,
     "twins": Twins,
     "swapped": Swapped,
     "wide": Wide,

@@ -23,6 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "rows": {"model": "rows", "devices": [2, 1], "sizes": [[4, 3], [0, 2]], "optimizer": "SGD"},
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
     "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
+    "plain PyTorch": {
+        "model": "branching",
+        "devices": [1, 2],
+        "sizes": [[4, 3], [3, 5]],
+        "options": {"capture": "autograd"},
+    },
     "packs": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [3, 5]], "options": {"packing": 3}},
     "packs, bound": {
         "model": "mlp",

@@ -1,0 +1,251 @@
+"""Runs a training call as plain PyTorch, and notes what all later runs must have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirrorc.capture.dropped_effects import Note
+from mirrorc.capture.errors import LoneExampleError, check_trained_loss
+from mirrorc.capture.kept_model import can_keep_value, is_same
+from mirrorc.capture.opaque_call import AssignedAttributeError, OpaqueCall, Recorded, Run
+from mirrorc.capture.replica_streams import ReplicaStream
+from mirrorc.capture.training_call import TrainingCall
+from mirrorc.errors import CaptureError
+from mirrorc.torch_internals import is_users_file
+
+
+@dataclass(frozen=True)
+class FirstRuns:
+    """What first runs have found.
+
+    Attributes:
+        recorded: what all runs have in common.
+        written_inputs: see `mirrorc.torch_internals.JointGraph`.
+        notes: warnings to give, once.
+    """
+
+    recorded: Recorded
+    written_inputs: list[tuple[str, str]]
+    notes: tuple[Note, ...]
+
+
+def first_runs(opaque: OpaqueCall, call: TrainingCall, parts: Sequence[Sequence[torch.Tensor]], what: str) -> FirstRuns:
+    """Runs forward and backward on copies of all tensors, once for each part of the batch.
+
+    What one run does, all may do: they get a gradient if one of them has one, for instance. Generators of random numbers are left
+    as they were.
+
+    Args:
+        opaque: runs the call.
+        call: model and loss.
+        parts: the data of all shards or microbatches.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: a run fails, or does what is not the same in a step.
+    """
+    each = [_first_run(opaque, call, leaves, what) for leaves in parts]
+    recorded = [one.recorded for one in each]
+    dtypes = {one.loss_dtype for one in recorded}
+    if len(dtypes) > 1:
+        kinds = ", ".join(sorted(map(str, dtypes)))
+        raise CaptureError(
+            f"{what} gives losses of several dtypes ({kinds}) for the shards of one batch: return one of the same dtype each time"
+        )
+    gradients = sorted({place for one in recorded for place in one.gradients}, reverse=True)
+    written = sorted({place for one in recorded for place in one.written})
+    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), any(one.draws for one in recorded))
+    notes = tuple(dict.fromkeys(note for one in each for note in one.notes))
+    return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
+
+
+def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> FirstRuns:
+    parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
+    buffers = [buffer.detach() for buffer in opaque.buffers.values()]
+    stream, untouched = (ReplicaStream(0, parameters[0].device) for _ in range(2))
+    with _explained(what), _refused_effects(call, what):
+        own = [leaf.detach().clone() for leaf in leaves]
+        run = opaque.run_forward(stream, own, parameters, buffers)
+        loss = check_trained_loss(run.loss, what)
+        notes = _untrained(loss, run, opaque, call, what)
+        written_inputs, written = _written(run, opaque, (leaves, buffers))
+        opaque.run_backward(run, torch.ones((), dtype=loss.dtype, device=loss.device))
+    for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {name.removeprefix('model.')!r} in {what} is sparse: gradients that run as plain PyTorch are "
+                "dense. Remedy: look it up without sparse=True."
+            )
+    from_last = range(
+        len(run.parameters) - 1, -1, -1
+    )  # alike on all workers, and about the order in which backward makes them
+    gradients = tuple(place for place in from_last if run.parameters[place].grad is not None)
+    recorded = Recorded(loss.dtype, gradients, tuple(written), stream.has_advanced(untouched))
+    return FirstRuns(recorded, written_inputs, notes)
+
+
+def _written(
+    run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+) -> tuple[list[tuple[str, str]], list[int]]:
+    """What forward has written besides buffers, and the places of the buffers.
+
+    A write is seen by the version of a tensor, or by its bits where it does not count, as through ``.data`` or numpy.
+    """
+    leaves, buffers = before
+    parameters = [value.detach() for value in opaque.parameters.values()]
+
+    def places(tensors: Sequence[torch.Tensor], were: Sequence[torch.Tensor]) -> list[int]:
+        changed = [i for i, (new, old) in enumerate(zip(tensors, were, strict=True)) if not _have_same_bits(new, old)]
+        return sorted({*run.written(tensors), *changed})
+
+    names, written = [*opaque.buffers], places(run.buffers, buffers)
+    inputs = [("parameter", [*opaque.parameters][place]) for place in places(run.parameters, parameters)]
+    inputs += [("argument", str(place)) for place in places(run.leaves, leaves)]
+    inputs += [("buffer", names[place]) for place in written if run.buffers[place].requires_grad]
+    return inputs, written
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bits)
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """A block in which what the user's code raises becomes a `CaptureError` that names his line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except AssignedAttributeError as error:
+        raise CaptureError(
+            f"forward of {what} assigns an attribute, {error.name!r}, of a module (self.x = ...), which does not last in a step, "
+            "where each replica has modules of its own: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what "
+            "changes as an argument, and use local variables for what need not last"
+        ) from None
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+        where = (
+            f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"' if frames else ""
+        )
+        kind = LoneExampleError if "more than 1 value per channel" in str(error) else CaptureError
+        raise kind(
+            f"cannot capture {what}{where}: {type(error).__name__}: {error}. Remedy: give the batch, and each part of it, the "
+            "shapes and values that model and loss take: plain PyTorch, by which this model is run, raises this on the data of "
+            "one shard."
+        ) from error
+
+
+@contextlib.contextmanager
+def _refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
+    """A block that must not draw of Python's or numpy's generators, nor change lists, dicts or tensors that replicas share.
+
+    Raises:
+        CaptureError: names what it has done.
+    """
+    python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
+    contents = [
+        (key, value, _copy_of(value))
+        for module in call.modules()
+        for key, value in vars(module).items()
+        if type(value) in (dict, OrderedDict, list, set)
+    ]
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
+    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    try:
+        yield
+        if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
+            raise CaptureError(
+                f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
+                "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
+                "pass what was drawn as an argument"
+            )
+        changed = next((key for key, value, content in contents if not is_same(value, content)), None)
+        if changed is not None:
+            raise CaptureError(
+                f"forward or loss of {what} changes {changed!r}, a collection that all replicas share, and whose order would "
+                "follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and write "
+                "that in place (self.x.copy_(value))"
+            )
+        if not all(_have_same_bits(*pair) for pair in kept):  # a normalization does not count its writes as versions
+            raise CaptureError(
+                f"forward or loss of {what} writes a buffer of a module that neither model nor loss holds as a submodule, so "
+                "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
+            )
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        for buffer, value in kept:
+            if not _have_same_bits(buffer, value):
+                buffer.detach().copy_(value)
+
+
+def _copy_of(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    one, other = one["state"], other["state"]
+    return bool(one["pos"] == other["pos"] and np.array_equal(one["key"], other["key"]))
+
+
+def _buffers_of(module: Any) -> list[torch.Tensor]:
+    """The buffers of a module, which may be a copy that holds nothing."""
+    found = vars(module).get("_buffers") or {}
+    return [buffer for buffer in found.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
+
+
+def _untrained(loss: torch.Tensor, run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:
+    """A note on parameters to which backward would lead, and which neither model nor loss holds.
+
+    Raises:
+        CaptureError: one of them is the model's, reached by another way than through the modules.
+    """
+    own = {id(parameter): name for name, parameter in opaque.parameters.items()}
+    given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
+    found = [one for one in _leaves_of(loss) if isinstance(one, nn.Parameter) and id(one) not in given]
+    for one in found:
+        if id(one) in own:
+            raise CaptureError(
+                f"forward or loss of {what} reaches the parameter {own[id(one)].removeprefix('model.')!r} by another way than "
+                "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
+                "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+            )
+    unknown = [one for one in found if id(one) not in call.trained_elsewhere]
+    if not unknown:
+        return ()
+    shapes = ", ".join(str(list(one.shape)) for one in unknown[:3])
+    return (
+        Note(
+            f"the loss of {what} depends on {len(unknown)} parameter(s) of modules that neither model nor loss holds (of shape "
+            f"{shapes}): this step gives no gradient to them. Make their module a submodule; if another step trains them, make "
+            "that step before this one is first called; if nothing is to train them, call requires_grad_(False)",
+            "<unknown>",
+            0,
+        ),
+    )
+
+
+def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which backward from a loss ends."""
+    found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        following = [one for one, _ in node.next_functions if one is not None and one not in seen] if node else []
+        seen.update(following)
+        waiting += following
+    return found

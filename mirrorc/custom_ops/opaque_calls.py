@@ -1,0 +1,148 @@
+"""Operators that run forward and backward of a replica as plain PyTorch, which no pass looks into."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import fx
+
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+
+
+class UsedParameters:
+    """Which parameters the backwards of one step of a process have used; the last one tells those that none has.
+
+    A parameter that one replica uses has zeros for a gradient on the others, as in a backward of the whole batch. One that none
+    uses has no gradient there, and is not updated.
+
+    Args:
+        num_backwards: how many there are in the step.
+    """
+
+    def __init__(self, num_backwards: int) -> None:
+        self._left, self._used = num_backwards, set[str]()
+        self._lock = threading.Lock()
+
+    def note(self, expected: Sequence[str], used: Collection[str]) -> list[str]:
+        """Notes what one more backward has used; gives those of the expected ones that none has, if it is the last backward."""
+        with self._lock:
+            self._left -= 1
+            self._used.update(used)
+            return [name for name in expected if name not in self._used] if self._left <= 0 else []
+
+
+class OpaqueRuns(Protocol):
+    """What `run_forward` and `run_backward` run. Results have the types that the operators' other arguments tell."""
+
+    def begin_step(self, used: UsedParameters) -> None:
+        """Called before the runs of a step."""
+
+    def forward(
+        self,
+        seed: torch.Tensor | None,
+        leaves: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The loss, a token for backward, and new values of the buffers that are written."""
+
+    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients; ``token`` says of which forward, ``tangent`` is the gradient of its loss."""
+
+
+_calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def register_call(call: OpaqueRuns) -> int:
+    """Makes a call known to the operators as long as somebody holds it; gives its number, the lowest free one."""
+    with _lock:
+        number = next(number for number in itertools.count() if number not in _calls)
+        _calls[number] = call
+    return number
+
+
+class OpaqueSteps:
+    """The calls that the steps of a program run, which are told before each.
+
+    Args:
+        graphs: what the replicas run, each graph as often as it is run.
+    """
+
+    def __init__(self, graphs: Sequence[fx.Graph]) -> None:
+        found = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=run_backward)]
+        self._numbers = [cast("int", node.args[0]) for node in found]
+
+    def begin(self) -> None:
+        """Called before each step."""
+        if self._numbers:
+            used = UsedParameters(len(self._numbers))
+            for number in set(self._numbers):
+                _call_of(number).begin_step(used)
+
+
+def _call_of(number: int) -> OpaqueRuns:
+    call = _calls.get(number)
+    if call is None:
+        raise RuntimeError(f"the forward {number} that is run as plain PyTorch is gone: its program was dropped")
+    return call
+
+
+def _fake_forward(
+    call: int,
+    seed: torch.Tensor | None,
+    leaves: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    loss_dtype: torch.dtype,
+    written: list[int],
+) -> list[torch.Tensor]:
+    loss, token = parameters[0].new_empty((), dtype=loss_dtype), torch.empty((), dtype=torch.int64, device="cpu")
+    return [loss, token, *_like([buffers[place] for place in written])]
+
+
+def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+_LIBRARY.define(
+    "run_forward(int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers, ScalarType loss_dtype, "
+    "int[] written) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.define(
+    "run_backward(int call, Tensor token, Tensor tangent, Tensor[] parameters) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl(
+    "run_forward",
+    lambda call, seed, leaves, parameters, buffers, *_: _call_of(call).forward(seed, leaves, parameters, buffers),
+    "CompositeExplicitAutograd",
+)
+_LIBRARY.impl(
+    "run_backward", lambda call, token, tangent, _: _call_of(call).backward(token, tangent), "CompositeExplicitAutograd"
+)
+torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake(
+    "mirrorc::run_backward", lambda call, token, tangent, parameters: _like(parameters), lib=_LIBRARY
+)
+
+run_forward = torch.ops.mirrorc.run_forward.default
+"""``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written)``: what `OpaqueRuns.forward` gives.
+
+It gives the loss, a scalar of that dtype, a token, which is an int64 on the CPU, and new values of the buffers in these places.
+It is a function of its arguments: what Python does in it must not last. A seed is given if random numbers are drawn.
+"""
+
+run_backward = torch.ops.mirrorc.run_backward.default
+"""``run_backward(call, token, tangent, parameters)``: the gradients of these parameters, as `OpaqueRuns.backward` gives them.
+
+It may be called once for each token.
+"""
+
+OPAQUE = (run_forward, run_backward)

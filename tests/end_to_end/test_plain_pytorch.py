@@ -1,0 +1,564 @@
+"""Steps whose forward and backward run as plain PyTorch, with capture="autograd": what Dynamo cannot read trains exactly, too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from references import (
+    assert_same_bits,
+    assert_same_training,
+    train_mirrored,
+    train_on_one_device,
+    train_shard_by_shard,
+    unchanged,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mirrorc
+from mirrorc import CaptureError, ExecutionError
+from mirrorc.custom_ops.random import mix
+
+TOLERANCE = 1e-12
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+
+
+def batches(*sizes: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
+            "target": torch.randint(0, 4, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+class Net(nn.Module):
+    """Two layers around what subclasses do between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.last = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return h.tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+class Branches(Net):
+    """Goes another way for each example, by its values."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.tanh() if row.sum().item() > 0 else 2 * row for row in h])
+
+
+class Indexes(Net):
+    """Picks elements whose number depends on the values."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        rows, columns = torch.nonzero(h > 0.3, as_tuple=True)
+        return h.index_put((rows, columns), h[rows, columns] ** 2)
+
+
+class UsesNumpy(Net):
+    """Computes a factor with numpy."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        signs = np.sign(h.detach().numpy())
+        return h * torch.from_numpy(signs)
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.scale = 2.0 if x.numel() else 1.0
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.scale
+
+
+class OwnFunction(Net):
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(h).tanh()
+
+
+class Penalized(Net):
+    """Adds the gradient by its argument, which takes a second backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        y = super().forward(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient.norm(dim=1, keepdim=True)
+
+
+class Tied(Net):
+    """Uses a weight twice, by two names, and a module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.shared = nn.Linear(6, 8).double(), self.first
+        self.again.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(x) + self.again(x) + self.shared(x)).tanh())
+
+
+class HooksBackward(Net):
+    """Has hooks on forward and backward of a module, and a list of its modules beside the registered ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.first, self.last]
+        self.steps = {"encode": self.encode}
+        self.first.register_full_backward_hook(lambda module, given, got: None)
+        self.last.register_forward_hook(lambda module, given, result: result * module.in_features)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.steps["encode"](x).tanh())
+
+
+MODELS = [Branches, Indexes, UsesNumpy, OwnFunction, Penalized, Tied, HooksBackward]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
+def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module]) -> None:
+    data = batches(7, 6, 8)
+    expected = train_on_one_device(model(), ADAM, data, F.cross_entropy)
+    for num_devices in (1, 2, 3):
+        found = train_mirrored(model(), ADAM, data, num_devices, F.cross_entropy, capture="autograd")
+        assert_same_training(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, {"backend": "inductor"}], ids=str)
+def test_options_of_a_step_are_those_of_any_other(options: dict[str, Any]) -> None:
+    data = batches(7, 9)
+    expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
+    found = train_mirrored(Branches(), SGD, data, 2, F.cross_entropy, capture="autograd", **options)
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def test_batches_smaller_than_the_number_of_devices() -> None:
+    data = batches(7, 2, 1, 5)
+    expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
+    found = train_mirrored(Branches(), SGD, data, 3, F.cross_entropy, capture="autograd")
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def test_gradients_are_accumulated_over_calls() -> None:
+    first, second, whole = Branches(), batches(8), Branches()
+    x, target = second[0]["x"], second[0]["target"]
+    with mirrorc.compile(
+        first, 2, optimizer=SGD(first.parameters()), loss_fn=F.cross_entropy, backend="eager", capture="autograd"
+    ) as step:
+        step.accumulate(x[:4], target=target[:4])
+        step(x[4:], target=target[4:])
+    optimizer = SGD(whole.parameters())
+    F.cross_entropy(whole(x), target).backward()
+    optimizer.step()
+    for own, wanted in zip(first.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Mixture(Net):
+    """Sends each example to one of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, chosen = self.first(x), x[:, 0].long()
+        parts = torch.zeros_like(h)
+        for number in chosen.unique().tolist():
+            rows = torch.nonzero(chosen == number).squeeze(1)
+            parts = parts.index_add(0, rows, self.experts[number](h[rows]))
+        return self.last(parts)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"link": "copy"}], ids=str)
+def test_what_one_replica_alone_uses_has_zeros_on_the_others(options: dict[str, Any]) -> None:
+    data = batches(8, 8, 8)
+    for batch, rows in zip(
+        data, ([0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 0, 1, 1, 2, 2], [2, 2, 2, 1, 0, 0, 0, 0]), strict=True
+    ):
+        batch["x"][:, 0] = torch.tensor(rows)
+    expected = train_on_one_device(Mixture(), ADAM, data, F.cross_entropy)
+    found = train_mirrored(Mixture(), ADAM, data, 2, F.cross_entropy, capture="autograd", **options)
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def test_what_no_replica_uses_is_refused() -> None:
+    model, data = Mixture(), batches(6, 6)
+    data[0]["x"][:, 0], data[1]["x"][:, 0] = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 0, 0, 1, 1, 1])
+    with compile_plain(model) as step:
+        step(**data[0])
+        for _ in range(2):
+            with (
+                unchanged(model),
+                pytest.raises(ExecutionError, match=r"'experts.2.\w+' has no gradient on any device"),
+            ):
+                step(**data[1])
+        step(**data[0])
+
+
+class Normalizes(Net):
+    """Keeps statistics, and counts in a buffer how often it branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+        self.register_buffer("positive", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("never_written", torch.ones(8, dtype=torch.float64))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        self.positive.add_(1.0 if h.sum().item() > 0 else 0.0)
+        return self.norm(h).relu() * self.never_written
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_buffers_are_those_of_each_shard(num_devices: int) -> None:
+    data = batches(7, 6, 8)
+    expected = train_shard_by_shard(Normalizes(), SGD, data, num_devices, F.cross_entropy)
+    found = train_mirrored(Normalizes(), SGD, data, num_devices, F.cross_entropy, capture="autograd")
+    assert_same_training(found, expected, TOLERANCE)
+
+
+class Drops(Net):
+    """Drops, within a checkpoint, what it computes again in backward."""
+
+    def __init__(self, reenters: bool | None = None) -> None:
+        super().__init__()
+        self.drop, self.reenters = nn.Dropout(0.5), reenters
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        if h.sum().item() == 0:
+            return h
+        return self.drop(h.tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.reenters is None:
+            return self.last(self.between(h))
+        return self.last(checkpoint(self.between, h, use_reentrant=self.reenters))
+
+
+@pytest.mark.parametrize("reenters", [None, False], ids=["plain", "checkpoint"])
+def test_replicas_draw_from_streams_of_their_own(reenters: bool | None) -> None:
+    data = batches(8, 8)
+    trained = []
+    for _ in range(2):
+        model = Drops(reenters)
+        torch.manual_seed(3)
+        trained.append(train_mirrored(model, SGD, data, 2, F.cross_entropy, capture="autograd"))
+        drawn = torch.rand(())
+    assert_same_bits(*trained)
+    torch.manual_seed(3)
+    seeds = [torch.randint(2**62, (), dtype=torch.int64).item() for _ in data]
+    assert torch.equal(torch.rand(()), drawn), "a step draws one number, its seed"
+    model = Drops()
+    optimizer = SGD(model.parameters())
+    for seed, batch in zip(seeds, data, strict=True):
+        optimizer.zero_grad()
+        for replica in range(2):
+            torch.manual_seed(mix(mix(int(seed), replica), 0))
+            rows = slice(4 * replica, 4 * replica + 4)
+            (F.cross_entropy(model(batch["x"][rows]), batch["target"][rows]) / 2).backward()
+        optimizer.step()
+    for own, wanted in zip(trained[0].model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_attributes_are_those_that_the_model_has_in_each_step() -> None:
+    class Scales(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = {"scale": 1.0}
+
+        def between(self, h: torch.Tensor) -> torch.Tensor:
+            return super().between(h) * self.options["scale"]
+
+    model, twin = Scales(), Scales()
+    batch = batches(6)[0]
+    optimizer = SGD(twin.parameters())
+    with compile_plain(model) as step:
+        for scale in (1.0, 3.0):
+            model.options = {"scale": scale}
+            twin.options = {"scale": scale}
+            found = step(**batch)
+            optimizer.zero_grad()
+            expected = F.cross_entropy(twin(batch["x"]), batch["target"])
+            expected.backward()
+            optimizer.step()
+            assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+
+
+def test_autocast_is_as_in_the_callers_thread() -> None:
+    class Sees(Net):
+        def between(self, h: torch.Tensor) -> torch.Tensor:
+            assert h.dtype is torch.bfloat16
+            return h.tanh()
+
+    model = Sees().float()
+    batch = batches(6)[0]
+    with compile_plain(model) as step, torch.autocast("cpu", torch.bfloat16):
+        step(batch["x"].float(), target=batch["target"])
+
+
+# What is refused
+
+
+def compile_plain(model: nn.Module, devices: int = 2, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
+    optimizer = SGD(model.parameters())
+    return mirrorc.compile(
+        model, devices, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="autograd", **options
+    )
+
+
+class Does(Net):
+    """Does something in forward, from a call on."""
+
+    def __init__(self, deed: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.deed = deed
+        self.is_on = torch.tensor(True)
+        self.kept: list[Any] = []
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+        self.spare = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        if self.is_on:
+            found = self.deed(self, h)
+            return found if isinstance(found, torch.Tensor) else h
+        return h
+
+
+def assigns(model: Any, h: torch.Tensor) -> None:
+    model.last_seen = h.sum().item()
+
+
+def collects(model: Any, h: torch.Tensor) -> None:
+    model.kept.append(h.sum().item())
+
+
+def draws_of_python(model: Any, h: torch.Tensor) -> Any:
+    return h * random.random()
+
+
+def draws_of_numpy(model: Any, h: torch.Tensor) -> Any:
+    return h * float(np.random.rand())
+
+
+def writes_a_parameter(model: Any, h: torch.Tensor) -> None:
+    model.frozen.add_(1.0)
+
+
+def writes_an_argument(model: Any, h: torch.Tensor) -> None:
+    model.frozen.data.numpy()[0] = 5.0
+
+
+def keeps_a_graph(model: Any, h: torch.Tensor) -> None:
+    model.seen.add_(h.sum())
+
+
+def raises(model: Any, h: torch.Tensor) -> None:
+    raise KeyError("no such word")
+
+
+def detaches(model: Any, h: torch.Tensor) -> Any:
+    return h.detach().tanh()
+
+
+REFUSED = [
+    (assigns, r"assigns an attribute, 'last_seen', of a module.*self.x.add_"),
+    (collects, r"changes 'kept', a collection that all replicas share"),
+    (draws_of_python, r"draws from Python's random or numpy's.*torch.rand"),
+    (draws_of_numpy, r"draws from Python's random or numpy's.*torch.rand"),
+    (writes_a_parameter, r"writes the parameter 'frozen' in place"),
+    (writes_an_argument, r"writes the parameter 'frozen' in place"),
+    (keeps_a_graph, r"writes a value that requires a gradient to the buffer 'seen'"),
+    (raises, r"test_plain_pytorch.py:\d+ in raises.*KeyError: 'no such word'.*Remedy"),
+]
+
+
+@pytest.mark.parametrize(("deed", "words"), REFUSED, ids=[deed.__name__ for deed, _ in REFUSED])
+def test_a_first_run_is_refused(deed: Callable[[Any, torch.Tensor], Any], words: str) -> None:
+    model = Does(deed)
+    states = random.getstate(), torch.get_rng_state()
+    numpys = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    with compile_plain(model) as step:
+        for _ in range(2):
+            with unchanged(model), pytest.raises(CaptureError, match=words):
+                step(**batches(6)[0])
+        assert (model.kept, hasattr(model, "last_seen")) == ([], False)
+        assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+        assert np.random.get_state()[1].tolist() == numpys  # type: ignore[index, union-attr]
+        model.is_on = torch.tensor(False)
+        step(**batches(6)[0])
+
+
+def draws(model: Any, h: torch.Tensor) -> Any:
+    return F.dropout(h)
+
+
+def asks_the_others(model: Any, h: torch.Tensor) -> Any:
+    return h - mirrorc.all_reduce(h.mean())
+
+
+def uses_the_spare(model: Any, h: torch.Tensor) -> Any:
+    return h * model.spare
+
+
+def counts(model: Any, h: torch.Tensor) -> None:
+    model.seen.add_(1.0)
+
+
+LATER = [
+    (
+        raises,
+        r"replica \d on cpu:\d failed in fwd_0.*test_plain_pytorch.py:\d+  raise KeyError.*KeyError.*No parameter",
+    ),
+    (assigns, r"assigns the attribute 'last_seen' of a module"),
+    (draws, r"forward of Does drew random numbers of torch, and drew none when it was captured"),
+    (uses_the_spare, r"'spare' has a gradient in this call, and had none when Does was captured"),
+    (counts, r"wrote the buffer 'seen' in this call, and did not when it was captured"),
+    (keeps_a_graph, r"wrote the buffer 'seen' in this call"),
+    (
+        detaches,
+        r"the parameter 'first\.\w+' has no gradient on any device in this call, and had one when Does was captured",
+    ),
+]
+
+
+@pytest.mark.parametrize(("deed", "words"), LATER, ids=[deed.__name__ for deed, _ in LATER])
+def test_a_later_run_that_differs_fails_before_anything_is_updated(
+    deed: Callable[[Any, torch.Tensor], Any], words: str
+) -> None:
+    model, batch = Does(deed), batches(6)[0]
+    model.is_on = torch.tensor(False)
+    with compile_plain(model) as step:
+        before = step(**batch)
+        model.is_on = torch.tensor(True)
+        for _ in range(2):
+            with unchanged(model), pytest.raises(ExecutionError, match=re.compile(words, re.DOTALL)):
+                step(**batch)
+        model.is_on = torch.tensor(False)
+        assert step(**batch).item() < before.item()
+
+
+def test_a_replica_that_fails_alone_leaves_nothing_behind() -> None:
+    kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def fails_for_large_ones(model: Any, h: torch.Tensor) -> Any:
+        h = h * 2
+        kept.add(h)
+        if h.max().item() > 1e6:
+            raise ValueError("too large")
+        return h
+
+    model, batch = Does(fails_for_large_ones), batches(6)[0]
+    broken = {**batch, "x": batch["x"].clone()}
+    broken["x"][5] = 1e9
+    with compile_plain(model) as step:
+        step(**batch)
+        with unchanged(model), pytest.raises(ExecutionError, match=r"replica 1 on cpu:1 failed.*ValueError: too large"):
+            step(**broken)
+        gc.collect()
+        assert not kept
+        step(**batch)
+
+
+def test_a_closure_over_the_model_is_refused() -> None:
+    model = Branches()
+    held = [model]
+
+    def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target) + held[0].first.weight.pow(2).sum()
+
+    with (
+        compile_plain(model, loss_fn=penalized) as step,
+        pytest.raises(CaptureError, match=r"reaches the parameter 'first.weight'"),
+    ):
+        step(**batches(6)[0])
+
+
+def test_modules_outside_are_named_if_they_are_trained_or_written() -> None:
+    teacher = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+    model, batch = Does(lambda own, h: h + teacher(h)), batches(6)[0]
+    with (
+        compile_plain(model) as step,
+        unchanged(teacher),
+        pytest.raises(CaptureError, match="writes a buffer of a module"),
+    ):
+        step(**batch)
+    teacher.eval()
+    model = Does(lambda own, h: h + teacher(h))
+    with compile_plain(model) as step, pytest.warns(UserWarning, match="depends on 4 parameter"):
+        step(**batch)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_what_is_over_all_replicas_is_refused() -> None:
+    batch = batches(6)[0]
+    with (
+        compile_plain(Does(asks_the_others)) as step,
+        pytest.raises(CaptureError, match="asks for values of all replicas"),
+    ):
+        step(**batch)
+    synchronized = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)).double()
+    with compile_plain(synchronized) as step, pytest.raises(CaptureError, match="has a SyncBatchNorm in train mode"):
+        step(batch["x"], target=batch["target"])
+
+
+def test_other_purposes_are_refused(tmp_path: Path) -> None:
+    batch = batches(6)[0]
+    with (
+        compile_plain(Branches(), return_outputs=True) as step,
+        pytest.raises(CaptureError, match="gives the loss alone"),
+    ):
+        step(**batch)
+    with compile_plain(Branches()) as step:
+        with pytest.raises(CaptureError, match="'autograd' traces training steps alone"):
+            step.evaluate(**batch)
+        step(**batch)
+        with pytest.raises(ValueError, match="captured with capture='autograd'"):
+            step.program.save(tmp_path / "program.json.gz")
+        text = step.program.to_text()
+        assert "run as plain PyTorch" in text
+    model = Drops(reenters=True)
+    with compile_plain(model) as step, pytest.raises(CaptureError, match="use_reentrant"):
+        step(**batch)
+    embedding = nn.Embedding(5, 4, sparse=True)
+    with compile_plain(embedding, loss_fn=F.cross_entropy) as step, pytest.raises(CaptureError, match="is sparse"):
+        step(torch.arange(5), target=torch.zeros(5, dtype=torch.int64))
+    loss = copy.deepcopy(Branches())
+    with (
+        compile_plain(loss, loss_fn=lambda output, target: output) as step,
+        pytest.raises(CaptureError, match="no scalar"),
+    ):
+        step(**batch)
