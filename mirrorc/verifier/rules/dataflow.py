@@ -48,8 +48,8 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
-    new = set(after.properties) - set(before.properties)
-    left_out = tuple(name for one, names in _MAY_CHANGE.items() if one in new for name in names)
+    gained = set(after.properties) - set(before.properties)
+    left_out = tuple(name for one, names in _MAY_CHANGE.items() if one in gained for name in names)
     if is_accumulated(before, after):
         expected = known.accumulated(before)
         inlined = True
