@@ -7,6 +7,7 @@ import pytest
 from golden_programs import (
     CAPTURED,
     CHECKED,
+    CHECKPOINTS,
     DEALT,
     FACTORS,
     GATHERED,
@@ -24,6 +25,7 @@ from golden_programs import (
     WORKER,
     captured_text,
     checked_text,
+    checkpoints_text,
     dealt_text,
     difference,
     factors_text,
@@ -43,21 +45,21 @@ import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-FILES = [
-    *LOWERED,
-    *PLACED,
-    CHECKED,
-    WORKER,
-    FACTORS,
-    DEALT,
-    PARTS_OF_FACTORS,
-    OVERLAP,
-    PACKS,
-    PACKS_OVER_WORKERS,
-    GATHERED,
-    MEETINGS,
-    CAPTURED,
-]
+MADE_BY = {
+    CAPTURED: captured_text,
+    CHECKED: checked_text,
+    CHECKPOINTS: checkpoints_text,
+    DEALT: dealt_text,
+    FACTORS: factors_text,
+    GATHERED: gathered_text,
+    MEETINGS: meetings_text,
+    OVERLAP: overlap_text,
+    PACKS: packs_text,
+    PACKS_OVER_WORKERS: packs_over_workers_text,
+    PARTS_OF_FACTORS: parts_of_factors_text,
+    WORKER: worker_text,
+}
+FILES = [*LOWERED, *PLACED, *MADE_BY]
 SEEDS = ("1", "2")
 
 
@@ -83,28 +85,8 @@ def made_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def golden_text(file: str) -> str:
     """What is to be in a file, made here, with the hashes of this process."""
-    if file == CAPTURED:
-        return captured_text()
-    if file == CHECKED:
-        return checked_text()
-    if file == FACTORS:
-        return factors_text()
-    if file == DEALT:
-        return dealt_text()
-    if file == PARTS_OF_FACTORS:
-        return parts_of_factors_text()
-    if file == GATHERED:
-        return gathered_text()
-    if file == OVERLAP:
-        return overlap_text()
-    if file == PACKS:
-        return packs_text()
-    if file == PACKS_OVER_WORKERS:
-        return packs_over_workers_text()
-    if file == MEETINGS:
-        return meetings_text()
-    if file == WORKER:
-        return worker_text()
+    if file in MADE_BY:
+        return MADE_BY[file]()
     if file in PLACED:
         return placed_text(file)
     name, num_devices = file.removesuffix(".txt").rsplit("-", 1)

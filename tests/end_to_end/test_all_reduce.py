@@ -108,7 +108,7 @@ def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
 def test_pack_sizes_do_not_change_the_result() -> None:
     found = [
         trained(
-            2, bucket_cap_mb=25.0, first_bucket_mb=None,
+            2, bucket_cap_mb=None, first_bucket_mb=None,
             communication_options=mirrorc.CommunicationOptions(bytes_per_pack=size, implementation="RING"),
         )
         for size in (0, 1, 4)

@@ -117,7 +117,7 @@ LAYER_BUCKETS = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb"), (64 * 64 + 6
 
 def test_a_stretch_is_made_of_whole_blocks() -> None:
     half = dict.fromkeys(LAYER_BUCKETS, 8192 / 2**20)  # of a layer: what its norm has is not too little for a bucket
-    program = every_stage(captured_model(Blocks(16), columns=64), **half)["lower-devices"]
+    program = every_stage(captured_model(Blocks(10), columns=64), **half)["lower-devices"]
     text = program.to_text()
     read, whole = read_program_text(text), read_program_text(program.to_text(fold=False))
     assert [bucket.gradients for bucket in read.buckets] == [bucket.gradients for bucket in whole.buckets]

@@ -19,7 +19,7 @@ def test_constants_of_the_host_stay_there() -> None:
     constants = {"on_host": torch.tensor(2.0), "on_device": torch.ones(3, device="meta")}
     program = Program(Stage.LOWERED, (Device("meta:0", torch.device("meta")),), {}, ())
     nothing: Any = None
-    binder = Binder(program, [{}], nothing, constants, {}, nothing, nothing)
+    binder = Binder(program, [{}], nothing, constants, {}, nothing, nothing, nothing)
     graph = fx.Graph()
     for name, constant in constants.items():
         bound = binder.bind(0, graph.call_function(ops.read, (), {"variable": name}))

@@ -224,7 +224,7 @@ def test_a_last_bucket_that_nothing_hides(link: str) -> None:
         Weight("fc3", (4, MEBIBYTE)),
         Weight("fc4", (1024,)),
     ]
-    program = program_of(2, halves, link=link, bucket_cap_mb=8, first_bucket_mb=0.1)
+    program = program_of(2, halves, link=link, bucket_cap_mb=8, first_bucket_mb=0.05)
     assert [bucket.num_bytes for bucket in program.buckets] == [4096, 8 * 2**20]
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
@@ -242,7 +242,7 @@ def test_no_smaller_last_bucket_on_a_link_that_moves_nothing_before_the_wait() -
         Weight("fc3", (4, MEBIBYTE)),
         Weight("fc4", (1024,)),
     ]
-    program = program_of(2, halves, bucket_cap_mb=8, first_bucket_mb=0.1)
+    program = program_of(2, halves, bucket_cap_mb=8, first_bucket_mb=0.05)
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
     assert found.buckets[1].transfer_ms == 4.0 and found.advice.startswith(
