@@ -90,11 +90,8 @@ def restructure(
     constants = _copy_nodes(graph, joint, variable_names, values)
     note_checkpoints(values, what)
     graph.output(_outputs(joint, values, variable_names, trained, what))
-    output: Any = graph.output_node().args[0]
-    gradients = dict(output["gradients"])
     looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
-    sparse = rows_of_lookups(graph, gradients, looked_up, what)
-    graph.output_node().args = ({**output, "gradients": gradients},)
+    sparse = rows_of_lookups(graph, looked_up, what)
     if seed_random_ops(graph, seed) == 0 and not seed.users:
         graph.erase_node(seed)
         arguments.pop()
@@ -108,7 +105,7 @@ def restructure(
     own_strided_reads(graph)
     _own_gradients(graph)
     read = {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}
-    output = graph.output_node().args[0]
+    output: Any = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
     return CapturedGraph(
         graph,

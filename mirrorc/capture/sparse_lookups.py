@@ -156,17 +156,16 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 """Has joint export write gradients of tables of bags as rows."""
 
 
-def rows_of_lookups(
-    graph: fx.Graph, gradients: dict[str, fx.Node], looked_up: frozenset[str], what: str
-) -> frozenset[str]:
+def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], what: str) -> frozenset[str]:
     """Which gradients are sparse tensors in torch: of those that are ``looked_up``, those to which nothing else adds.
 
-    Several lookups in one table become one, of the rows and indices of all, in their order. ``gradients`` is changed.
+    Several lookups in one table become one, of the rows and indices of all, in their order, in the output of the graph.
 
     Raises:
         CaptureError: the lookups of one table leave out different rows.
     """
-    found = set()
+    output: Any = graph.output_node().args[0]
+    gradients, found = dict(output["gradients"]), set()
     for name in sorted(looked_up & gradients.keys()):
         lookups = _summands(gradients[name])
         if lookups is None:
@@ -179,6 +178,7 @@ def rows_of_lookups(
             )
         if len(lookups) > 1:
             gradients[name] = _joined(graph, gradients[name], lookups)
+    graph.output_node().args = ({**output, "gradients": gradients},)
     return frozenset(found)
 
 

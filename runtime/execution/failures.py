@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import raising_line, source_line
@@ -37,7 +38,9 @@ def explain_failure(
         if nodes
         else ""
     )
-    line = next((text for node in reversed(nodes) if (text := source_line(node))), "") or raising_line(error)
+    line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
+    if not line and any(node.target in OPAQUE for node in nodes):
+        line = raising_line(error)
     at = f", at {line}" if line else ""
     state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
     explained: MirrorcError

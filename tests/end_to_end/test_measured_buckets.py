@@ -151,7 +151,7 @@ def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
     program = prepared(dump=tmp_path)
     folder = tmp_path / "program-0"
     remark = "bucket sizes by measurement: bucket_cap_mb=1, first_bucket_mb=1"
-    assert all(remark in (folder / name).read_text() for name in ("00-capture.txt", "05-plan-buckets.txt", "index.md"))
+    assert all(remark in (folder / name).read_text() for name in ("00-capture.txt", "06-plan-buckets.txt", "index.md"))
     captured = mirrorc.Program.load(folder / "00-capture.json.gz")
     assert captured.remarks[0].text.startswith(remark)
     monkeypatch.setenv("MIRRORC_CACHE_DIR", str(tmp_path / "none"))

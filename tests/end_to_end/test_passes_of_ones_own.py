@@ -184,8 +184,8 @@ def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
     second = mirrorc.before("clip-buckets", ClipBuckets(2.0))
     trained(2, steps=1, add_passes=[first, second], dump=tmp_path)
     names = sorted(path.name for path in (tmp_path / "program-0").glob("*clip-buckets.txt"))
-    assert names == ["15-clip-buckets.txt", "16-clip-buckets.txt"]
-    text = (tmp_path / "program-0" / "15-clip-buckets.txt").read_text(encoding="utf-8")
+    assert names == ["16-clip-buckets.txt", "17-clip-buckets.txt"]
+    text = (tmp_path / "program-0" / "16-clip-buckets.txt").read_text(encoding="utf-8")
     assert "clamp.default(b0_sum, -2.0, 2.0)" in text
 
 
