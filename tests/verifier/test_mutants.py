@@ -1,6 +1,6 @@
 """The verifier refuses what breaks a program and accepts what does not; `mutants.py` tries far more of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from mutants import Examiner, Report, Tally, examine_some, sampled, table
@@ -10,15 +10,14 @@ from mutations.programs import handmade_sources, model_sources
 from mirrorc.verifier import verifier
 
 HANDMADE_QUOTA, MODEL_QUOTA = 2, 1  # mutants of a kind, of handmade programs in all and of each model
-SMALL_MODELS, LARGE_MODELS = ("mlp",), ("conv", "resnet", "gpt2", "bert", "vit")
+SMALL_MODEL, LARGE_MODELS = "mlp", ("conv", "resnet", "gpt2", "bert", "vit")
 
 
-def examine_models(names: Sequence[str], report: Report) -> None:
-    """Tries mutants of two sources of each model: on 2 and 3 devices, one of them uneven."""
-    for i, name in enumerate(names):
-        sources = list(model_sources(name))
-        chosen = [sources[i % 2], sources[3 - i % 2]]
-        examine_some([s for source in chosen for s in source.subjects()], KINDS.values(), MODEL_QUOTA, report)
+def examine_model(name: str, number: int, report: Report) -> None:
+    """Tries mutants of two sources of a model: on 2 and 3 devices, one of them uneven, which one by turns."""
+    sources = list(model_sources(name))
+    chosen = [sources[number % 2], sources[3 - number % 2]]
+    examine_some([s for source in chosen for s in source.subjects()], KINDS.values(), MODEL_QUOTA, report)
 
 
 def assert_told_apart(report: Report) -> None:
@@ -31,7 +30,7 @@ def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted
     report = Report()
     subjects = [subject for source in handmade_sources() for subject in source.subjects()]
     examine_some(subjects, KINDS.values(), HANDMADE_QUOTA, report)
-    examine_models(SMALL_MODELS, report)
+    examine_model(SMALL_MODEL, 0, report)
     assert_told_apart(report)
     assert all(tally.mutants for tally in report.tallies.values())
     assert report.valid >= 150
@@ -40,11 +39,14 @@ def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted
 
 
 @pytest.mark.slow
-def test_mutants_of_large_models_are_told_apart_too() -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LARGE_MODELS)
+def test_mutants_of_large_models_are_told_apart_too(name: str) -> None:
     report = Report()
-    examine_models(LARGE_MODELS, report)
+    examine_model(name, LARGE_MODELS.index(name), report)
     assert_told_apart(report)
-    assert report.tallies["write into each others slots"].mutants
+    if name == "bert":  # the others leave factors, or have no slots that another region may take
+        assert report.tallies["write into each others slots"].mutants
 
 
 def _texts(subject: object) -> Iterator[str]:
