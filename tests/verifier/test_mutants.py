@@ -45,7 +45,7 @@ def test_mutants_of_large_models_are_told_apart_too(name: str) -> None:
     report = Report()
     examine_model(name, LARGE_MODELS.index(name), report)
     assert_told_apart(report)
-    if name == "bert":  # the others leave factors, or have no slots that another region may take
+    if name == "bert":  # which has regions that write into several slots
         assert report.tallies["write into each others slots"].mutants
 
 
