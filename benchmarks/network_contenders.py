@@ -72,6 +72,7 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc": (_mirrorc, {}),
     "mirrorc 25 MB": (_mirrorc, {"bucket_cap_mb": 25.0}),
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
+    "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
     "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
     "mirrorc alone": (_mirrorc, {"workers": None}),

@@ -128,7 +128,7 @@ def compile(
         add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
-            workers on CPUs a bucket has at most 4 MiB, as what is left to send when backward has ended is waited for.
+            workers on CPUs the cap is 4 MiB, as what is left to send when backward has ended is waited for.
             ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
             several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
             (``~/.cache/mirrorc``), and later runs look it up.
