@@ -34,6 +34,13 @@ CASES: dict[str, dict[str, Any]] = {
         "compression": "bfloat16",
         "options": {"microbatches": 2, "check_replicas_every": 1},
     },
+    "by itself": {  # an optimizer that does not work element by element
+        "devices": [2, 1],
+        "sizes": [[4, 4], [5, 3]],
+        "compression": "bfloat16",
+        "optimizer": "Adafactor",
+        "options": {"check_replicas_every": 1},
+    },
     "recovers": {
         "devices": [1, 2],
         "sizes": [[4, 4]],
@@ -45,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 THREE = {"devices": [1, 2, 1], "sizes": [[4, 5, 3]], "compression": "bfloat16", "optimizer": "SGD", "steps": 6}
 APART = {"devices": [1, 1], "sizes": [[4, 4]], "compression": "bfloat16", "steps": 1}
-SLOW = ("2 x 1", "bound", "parts")
+SLOW = ("2 x 1", "bound", "parts", "by itself")
 
 
 def given_to_workers(case: Mapping[str, Any], **more: Any) -> dict[str, Any]:
