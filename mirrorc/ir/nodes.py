@@ -117,8 +117,8 @@ def users_of_sum(wait: fx.Node) -> list[fx.Node]:
     """What is computed of a value that is waited for, parts of results included, and what takes it then, in program order."""
     found: dict[fx.Node, None] = {}
     waiting = [wait]
-    while waiting:
-        users = waiting.pop().users
+    while waiting:  # each value once: the ways from one value to another may be as many as 2 to the number of additions
+        users = [user for user in waiting.pop().users if user not in found]
         found.update(dict.fromkeys(users))
         waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
     return sorted(found)

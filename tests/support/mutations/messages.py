@@ -31,8 +31,8 @@ aten = torch.ops.aten
 def _additions(program: Program) -> Iterator[fx.Node]:
     """Additions of what was received that something takes: a device whose share is empty makes some for nobody."""
     for node in placed_nodes(program, aten.add.Tensor):
-        is_taken = any(not is_computed(user) for user in users_of_sum(node))
-        if is_taken and any(_is_received(operand) for operand in node.all_input_nodes):
+        is_of_message = any(_is_received(operand) for operand in node.all_input_nodes)
+        if is_of_message and any(not is_computed(user) for user in users_of_sum(node)):
             yield node
 
 
