@@ -4,15 +4,17 @@
 
 All run on two logical CPUs with a thread each, by fused AdamW with a small learning rate: a batch that is learnt by heart has
 gradients that vanish, which take longer to compute with. There are two plain steps, which show by what equal steps
-differ. The steps take turns, and each round begins with another one, so that noise of the machine affects all alike. Prints a
-Markdown table: the median of the plain steps, and each option's median divided by it. Below it is the memory that the largest
-device's activations take with each, as `Step.memory` tells it.
+differ. The steps take turns, and each round has an order of its own, drawn at random: noise of the machine then affects all
+alike, and so does what the step before leaves in the caches. Prints a Markdown table: the median of the plain steps, and each
+option's median divided by it. Below it is the memory that the largest device's activations take with each, as `Step.memory`
+tells it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 import statistics
 import time
 from typing import Any
@@ -61,14 +63,12 @@ def measure(
                 step(x, target=y)
         held = {name: max(one.own.activations for one in step.memory().devices) for name, step in steps.items()}
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        end, turn = time.perf_counter() + seconds_each * len(names), 0
+        end, order = time.perf_counter() + seconds_each * len(names), random.Random(0)
         while time.perf_counter() < end:
-            for i in range(len(names)):
-                name = names[(turn + i) % len(names)]
+            for name in order.sample(names, len(names)):
                 begun = time.perf_counter()
                 steps[name](x, target=y)
                 seconds[name].append(time.perf_counter() - begun)
-            turn += 1
     return {name: statistics.median(times) for name, times in seconds.items()}, held
 
 

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from distribution import Scheduler, longest_first
-from garbage import collect_seldom
+from garbage import collect_seldom, keep_what_is_there
 
 from mirrorc.pipeline import reproducer
 
@@ -44,6 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What was imported for the tests stays until their end."""
     collect_seldom()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file's tests have left in the caches of torch and of ours stays, too: collections are asked for by many tests, and
+    by the product, and would look through ever more."""
+    if nextitem is None or nextitem.path != item.path:
+        keep_what_is_there()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -161,7 +161,8 @@ def _refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
         for key, value in vars(module).items()
         if type(value) in (dict, OrderedDict, list, set)
     ]
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    kinds = _kinds_of(nn.Module)
+    modules = [one for one in gc.get_objects() if type(one) in kinds]  # of some million objects
     buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
     kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
@@ -190,6 +191,16 @@ def _refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
         for buffer, value in kept:
             if not _have_same_bits(buffer, value):
                 buffer.detach().copy_(value)
+
+
+def _kinds_of(kind: type) -> set[type]:
+    """A class and all that are derived from it."""
+    found, waiting = {kind}, [kind]
+    while waiting:
+        new = [one for one in type.__subclasses__(waiting.pop()) if one not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 def _copy_of(container: Any) -> Any:
