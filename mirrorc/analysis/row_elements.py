@@ -46,6 +46,8 @@ class _OneHot(Generic[V]):
     element: Any
 
 
+_MOST_FOLLOWED = 16  # operators that lie between a value and what its rows are made of; a loss has a few
+
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
 """Operators that may be computed from one element of each row."""
 
@@ -73,7 +75,7 @@ def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
     if source is None or len(made.args[1]) != 1 or not source.dtype.is_floating_point:
         return None
     dim = made.args[1][0] % len(source.shape) if source.shape else 0
-    row = _one_hot(values, made.args[0], dim)
+    row = _one_hot(values, made.args[0], dim, {})
     if row is None or isinstance(row.element, int | float):
         return None
     return values.apply(aten.add.Tensor, (row.element, 0.0))
@@ -87,10 +89,10 @@ def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
     return _element(values, source, dim % max(1, len(made.shape)), index)
 
 
-def _element(values: RowValues[V], source: V, dim: int, index: V) -> V | None:
-    """The elements of a value at an index; None if they can only be gathered."""
+def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
+    """The elements of a value at an index, with at most so many operators on the way; None if they can only be gathered."""
     made, at = values.made(source), values.made(index)
-    if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape:
+    if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape or not most:
         return None
     if not _is_row_of(at.shape, made.shape, dim, size=None):
         return None
@@ -100,7 +102,7 @@ def _element(values: RowValues[V], source: V, dim: int, index: V) -> V | None:
         return None
     if made.target is aten.sub.Tensor and not _is_constant_in_rows(values, rest, made, dim, operand):
         return None
-    found = _element(values, whole, dim, index)
+    found = _element(values, whole, dim, index, most - 1)
     found = values.apply(aten.gather.default, (whole, dim, index)) if found is None else found
     return values.apply(made.target, (found, *rest))
 
@@ -116,20 +118,32 @@ def _is_constant_in_rows(
     )
 
 
-def _one_hot(values: RowValues[V], value: Any, dim: int) -> _OneHot[V] | None:
+def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
+    """The element and its place of each row; None for other values. What was found of a value is known by its identity."""
+    if id(value) not in known:
+        if len(known) == _MOST_FOLLOWED:
+            return None
+        known[id(value)] = None  # no value is made of itself
+        known[id(value)] = _made_one_hot(values, value, dim, known)
+    return known[id(value)]
+
+
+def _made_one_hot(
+    values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]
+) -> _OneHot[V] | None:
     made = values.made(value)
     if made is None or made.kwargs:
         return None
     if made.target is aten.scatter.value:
         return _scattered(values, made, dim)
     if made.target is torch.ops.prims.convert_element_type.default:
-        row = _one_hot(values, made.args[0], dim)
+        row = _one_hot(values, made.args[0], dim, known)
         if row is None or isinstance(row.element, int | float):
             return None
         return _OneHot(row.index, values.apply(made.target, (row.element, *made.args[1:])))
     if made.target is aten.mul.Tensor:
         one, other = made.args
-        return _scaled(values, made, one, other, dim) or _scaled(values, made, other, one, dim)
+        return _scaled(values, made, one, other, dim, known) or _scaled(values, made, other, one, dim, known)
     return None
 
 
@@ -142,9 +156,11 @@ def _scattered(values: RowValues[V], made: Made[V], dim: int) -> _OneHot[V] | No
     return _OneHot(index, element) if _is_row_of(at.shape, made.shape, dim, size=1) else None
 
 
-def _scaled(values: RowValues[V], made: Made[V], rows: Any, factor: Any, dim: int) -> _OneHot[V] | None:
+def _scaled(
+    values: RowValues[V], made: Made[V], rows: Any, factor: Any, dim: int, known: dict[int, _OneHot[V] | None]
+) -> _OneHot[V] | None:
     """The product of rows with a factor, of which one element per row counts."""
-    row, source, by = _one_hot(values, rows, dim), values.made(rows), values.made(factor)
+    row, source, by = _one_hot(values, rows, dim, known), values.made(rows), values.made(factor)
     if row is None or source is None or source.shape != made.shape or by is None or by.dtype is not made.dtype:
         return None
     if by.shape == made.shape and made.shape[dim] != 1:

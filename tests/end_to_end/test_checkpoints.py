@@ -80,7 +80,8 @@ def test_the_bits_are_those_without_checkpoints(num_devices: int, options: dict[
     assert_same_bits(*train(num_devices, **options))
 
 
-@pytest.mark.parametrize("num_devices", [2, *slow((1,), (3,))])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_compiled_steps_are_those_without_checkpoints(num_devices: int) -> None:
     one, other = train(num_devices, backend="inductor")
     assert one.losses == pytest.approx(other.losses, rel=1e-12)
