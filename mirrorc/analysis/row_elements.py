@@ -128,9 +128,7 @@ def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHo
     return known[id(value)]
 
 
-def _made_one_hot(
-    values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]
-) -> _OneHot[V] | None:
+def _made_one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
     made = values.made(value)
     if made is None or made.kwargs:
         return None

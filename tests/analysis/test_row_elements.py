@@ -81,8 +81,6 @@ def test_elements_are_read_through_a_few_differences(times: int, most: int) -> N
     values, rows = Values(), Value()
     for _ in range(times):
         rows = Value(aten.sub.Tensor, (rows, Value(shape=(4, 1))))
-    found = element_of_row(
-        values, Made(aten.gather.default, (rows, 1, Value(shape=(4, 1))), {}, (4, 1), torch.float64)
-    )
+    found = element_of_row(values, Made(aten.gather.default, (rows, 1, Value(shape=(4, 1))), {}, (4, 1), torch.float64))
     assert found is values.made_since[-1]
     assert [made.target for made in values.made_since] == [aten.gather.default, *[aten.sub.Tensor] * most]
