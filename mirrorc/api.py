@@ -12,7 +12,7 @@ from torch import nn
 
 from mirrorc.all_reduce_choice import checked_all_reduce
 from mirrorc.bucket_options import check_bucket_sizes, checked_packing, with_default_cap
-from mirrorc.capture.front_ends import front_end_named
+from mirrorc.capture.ladder import ladder_named
 from mirrorc.capture.model_state import ModelState, check_model
 from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.cluster import Cluster, find_place, join
@@ -147,7 +147,8 @@ def compile(
             replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
             remark names what was left out.
         capture: the front end that traces the model: "dynamo", of whose graphs regions are compiled, or "autograd", under which
-            forward and backward run as plain PyTorch, for Python that cannot be traced; "auto" is "dynamo".
+            forward and backward run as plain PyTorch, for Python that cannot be traced and control flow that depends on data;
+            "auto" tries them in this order, and a warning and a remark say why "dynamo" could not.
         timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
@@ -224,7 +225,7 @@ def compile(
     timeout_seconds = asked["timeout_seconds"]
     check_loss_function(loss_fn)
     longest_wait = wait_seconds(timeout_seconds)
-    chosen_backend, front_end = backend_named(backend), front_end_named(capture)
+    chosen_backend, ladder = backend_named(backend), ladder_named(capture)
     check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
     planned = checked_packing(asked)
     check_early_update(early_update, passes)
@@ -291,7 +292,7 @@ def compile(
         loss_fn=loss_fn,
         loss_reduction=loss_reduction,
         backend=chosen_backend,
-        front_end=front_end,
+        ladder=ladder,
         devices=parsed,
         pipeline=pipeline,
         to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,

@@ -16,6 +16,7 @@ class CaptureWarnings:
     def __init__(self, num_devices: int) -> None:
         self._num_devices, self._has_told_differences = num_devices, False
         self._noted: set[Note] = set()
+        self._has_told_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
         """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
@@ -27,6 +28,12 @@ class CaptureWarnings:
                 "mirrorc.check_loss tells how much it makes",
                 stacklevel=users_stack_level(),
             )
+
+    def warn_of_ladder(self, text: str) -> None:
+        """Says, once, that another front end than the first has captured the model; an empty text says nothing."""
+        if text and not self._has_told_ladder:
+            self._has_told_ladder = True
+            warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_notes(self, notes: Sequence[Note]) -> None:
         """Gives each warning once, at the user's line that it is about."""

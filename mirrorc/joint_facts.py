@@ -12,6 +12,8 @@ from torch import nn
 from mirrorc.analysis.sent_factors import Counts, row_counts
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
+from mirrorc.custom_ops.opaque_calls import OPAQUE
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.optimizer_groups import hyperparameters_by_label
@@ -40,8 +42,11 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
     """
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
+    graphs = [region.graph for region in program.regions.values()]
+    runs_plain = any(next(calls_to(graph, *OPAQUE), None) is not None for graph in graphs)
+    first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
     more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
-    return Facts({**lines, **more}, row_counts(program))
+    return Facts({**first, **lines, **more}, row_counts(program))
 
 
 def hyperparameters_of(options: StepOptions) -> dict[str, str]:

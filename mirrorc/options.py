@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.front_ends import FrontEnd
+from mirrorc.capture.ladder import Ladder
 from mirrorc.cluster import Cluster
 from mirrorc.ir import ops, workers
 from mirrorc.ir.devices import Device
@@ -32,7 +32,7 @@ class StepOptions:
     loss_fn: Callable[[Any, Any], Any] | None
     loss_reduction: LossReduction
     backend: Backend
-    front_end: FrontEnd
+    ladder: Ladder  # of front ends
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
     to_measure: Pass | None  # the pass of the pipeline whose bucket sizes are chosen by measurement

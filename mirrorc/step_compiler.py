@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.evaluation_call import EvaluationCall
+from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.replica_values import refuse_over_workers
 from mirrorc.capture.shard_types import shard_types
@@ -163,8 +165,25 @@ class StepCompiler:
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
         """The module that was traced, and what came of it, of whose variables the step's state knows then."""
-        options = self._options
         progress.enter("capture")
+        climbed = self._options.ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose))
+        training_call, captured = climbed.found
+        what = type(self._options.model).__name__
+        self._warnings.warn_of_ladder(climbed.warning(what))
+        captured = replace(captured, program=captured.program.with_remarks(*climbed.remarks(what)))
+        self._check_memory(captured)
+        counters = self._model.outside.counters_of(captured.outside)
+        last = dict(counters.values())  # so that errors name statistics, not their counters
+        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
+        self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
+        self._state.reads(captured.constants.values())
+        return training_call, captured
+
+    def _captured_by(
+        self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose
+    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+        """What a front end has traced, and what came of it."""
+        options = self._options
         training_call = (TrainingCall if purpose.trains else EvaluationCall)(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
@@ -178,14 +197,8 @@ class StepCompiler:
             options.optimizers,
             options.backend.decompositions(),
             loss_reduction=options.loss_reduction,
-            front_end=options.front_end,
+            front_end=front_end,
         )
-        self._check_memory(captured)
-        counters = self._model.outside.counters_of(captured.outside)
-        last = dict(counters.values())  # so that errors name statistics, not their counters
-        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
-        self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
-        self._state.reads(captured.constants.values())
         return training_call, captured
 
     def _lowered(self, captured: CapturedProgram, progress: Progress, purpose: Purpose) -> Program:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from mirrorc.capture.errors import UnreadableError
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
@@ -49,6 +50,13 @@ def _place(node: fx.Node, what: str) -> str:
 
 
 def _refuse(target: Any, node: fx.Node, what: str) -> NoReturn:
+    if target is _aten._assert_scalar.default:
+        line = source_line(node)
+        why = f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
+        raise UnreadableError(
+            f"cannot capture {what}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before the step.",
+            why,
+        )
     raise CaptureError(
         f"{_place(node, what)} calls {target}, which gives nothing: a captured step would not do what it is called for. "
         "Remedy: call it between steps, or let it return a tensor that the loss depends on."

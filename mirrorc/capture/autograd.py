@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mirrorc.capture.arguments import Constant
 from mirrorc.capture.first_runs import first_runs
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.opaque_call import OpaqueCall
@@ -35,6 +36,9 @@ class AutogradFrontEnd(FrontEnd):
     """
 
     name = "autograd"
+    guards_plain_values = True
+    is_rung = True
+    words = "forward and backward run as plain PyTorch"
     needs_data = True
 
     def trace(
@@ -62,17 +66,33 @@ class AutogradFrontEnd(FrontEnd):
         opaque.recorded = found.recorded
         joint = _joint_graph(opaque, leaves)
         joint.written_inputs = found.written_inputs
-        return Traced(joint, HeldCall(opaque), found.notes, remarks=(_REMARK,))
+        return Traced(joint, HeldCall(opaque, call), found.notes, remarks=(_REMARK,))
 
 
 class HeldCall:
-    """Guards that hold the call which a graph's operators run. They watch nothing: each run reads what Python has then."""
+    """Guards that hold the call which a graph's operators run.
+
+    Each run reads what Python has then. Plain arguments and numbers of modules are watched even so, because what a run uses may
+    follow from them: first runs with others tell.
+
+    Args:
+        call: what runs.
+        training_call: with the plain values of first runs; guards are asked about those that it has then.
+    """
 
     numbers: tuple[int | float, ...] = ()
     draws: Sequence[object] = ()
 
-    def __init__(self, call: OpaqueCall) -> None:
-        self._call = call
+    def __init__(self, call: OpaqueCall, training_call: TrainingCall) -> None:
+        self._call, self._training_call = call, training_call
+        self._plain = {name: Constant(value) for name, value in training_call.plain.items()}
+        self._numbers = [
+            (attributes, key, Constant(value))
+            for module in training_call.modules()
+            for attributes in (vars(module),)
+            for key, value in attributes.items()
+            if type(value) in (int, float)
+        ]
 
     def use_draws(self) -> Callable[[], None]:
         """Nothing is drawn of Python's random."""
@@ -83,11 +103,18 @@ class HeldCall:
         return []
 
     def hold(self) -> bool:
-        """Always."""
-        return True
+        """Whether plain arguments and numbers are those of first runs."""
+        return not self.broken()
 
     def broken(self) -> str:
-        """Nothing ever is."""
+        """The name of the first that is another; empty if none is."""
+        plain = self._training_call.plain
+        for name, value in self._plain.items():
+            if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
+                return name
+        for attributes, key, value in self._numbers:
+            if attributes.get(key) is not value.value and Constant(attributes.get(key)) != value:
+                return f"self.{key}"
         return ""
 
 

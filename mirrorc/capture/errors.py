@@ -19,6 +19,22 @@ class LoneExampleError(CaptureError):
     """An operator of torch takes no shard of one example, because it normalizes by statistics over the examples."""
 
 
+class UnreadableError(CaptureError):
+    """A tracer cannot read what Python does, or a branch depends on data: plain PyTorch runs it, with the meaning of a step.
+
+    Args:
+        refusal: the text, with a remedy that stays with this front end.
+        why: the place and the reason alone, as what follows "cannot capture" and the model's name.
+
+    Attributes:
+        refusal, why: likewise.
+    """
+
+    def __init__(self, refusal: str, why: str) -> None:
+        super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
+        self.refusal, self.why = refusal, why
+
+
 class HooksMissingError(CaptureError):
     """Forward would install hooks of Hugging Face that collect hidden states and attentions, which cannot be traced."""
 
@@ -57,9 +73,10 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
         remedy = "set requires_grad before the step, not inside forward"
     else:
         remedy, runs_as_pytorch = f"make {subject} traceable, or move it out of forward", True
-    kind = HooksMissingError if known is INSTALLS_HOOKS else CaptureError
-    other = " Or leave forward and backward to plain PyTorch, with capture='autograd'." if runs_as_pytorch else ""
-    return kind(f"cannot capture {what}{where}: {reason}. Remedy: {remedy}.{other}")
+    refusal = f"cannot capture {what}{where}: {reason}. Remedy: {remedy}."
+    if runs_as_pytorch:
+        return UnreadableError(refusal, f"{where}: {reason}")
+    return HooksMissingError(refusal) if known is INSTALLS_HOOKS else CaptureError(refusal)
 
 
 def _place(error: Exception) -> tuple[str, str]:
@@ -100,7 +117,12 @@ _RAISED = re.compile(
 """What the user's code or torch's has raised, as opposed to what the tracer cannot do; torch 2.11 shows its own variables."""
 
 
+_ADVICE = re.compile(r"Consider annotating your code using torch\._check\*\(\)\.\s*|\s*\(Size-like symbols: none\)")
+"""What torch advises about numbers that are read of tensors, which a step does not take."""
+
+
 def _reason(text: str) -> str:
+    text = _ADVICE.sub("", text)
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     parts = dict.fromkeys(("Explanation:", "Developer debug context:"), "")
     for line in lines:

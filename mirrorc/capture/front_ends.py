@@ -57,6 +57,8 @@ class FrontEnd(ABC):
             other values of what was not read. If not, programs are specialized on all plain values.
         traces_evaluations: whether it takes an `mirrorc.capture.evaluation_call.EvaluationCall` as well, and then gives a graph
             of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
+        is_rung: whether it is one of those that "auto" tries, in the order in which they were registered.
+        words: how a step runs what it captures, as what follows a colon.
         needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
             values.
     """
@@ -64,6 +66,8 @@ class FrontEnd(ABC):
     name: ClassVar[str]
     guards_plain_values: ClassVar[bool] = False
     traces_evaluations: ClassVar[bool] = False
+    is_rung: ClassVar[bool] = False
+    words: ClassVar[str] = "as graphs"
     needs_data: ClassVar[bool] = False
 
     @abstractmethod
@@ -94,7 +98,7 @@ class FrontEnd(ABC):
 
 
 AUTO = "auto"
-"""Stands for the front end that was registered first."""
+"""Stands for the front ends that are rungs, of which the first is used that can capture a model."""
 
 _front_ends: dict[str, FrontEnd] = {}
 
@@ -115,14 +119,19 @@ def unregister_front_end(name: str) -> None:
     del _front_ends[name]
 
 
+def rungs() -> list[FrontEnd]:
+    """The front ends that "auto" tries, in this order."""
+    return [front_end for front_end in _front_ends.values() if front_end.is_rung]
+
+
 def front_end_named(name: object) -> FrontEnd:
-    """The front end of this name.
+    """The front end of this name; for "auto", the first one that is tried.
 
     Raises:
         ValueError: there is none; lists those that there are.
     """
     if isinstance(name, str) and name == AUTO:
-        return next(iter(_front_ends.values()))
+        return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
     if front_end is None:
         raise ValueError(f"capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")

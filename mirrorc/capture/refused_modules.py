@@ -7,6 +7,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from mirrorc.capture.errors import UnreadableError
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import hook_tables
 
@@ -26,10 +27,11 @@ def refuse_modules(root: nn.Module, what: str) -> None:
         kind = type(module).__name__
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             if module.training and module.track_running_stats and module.momentum is None:
-                raise CaptureError(
-                    f"{kind} {name!r} of {what} has momentum=None: its average over all steps so far reads the number of steps "
-                    "as a Python number, which a captured graph cannot. Remedy: give it a momentum, such as 0.1."
+                why = (
+                    f"{kind} {name!r} has momentum=None: its average over all steps so far reads the number of steps as a Python "
+                    "number, which a captured graph cannot"
                 )
+                raise UnreadableError(f"cannot capture {what}: {why}. Remedy: give it a momentum, such as 0.1.", f": {why}")
         elif isinstance(module, nn.EmbeddingBag) and module.sparse and module.mode == "max":
             raise CaptureError(
                 f"{kind} {name!r} of {what} has sparse=True and mode='max', which torch does not support together. Remedy: "

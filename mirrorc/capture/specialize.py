@@ -97,7 +97,7 @@ def capture_program(
         state: the model's variables.
         optimizers: the user's.
         decompositions: the decompositions of ATen operators that the backend prefers.
-        front_end: traces the model; None for the one that is registered first.
+        front_end: traces the model; None for the first one that "auto" tries.
 
     Raises:
         CaptureError: the model cannot be captured.

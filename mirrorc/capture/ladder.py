@@ -1,0 +1,110 @@
+"""The front ends that are tried one after the other, until one can capture a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mirrorc.capture.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.front_ends import AUTO, FrontEnd, front_end_named, rungs
+from mirrorc.errors import CaptureError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Climbed(Generic[T]):
+    """What the front end has given that could capture a model.
+
+    Attributes:
+        found: what it has given.
+        front_end: which one it was.
+        failed: those above it, and why each of them could not, as what follows "cannot capture" and the model's name.
+    """
+
+    found: T
+    front_end: FrontEnd
+    failed: tuple[tuple[FrontEnd, str], ...]
+
+    def remarks(self, what: str) -> list[str]:
+        """What readers of the program are told of the front ends that could not capture ``what``; nothing if none was tried."""
+        return [
+            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {what}{why}"
+            for failed, why in self.failed
+        ]
+
+    def warning(self, what: str) -> str:
+        """The same for the user, with what he can do; empty if the first front end could."""
+        if not self.failed:
+            return ""
+        first, why = self.failed[0]
+        return (
+            f"{what} trains with capture={self.front_end.name!r}: {self.front_end.words}, because {first.name!r} cannot capture "
+            f"it{why}. Say capture={self.front_end.name!r} to have that without this warning, or capture={first.name!r} for an "
+            "error that says what to change"
+        )
+
+
+class Ladder:
+    """Front ends, those of the fastest programs first.
+
+    A front end that cannot read a model's Python, or a branch that depends on data, leaves it to the next one. What is refused for
+    its meaning, such as a loss that is no scalar, is refused by the first.
+
+    Args:
+        front_ends: one or more.
+    """
+
+    def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
+        self._front_ends = tuple(front_ends)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the front ends."""
+        return tuple(one.name for one in self._front_ends)
+
+    @property
+    def guards_plain_values(self) -> bool:
+        """Whether all do, see `FrontEnd`."""
+        return all(one.guards_plain_values for one in self._front_ends)
+
+    def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
+        """What the first front end gives that can capture a model.
+
+        Args:
+            attempt: captures all shards of a step with a front end.
+
+        Raises:
+            CaptureError: none can: that of the first, with the reason of the last; or the model is refused for its meaning.
+        """
+        errors: list[tuple[FrontEnd, UnreadableError]] = []
+        for front_end in self._front_ends:
+            try:
+                found = attempt(front_end)
+            except UnreadableError as error:
+                if len(self._front_ends) == 1:
+                    raise
+                errors.append((front_end, error))
+            except CaptureError as error:
+                if not errors:
+                    raise
+                raise _joined(errors[0][1], front_end, error) from None
+            else:
+                return Climbed(found, front_end, tuple((one, error.why) for one, error in errors))
+        raise _joined(errors[0][1], *errors[-1])
+
+
+def _joined(first: UnreadableError, front_end: FrontEnd, last: CaptureError) -> CaptureError:
+    """The error of the first front end, with that of the last; of the kind that has a remedy of its own."""
+    kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
+    return kind(f"{first.refusal} With capture={front_end.name!r}, which was tried next: {last}")
+
+
+def ladder_named(name: object) -> Ladder:
+    """The front ends that ``capture=`` stands for: those of the ladder for "auto", and else the one of this name.
+
+    Raises:
+        ValueError: there is none; lists those that there are.
+    """
+    return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])
