@@ -42,7 +42,7 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
     """
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
-    graphs = [region.graph for region in program.regions.values()]
+    graphs = [region.graph_module.graph for region in program.regions.values()]
     runs_plain = any(next(calls_to(graph, *OPAQUE), None) is not None for graph in graphs)
     first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
     more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}

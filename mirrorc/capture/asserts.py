@@ -52,7 +52,9 @@ def _place(node: fx.Node, what: str) -> str:
 def _refuse(target: Any, node: fx.Node, what: str) -> NoReturn:
     if target is _aten._assert_scalar.default:
         line = source_line(node)
-        why = f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
+        why = (
+            f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
+        )
         raise UnreadableError(
             f"cannot capture {what}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before the step.",
             why,

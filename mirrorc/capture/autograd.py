@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,11 @@ from mirrorc.capture.arguments import Constant
 from mirrorc.capture.first_runs import first_runs
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.opaque_call import OpaqueCall
+from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
-from mirrorc.custom_ops.opaque_calls import register_call, run_backward, run_forward
+from mirrorc.custom_ops.opaque_calls import register_call, run_backward, run_evaluation, run_forward, sizes_of
 from mirrorc.errors import CaptureError
+from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import FakeTensorMode, JointGraph
 
 _REMARK = (
@@ -24,6 +27,13 @@ _REMARK = (
     "memory has what they keep from forward to backward"
 )
 
+
+_REMARK_ON_EVALUATION = (
+    "forward of a replica runs as plain PyTorch (capture='autograd'): no pass looks into it, and no figure of memory has what it "
+    "takes meanwhile"
+)
+
+logger = logging.getLogger(__name__)
 
 _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microbatches can be put together
 
@@ -37,6 +47,7 @@ class AutogradFrontEnd(FrontEnd):
 
     name = "autograd"
     guards_plain_values = True
+    traces_evaluations = True
     is_rung = True
     words = "forward and backward run as plain PyTorch"
     needs_data = True
@@ -49,12 +60,6 @@ class AutogradFrontEnd(FrontEnd):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         what = type(call.model).__name__
-        if call.keeps_outputs:
-            raise CaptureError(
-                f"capture='autograd', by which {what} is captured, gives the loss alone: nothing tells how outputs of its "
-                "replicas belong together. Remedy: compile without return_outputs, and compute outputs with the model itself, "
-                "under torch.no_grad()"
-            )
         for module in call.modules():
             if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
                 raise CaptureError(
@@ -62,11 +67,25 @@ class AutogradFrontEnd(FrontEnd):
                     "plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
                 )
         opaque = OpaqueCall(call, what)
-        found = first_runs(opaque, call, call.data or [leaves], what)
+        found = first_runs(opaque, call, call.data or [leaves], leaves, what)
         opaque.recorded = found.recorded
-        joint = _joint_graph(opaque, leaves)
+        joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = found.written_inputs
-        return Traced(joint, HeldCall(opaque, call), found.notes, remarks=(_REMARK,))
+        remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
+        return Traced(joint, HeldCall(opaque, call), found.notes, opaque.recorded.outputs, (remark,))
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """Runs the first shard with its first example once more."""
+        own = (call.data or [()])[0]
+        grown = [leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]]) for leaf, like in zip(own, leaves)]
+        if len(grown) != len(leaves) or any(one.shape != like.shape for one, like in zip(grown, leaves, strict=True)):
+            return None
+        what = type(call.model).__name__
+        try:
+            return first_runs(OpaqueCall(call, what), call, [grown], grown, what).recorded.outputs
+        except CaptureError as error:
+            logger.debug("no run of another number of examples", exc_info=error)
+            return None
 
 
 class HeldCall:
@@ -118,48 +137,101 @@ class HeldCall:
         return ""
 
 
-def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    """The graph of forward and backward of a call, of which the first run is known."""
-    fake_mode, graph, recorded = _FAKE_MODE, fx.Graph(), call.recorded
-    device = next(iter(call.parameters.values())).device
+class _Graph:
+    """A graph of the operators, to which inputs and calls are added.
 
-    def given(name: str, value: torch.Tensor) -> fx.Node:
-        node = graph.placeholder(name)
-        with fake_mode:
+    Args:
+        call: what the operators run, of which first runs are known.
+        leaves: example tensors.
+
+    Attributes:
+        graph: the graph.
+        inputs: what each operator that runs forward takes first: the call's number, the seed, and lists of nodes.
+        call: the call.
+    """
+
+    def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
+        self.call, self.graph = call, fx.Graph()
+        self.arguments = [self.given(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]
+        self.parameters = [self.given(f"parameter_{i}", own) for i, own in enumerate(call.parameters.values())]
+        self.buffers = [self.given(f"buffer_{i}", own) for i, own in enumerate(call.buffers.values())]
+        self.seed = self.given("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
+        self.number = register_call(call)
+
+    def given(self, name: str, value: torch.Tensor) -> fx.Node:
+        """An input like this value."""
+        node = self.graph.placeholder(name)
+        with _FAKE_MODE:
             like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         node.meta["val"] = like
         return node
 
-    def call_operator(target: Any, *args: Any) -> list[fx.Node]:
+    def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
         """The parts of what an operator gives."""
-        node = graph.call_function(target, args)
-        with fake_mode:
+        node = self.graph.call_function(target, args)
+        with _FAKE_MODE:
             node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
-        parts = [graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
+        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
         for part, value in zip(parts, node.meta["val"], strict=True):
             part.meta["val"] = value
         return parts
 
-    arguments = [given(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]
-    parameters = [given(f"parameter_{i}", value) for i, value in enumerate(call.parameters.values())]
-    buffers = [given(f"buffer_{i}", value) for i, value in enumerate(call.buffers.values())]
-    tangent = given("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
-    seed = given("seed", torch.empty((), dtype=torch.int64)) if recorded.draws else None
-    number = register_call(call)
-    loss, token, *written = call_operator(
-        run_forward, number, seed, arguments, parameters, buffers, recorded.loss_dtype, list(recorded.written)
-    )
-    gradients = call_operator(run_backward, number, token, tangent, [parameters[place] for place in recorded.gradients])
-    graph.output((loss, *written, *gradients))
+    def parts_of_forward(self, target: Any) -> list[fx.Node]:
+        """The parts of what an operator gives that runs forward."""
+        recorded = self.call.recorded
+        outputs = recorded.outputs_of_graph
+        types = [dtype for _, dtype in outputs], sizes_of([shape for shape, _ in outputs])
+        own = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
+        return self.parts_of(target, *own, recorded.loss_dtype, list(recorded.written), *types)
+
+    def joint(self, results: Sequence[fx.Node], **about: Any) -> JointGraph:
+        """The graph, which gives these results, with what it says of its inputs, writes and outputs, and ``about`` besides."""
+        self.graph.output(tuple(results))
+        names = [*self.call.parameters, *self.call.buffers]
+        variables = zip([*self.parameters, *self.buffers], names, strict=True)
+        return JointGraph(
+            fx.GraphModule({}, self.graph),
+            _FAKE_MODE,
+            leaf_of={node: i for i, node in enumerate(self.arguments)},
+            variable_of=dict(variables),
+            seed=self.seed,
+            **about,
+        )
+
+    def writes_and_outputs(self, nodes: Sequence[fx.Node]) -> dict[str, dict[str, fx.Node]]:
+        """What `joint` is told of written buffers and outputs, which stand in this order."""
+        names, recorded = [*self.call.buffers], self.call.recorded
+        written = nodes[: len(recorded.written)]
+        outputs = recorded.outputs.types if recorded.outputs is not None else ()
+        return {
+            "buffer_writes": {names[place]: node for place, node in zip(recorded.written, written, strict=True)},
+            "outputs": dict(zip(outputs, nodes[len(written) :], strict=True)),
+        }
+
+
+def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
+    """The graph of forward and backward of a call, of which first runs are known."""
+    built, recorded = _Graph(call, leaves), call.recorded
+    device = next(iter(call.parameters.values())).device
+    tangent = built.given("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
+    loss, token, *others = built.parts_of_forward(run_forward)
+    own = [built.parameters[place] for place in recorded.gradients]
+    gradients = built.parts_of(run_backward, built.number, token, tangent, own)
     names = [*call.parameters]
-    return JointGraph(
-        fx.GraphModule({}, graph),
-        fake_mode,
-        tangent,
-        loss,
-        leaf_of={node: i for i, node in enumerate(arguments)},
-        variable_of=dict(zip([*parameters, *buffers], [*call.parameters, *call.buffers], strict=True)),
-        gradients={names[i]: node for i, node in zip(recorded.gradients, gradients, strict=True)},
-        buffer_writes={[*call.buffers][i]: node for i, node in zip(recorded.written, written, strict=True)},
-        seed=seed,
+    return built.joint(
+        (loss, *others, *gradients),
+        tangent=tangent,
+        loss=loss,
+        gradients={names[place]: node for place, node in zip(recorded.gradients, gradients, strict=True)},
+        **built.writes_and_outputs(others),
     )
+
+
+def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
+    """The graph of an evaluation, of which first runs are known; its loss is one of the outputs."""
+    built = _Graph(call, leaves)
+    nodes = built.parts_of_forward(run_evaluation)
+    losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)
+    about = built.writes_and_outputs(others)
+    about["outputs"] = {**dict.fromkeys([LOSS_OUTPUT] if losses else [], nodes[0]), **about["outputs"]}
+    return built.joint(nodes, **about)

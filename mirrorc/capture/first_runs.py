@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from mirrorc.capture.dropped_effects import Note
-from mirrorc.capture.errors import LoneExampleError, check_trained_loss
+from mirrorc.capture.errors import LoneExampleError, check_evaluated_loss, check_trained_loss
 from mirrorc.capture.kept_model import can_keep_value, is_same
-from mirrorc.capture.opaque_call import AssignedAttributeError, OpaqueCall, Recorded, Run
+from mirrorc.capture.evaluation_call import EvaluationCall
+from mirrorc.capture.opaque_call import OpaqueCall
+from mirrorc.capture.opaque_runs import AssignedAttributeError, Recorded, Run
 from mirrorc.capture.replica_streams import ReplicaStream
+from mirrorc.capture.run_outputs import UnreadableOutputError, difference
+from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import is_users_file
@@ -40,8 +44,14 @@ class FirstRuns:
     notes: tuple[Note, ...]
 
 
-def first_runs(opaque: OpaqueCall, call: TrainingCall, parts: Sequence[Sequence[torch.Tensor]], what: str) -> FirstRuns:
-    """Runs forward and backward on copies of all tensors, once for each part of the batch.
+def first_runs(
+    opaque: OpaqueCall,
+    call: TrainingCall,
+    parts: Sequence[Sequence[torch.Tensor]],
+    leaves: Sequence[torch.Tensor],
+    what: str,
+) -> FirstRuns:
+    """Runs forward, and in training backward, on copies of all tensors, once for each part of the batch.
 
     What one run does, all may do: they get a gradient if one of them has one, for instance. Generators of random numbers are left
     as they were.
@@ -50,6 +60,7 @@ def first_runs(opaque: OpaqueCall, call: TrainingCall, parts: Sequence[Sequence[
         opaque: runs the call.
         call: model and loss.
         parts: the data of all shards or microbatches.
+        leaves: that of one of these, which tells the types of outputs.
         what: the name of the model.
 
     Raises:
@@ -65,9 +76,34 @@ def first_runs(opaque: OpaqueCall, call: TrainingCall, parts: Sequence[Sequence[
         )
     gradients = sorted({place for one in recorded for place in one.gradients}, reverse=True)
     written = sorted({place for one in recorded for place in one.written})
-    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), any(one.draws for one in recorded))
+    draws, outputs = any(one.draws for one in recorded), None
+    if call.keeps_outputs:
+        alike = [
+            one.outputs
+            for part, one in zip(parts, recorded, strict=True)
+            if list(map(_type_of, part)) == list(map(_type_of, leaves))
+        ]
+        outputs = _common_outputs([one for one in alike if one is not None], what)
+    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), draws, outputs)
     notes = tuple(dict.fromkeys(note for one in each for note in one.notes))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
+
+
+def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _common_outputs(outputs: Sequence[TracedOutputs], what: str) -> TracedOutputs:
+    """What runs on shards of one shape return, which must be alike but for the values of tensors."""
+    for other in outputs[1:]:
+        name = difference(other, outputs[0])
+        if name:
+            raise CaptureError(
+                f"{what} or its loss returns something else as {name!r} for one shard than for another of the same shape: "
+                "another structure, a tensor of another shape, or a Python number that is made of data. Remedy: return tensors "
+                "whose shapes follow those of the shard, and numbers as tensors; or compile without return_outputs"
+            )
+    return outputs[0]
 
 
 def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> FirstRuns:
@@ -77,10 +113,13 @@ def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Te
     with _explained(what), _refused_effects(call, what):
         own = [leaf.detach().clone() for leaf in leaves]
         run = opaque.run_forward(stream, own, parameters, buffers)
-        loss = check_trained_loss(run.loss, what)
-        notes = _untrained(loss, run, opaque, call, what)
+        loss = _checked_loss(run.loss, call, what)
+        notes = _untrained(run.loss, run, opaque, call, what) if call.trains else ()
         written_inputs, written = _written(run, opaque, (leaves, buffers))
-        opaque.run_backward(run, torch.ones((), dtype=loss.dtype, device=loss.device))
+        if call.trains:
+            opaque.run_backward(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
+        else:
+            opaque.let_go(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
@@ -91,8 +130,19 @@ def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Te
         len(run.parameters) - 1, -1, -1
     )  # alike on all workers, and about the order in which backward makes them
     gradients = tuple(place for place in from_last if run.parameters[place].grad is not None)
-    recorded = Recorded(loss.dtype, gradients, tuple(written), stream.has_advanced(untouched))
+    outputs = run.outputs.told if run.outputs is not None else None
+    recorded = Recorded(loss, gradients, tuple(written), stream.has_advanced(untouched), outputs)
     return FirstRuns(recorded, written_inputs, notes)
+
+
+def _checked_loss(loss: torch.Tensor, call: TrainingCall, what: str) -> torch.dtype | None:
+    """The dtype of the loss, which must be one; None for an evaluation without one."""
+    if not isinstance(call, EvaluationCall):
+        return check_trained_loss(loss, what).dtype
+    if loss.shape != (0,) or call.needs_loss:
+        check_evaluated_loss(loss, what, is_from_loss_function=call.needs_loss)
+        return loss.dtype
+    return None
 
 
 def _written(
@@ -128,6 +178,8 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except CaptureError:
         raise
+    except UnreadableOutputError as error:
+        raise CaptureError(f"{what} {error}") from None
     except AssignedAttributeError as error:
         raise CaptureError(
             f"forward of {what} assigns an attribute, {error.name!r}, of a module (self.x = ...), which does not last in a step, "

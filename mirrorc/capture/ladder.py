@@ -41,7 +41,7 @@ class Climbed(Generic[T]):
         first, why = self.failed[0]
         return (
             f"{what} trains with capture={self.front_end.name!r}: {self.front_end.words}, because {first.name!r} cannot capture "
-            f"it{why}. Say capture={self.front_end.name!r} to have that without this warning, or capture={first.name!r} for an "
+            f"it{why}. Each replica goes by the values of its own shard. Say capture={self.front_end.name!r} to have that without this warning, or capture={first.name!r} for an "
             "error that says what to change"
         )
 

@@ -6,87 +6,19 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from mirrorc.capture.module_copies import ModuleCopy
+from mirrorc.capture.opaque_runs import AssignedAttributeError, Recorded, Run, ThreadModes, parameter_of_run
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
+from mirrorc.capture.run_outputs import UnreadableOutputError, difference, read_run
+from mirrorc.capture.traced_outputs import noted_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.custom_ops.opaque_calls import UsedParameters
 from mirrorc.custom_ops.replica_values import nobody_answers
 from mirrorc.errors import CaptureError, ExecutionError
-
-
-@dataclass(frozen=True)
-class ThreadModes:
-    """What torch keeps for each thread by itself, as it is in the thread that captures."""
-
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    caches_casts: bool
-    device: torch.device
-
-    @classmethod
-    def now(cls) -> ThreadModes:
-        """Those of this thread."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(autocast, torch.is_autocast_cache_enabled(), torch.get_default_device())
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """A block in which this thread has them, and gradients."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches_casts))
-            if self.device != torch.get_default_device():
-                stack.enter_context(self.device)
-            yield
-
-
-@dataclass
-class Run:
-    """A forward that has run, and whose backward has not.
-
-    Attributes:
-        copy: the modules that have run, which backward may run again.
-        parameters, buffers, leaves: the tensors that forward was given, with gradients after backward.
-        versions: of these buffers and parameters, before forward.
-        stream: the random numbers that it draws from; None if it draws none.
-        loss: with its graph, until backward.
-    """
-
-    copy: ModuleCopy
-    parameters: list[nn.Parameter]
-    buffers: list[torch.Tensor]
-    leaves: list[torch.Tensor]
-    stream: ReplicaStream | None = None
-    versions: list[int] = field(default_factory=list)
-    loss: torch.Tensor = field(init=False)
-
-    def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The places of those of its tensors that were written in place."""
-        known = {id(t): v for t, v in zip((*self.parameters, *self.buffers, *self.leaves), self.versions, strict=True)}
-        return [place for place, tensor in enumerate(tensors) if tensor._version != known[id(tensor)]]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What first runs have found, which the graph of a step says of all others.
-
-    Attributes:
-        loss_dtype: of the loss, a single number.
-        gradients: the places of the parameters that get a gradient, in the order in which backward gives them.
-        written: the places of the buffers that forward writes.
-        draws: whether random numbers are drawn.
-    """
-
-    loss_dtype: torch.dtype
-    gradients: tuple[int, ...]
-    written: tuple[int, ...]
-    draws: bool
 
 
 class OpaqueCall:
@@ -128,19 +60,58 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, and the buffers that are written.
+        """The loss, a token for backward, the buffers that are written, and the outputs.
 
         Raises:
             ExecutionError: the run differs from the first one in what it writes, draws or gives.
         """
-        stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
-        run = self.run_forward(stream, leaves, parameters, buffers)
-        self._check_forward(run)
+        run = self._checked_run(seed, leaves, parameters, buffers)
         number = next(self._tokens)
         token = torch.tensor(number, dtype=torch.int64)
         self._runs[number] = run
         weakref.finalize(token, self._runs.pop, number, None)  # a step that fails drops it
-        return [run.loss.detach().reshape(()).clone(), token, *(run.buffers[i] for i in self.recorded.written)]
+        return [run.loss.detach().reshape(()).clone(), token, *self._given(run)]
+
+    def evaluation(
+        self,
+        seed: torch.Tensor | None,
+        leaves: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The loss if there is one, the buffers that are written, and the outputs.
+
+        Raises:
+            ExecutionError: as of `forward`.
+        """
+        run = self._checked_run(seed, leaves, parameters, buffers)
+        self.let_go(run)
+        loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
+        return [*loss, *self._given(run)]
+
+    def _checked_run(
+        self,
+        seed: torch.Tensor | None,
+        leaves: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> Run:
+        stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
+        try:
+            run = self.run_forward(stream, leaves, parameters, buffers)
+        except UnreadableOutputError as error:
+            raise ExecutionError(f"{self._what} {error}") from None
+        self._check_loss(run)
+        self._check_writes(run)
+        self._check_outputs(run)
+        return run
+
+    def _given(self, run: Run) -> list[torch.Tensor]:
+        outputs = run.outputs.tensors.values() if run.outputs is not None else ()
+        return [
+            *(run.buffers[i] for i in self.recorded.written),
+            *(one.to(run.parameters[0].device) for one in outputs),
+        ]
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
         """The gradients, of the types of their parameters.
@@ -178,6 +149,7 @@ class OpaqueCall:
 
         Raises:
             ExecutionError: forward assigns an attribute, or draws random numbers without a stream.
+            UnreadableOutputError: it returns what a step cannot make again.
         """
         try:
             copy = self._free.pop()
@@ -185,7 +157,7 @@ class OpaqueCall:
             copy = ModuleCopy(self._call)
         run = Run(
             copy,
-            [_parameter(own, value) for own, value in zip(self.parameters.values(), parameters, strict=True)],
+            [parameter_of_run(own, value) for own, value in zip(self.parameters.values(), parameters, strict=True)],
             [value.detach().clone() for value in buffers],
             [value.detach() for value in leaves],
             stream,
@@ -195,8 +167,13 @@ class OpaqueCall:
         given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         copy.load(given)
         vars(copy.root)["plain"] = self._plain
-        with self._modes.entered(), self._drawing(run, "forward"), nobody_answers(_not_joined(self._what)):
-            run.loss = copy.root(*run.leaves)
+        modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
+        with modes, self._drawing(run, "forward"), refuses, noted_marks() as marked:
+            found = copy.root(*run.leaves)
+        run.loss, outputs = found if self._call.keeps_outputs else (found, None)
+        if self._call.keeps_outputs:
+            own = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
+            run.outputs = read_run(outputs, run.loss, run.leaves, own, marked)
         assigned = copy.assigned()
         if assigned is not None:
             raise AssignedAttributeError(assigned)
@@ -208,6 +185,10 @@ class OpaqueCall:
         with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._what)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=own)
         del run.loss
+        self.let_go(run)
+
+    def let_go(self, run: Run) -> None:
+        """Takes back the modules of a run that has ended."""
         run.copy.unload()
         self._free.append(run.copy)
 
@@ -228,14 +209,32 @@ class OpaqueCall:
                 "torch.rand(())"
             )
 
-    def _check_forward(self, run: Run) -> None:
-        loss, dtype = run.loss, self.recorded.loss_dtype
-        if loss.numel() != 1 or loss.dtype is not dtype or not loss.requires_grad:
-            lacking = "" if loss.requires_grad else ", without a gradient,"
-            raise ExecutionError(
-                f"the loss of {self._what} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call, and was one number "
-                f"of {dtype} with a gradient when it was captured: return such a loss each time"
+    def _check_loss(self, run: Run) -> None:
+        loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
+        if dtype is None and not loss.numel():
+            return
+        if loss.numel() != 1 or loss.dtype is not dtype or (trains and not loss.requires_grad):
+            lacking = ", without a gradient," if trains and not loss.requires_grad else ""
+            wanted = (
+                f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
             )
+            raise ExecutionError(
+                f"the loss of {self._what} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call, and was {wanted} "
+                "when it was captured: return such a loss each time"
+            )
+
+    def _check_outputs(self, run: Run) -> None:
+        if run.outputs is None or self.recorded.outputs is None:
+            return
+        name = difference(run.outputs.told, self.recorded.outputs)
+        if name:
+            raise ExecutionError(
+                f"{self._what} or its loss returns something else as {name!r} in this call than when it was captured: the "
+                "structure, the shape or dtype of a tensor, or a value that is no tensor. Remedy: return tensors of the same "
+                "shapes each time, and a number that changes as a tensor; or compile without return_outputs"
+            )
+
+    def _check_writes(self, run: Run) -> None:
         for kind, tensors, variables in (
             ("parameter", run.parameters, self.parameters),
             ("argument", run.leaves, ()),
@@ -260,18 +259,6 @@ class OpaqueCall:
                 )
 
 
-class AssignedAttributeError(ExecutionError):
-    """Forward has assigned an attribute of a module."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
-            "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
-            "not last"
-        )
-        self.name = name
-
-
 def _not_joined(what: str) -> CaptureError:
     return CaptureError(
         f"{what} asks for values of all replicas (mirrorc.all_reduce, all_gather, replica_id, ...), which plain PyTorch has "
@@ -281,14 +268,6 @@ def _not_joined(what: str) -> CaptureError:
 
 def _short(name: str) -> str:
     return name.removeprefix("model.")
-
-
-def _parameter(own: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with memory of a replica, and with what the user has put on his own."""
-    parameter = nn.Parameter(value.detach(), own.requires_grad)
-    if own.__dict__:
-        parameter.__dict__.update(own.__dict__)
-    return parameter
 
 
 def _as_typed(parameter: nn.Parameter) -> torch.Tensor:

@@ -121,7 +121,9 @@ def refuse_outputs_apart(
     apart = [name for name, how in ways.items() if how == "apart"]
     constants = zip(*([leaf for leaf in one.leaves if leaf.kind is LeafKind.CONSTANT] for one in traced), strict=False)
     apart += [
-        first.path for first, *others in constants if not all(_is_same(first.value, other.value) for other in others)
+        first.path
+        for first, *others in constants
+        if not all(is_same_constant(first.value, other.value) for other in others)
     ]
     if apart:
         what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
@@ -173,7 +175,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
     The places are in the order of the shards' graphs; one of another size may follow.
     """
     first = places[0]
-    if first.kind is not LeafKind.CONSTANT or all(_is_same(first.value, place.value) for place in places[1:]):
+    if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first
     own = [places[shard].value for shard in shard_of_replica if shard is not None]
     if not own:
@@ -181,7 +183,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
     return Leaf(first.path, LeafKind.CONSTANT, _apart(own, len(shard_of_replica) == 1))
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def is_same_constant(value: Any, other: Any) -> bool:
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         return (
             Constant(value) == Constant(other)

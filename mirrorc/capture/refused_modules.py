@@ -31,7 +31,9 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                     f"{kind} {name!r} has momentum=None: its average over all steps so far reads the number of steps as a Python "
                     "number, which a captured graph cannot"
                 )
-                raise UnreadableError(f"cannot capture {what}: {why}. Remedy: give it a momentum, such as 0.1.", f": {why}")
+                raise UnreadableError(
+                    f"cannot capture {what}: {why}. Remedy: give it a momentum, such as 0.1.", f": {why}"
+                )
         elif isinstance(module, nn.EmbeddingBag) and module.sparse and module.mode == "max":
             raise CaptureError(
                 f"{kind} {name!r} of {what} has sparse=True and mode='max', which torch does not support together. Remedy: "

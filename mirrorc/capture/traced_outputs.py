@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,7 +30,25 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     Args:
         value: such as a count, or a sum over the examples of a shard; of the same shape for shards of all sizes.
     """
-    return value.view_as(value)
+    marked = getattr(_noted, "marked", None)
+    if marked is None:
+        return value.view_as(value)
+    own = value.clone()  # in memory of its own, by which it is known
+    marked.append(own)
+    return own
+
+
+_noted = threading.local()
+
+
+@contextlib.contextmanager
+def noted_marks() -> Iterator[list[torch.Tensor]]:
+    """A block of plain PyTorch in this thread; gives what `summed` gives in it, each in memory of its own."""
+    before, _noted.marked = getattr(_noted, "marked", None), []
+    try:
+        yield _noted.marked
+    finally:
+        _noted.marked = before
 
 
 class LeafKind(enum.Enum):

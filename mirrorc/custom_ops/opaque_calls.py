@@ -37,7 +37,7 @@ class UsedParameters:
 
 
 class OpaqueRuns(Protocol):
-    """What `run_forward` and `run_backward` run. Results have the types that the operators' other arguments tell."""
+    """What `run_forward`, `run_backward` and `run_evaluation` run. Results have the types that the operators' other arguments tell."""
 
     def begin_step(self, used: UsedParameters) -> None:
         """Called before the runs of a step."""
@@ -49,7 +49,16 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, and new values of the buffers that are written."""
+        """The loss, a token for backward, new values of the buffers that are written, and outputs."""
+
+    def evaluation(
+        self,
+        seed: torch.Tensor | None,
+        leaves: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The loss if there is one, new values of the buffers that are written, and outputs."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
         """The gradients; ``token`` says of which forward, ``tangent`` is the gradient of its loss."""
@@ -101,18 +110,56 @@ def _fake_forward(
     buffers: list[torch.Tensor],
     loss_dtype: torch.dtype,
     written: list[int],
+    output_dtypes: list[torch.dtype],
+    output_sizes: list[int],
 ) -> list[torch.Tensor]:
     loss, token = parameters[0].new_empty((), dtype=loss_dtype), torch.empty((), dtype=torch.int64, device="cpu")
-    return [loss, token, *_like([buffers[place] for place in written])]
+    outputs = _outputs(parameters[0], output_dtypes, output_sizes)
+    return [loss, token, *_like([buffers[place] for place in written]), *outputs]
+
+
+def _fake_evaluation(
+    call: int,
+    seed: torch.Tensor | None,
+    leaves: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    loss_dtype: torch.dtype | None,
+    written: list[int],
+    output_dtypes: list[torch.dtype],
+    output_sizes: list[int],
+) -> list[torch.Tensor]:
+    loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
+    outputs = _outputs(parameters[0], output_dtypes, output_sizes)
+    return [*loss, *_like([buffers[place] for place in written]), *outputs]
+
+
+def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Shapes as the operators take them: of each the number of its dimensions, and these."""
+    return [number for shape in shapes for number in (len(shape), *shape)]
+
+
+def _outputs(like: torch.Tensor, dtypes: Sequence[torch.dtype], sizes: Sequence[int]) -> list[torch.Tensor]:
+    found, place = [], 0
+    for dtype in dtypes:
+        end = place + 1 + sizes[place]
+        found.append(like.new_empty(sizes[place + 1 : end], dtype=dtype))
+        place = end
+    return found
 
 
 def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in tensors]
 
 
+_ARGUMENTS = "int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers"
+_RESULTS = "int[] written, ScalarType[] output_dtypes, int[] output_sizes"
 _LIBRARY.define(
-    "run_forward(int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers, ScalarType loss_dtype, "
-    "int[] written) -> Tensor[]",
+    f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.define(
+    f"run_evaluation({_ARGUMENTS}, ScalarType? loss_dtype, {_RESULTS}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.define(
@@ -125,17 +172,25 @@ _LIBRARY.impl(
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
+    "run_evaluation",
+    lambda call, seed, leaves, parameters, buffers, *_: _call_of(call).evaluation(seed, leaves, parameters, buffers),
+    "CompositeExplicitAutograd",
+)
+_LIBRARY.impl(
     "run_backward", lambda call, token, tangent, _: _call_of(call).backward(token, tangent), "CompositeExplicitAutograd"
 )
 torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("mirrorc::run_evaluation", _fake_evaluation, lib=_LIBRARY)
 torch.library.register_fake(
     "mirrorc::run_backward", lambda call, token, tangent, parameters: _like(parameters), lib=_LIBRARY
 )
 
 run_forward = torch.ops.mirrorc.run_forward.default
-"""``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written)``: what `OpaqueRuns.forward` gives.
+"""``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)``: what
+`OpaqueRuns.forward` gives.
 
-It gives the loss, a scalar of that dtype, a token, which is an int64 on the CPU, and new values of the buffers in these places.
+It gives the loss, a scalar of that dtype, a token, which is an int64 on the CPU, new values of the buffers in these places, and
+contiguous outputs of these dtypes and sizes (`sizes_of`).
 It is a function of its arguments: what Python does in it must not last. A seed is given if random numbers are drawn.
 """
 
@@ -145,4 +200,7 @@ run_backward = torch.ops.mirrorc.run_backward.default
 It may be called once for each token.
 """
 
-OPAQUE = (run_forward, run_backward)
+run_evaluation = torch.ops.mirrorc.run_evaluation.default
+"""Takes the same, and gives the same without a token, as `OpaqueRuns.evaluation` does; no loss if it has no dtype."""
+
+OPAQUE = (run_forward, run_backward, run_evaluation)

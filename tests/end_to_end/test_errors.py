@@ -306,7 +306,7 @@ def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
     optimizer = ADAMW(model.parameters())
     twin, x = copy.deepcopy(model), mlp_batch(6)["x"]
     before = x.clone()
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", capture="dynamo") as step:
         with unchanged(model, optimizer), refuses(CaptureError, *words):
             step(x)
         assert torch.equal(x, before)

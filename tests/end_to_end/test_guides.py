@@ -16,6 +16,7 @@ import gan_digits
 import lstm_names
 import pytest
 import resume_digits
+import settling_digits
 import torch
 import train_workers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -40,6 +41,11 @@ def test_halves_of_digits_find_each_other() -> None:
 def test_a_gan() -> None:
     untrained = gan_digits.main([*EAGER, "--epochs", "0"])
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
+
+
+def test_a_net_whose_control_flow_depends_on_data() -> None:
+    untrained = settling_digits.main([*EAGER, "--epochs", "0"])
+    assert settling_digits.main([*EAGER, "--epochs", "2", "--devices", "cpu:0", "cpu:1", "cpu:2"]) > untrained + 0.3
 
 
 @pytest.mark.slow
@@ -136,6 +142,7 @@ def test_every_example_is_on_the_page(page: str) -> None:
         gan_digits,
         lstm_names,
         resume_digits,
+        settling_digits,
         train_workers,
     ]
     missing = [name for guide in guides if (name := Path(str(guide.__file__)).name) not in text]

@@ -151,7 +151,9 @@ def test_what_cannot_be_captured_is_refused_in_a_few_lines(capfd: pytest.Capture
         optimizer = SGD(model.parameters())
         with (
             unchanged(model, optimizer),
-            mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+            mirrorc.compile(
+                model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo"
+            ) as step,
             pytest.raises(CaptureError, match=f"(?s){words}") as caught,
         ):
             step(**data)

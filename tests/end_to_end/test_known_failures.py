@@ -150,7 +150,7 @@ INTERNALS = (
 
 def compiled(model: nn.Module) -> mirrorc.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo")
 
 
 def cases() -> Iterator[tuple[Callable[[], nn.Module], tuple[str, str]]]:

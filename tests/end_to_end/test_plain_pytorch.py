@@ -537,14 +537,7 @@ def test_what_is_over_all_replicas_is_refused() -> None:
 
 def test_other_purposes_are_refused(tmp_path: Path) -> None:
     batch = batches(6)[0]
-    with (
-        compile_plain(Branches(), return_outputs=True) as step,
-        pytest.raises(CaptureError, match="gives the loss alone"),
-    ):
-        step(**batch)
     with compile_plain(Branches()) as step:
-        with pytest.raises(CaptureError, match="'autograd' traces training steps alone"):
-            step.evaluate(**batch)
         step(**batch)
         with pytest.raises(ValueError, match="captured with capture='autograd'"):
             step.program.save(tmp_path / "program.json.gz")

@@ -135,7 +135,8 @@ def test_an_argument_whose_gradient_is_asked_for_is_refused() -> None:
             return self.layer(x)
 
     model = Asks()
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager")
+    options = {"loss_fn": F.mse_loss, "backend": "eager", "capture": "dynamo"}
+    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), **options)
     with step, pytest.raises(mirrorc.CaptureError, match="requires_grad of a tensor that was there before it"):
         step(torch.ones(4, 3), target=torch.ones(4, 3))
 
@@ -153,11 +154,13 @@ def test_a_ctc_loss_is_refused_by_name() -> None:
         )
 
     model = nn.Linear(3, 4)
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=loss, backend="eager")
+    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=loss, backend="eager", capture="dynamo")
     with step, pytest.raises(mirrorc.CaptureError, match="a CTC loss needs memory that depends on the values"):
         step(torch.ones(4, 9, 3), target=labels)
     model = Wav2Vec2ForCTC(Wav2Vec2Config(**SIZES)).train()
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), backend="eager", loss_reduction="sum")
+    step = mirrorc.compile(
+        model, 2, optimizer=SGD(model.parameters()), backend="eager", loss_reduction="sum", capture="dynamo"
+    )
     with step, pytest.raises(mirrorc.CaptureError, match="its CTC loss looks at the labels"):
         step(torch.ones(4, 220), labels=labels["labels"])
 

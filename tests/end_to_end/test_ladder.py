@@ -1,0 +1,167 @@
+"""capture="auto": what Dynamo cannot read runs as plain PyTorch, and what is refused for its meaning stays refused."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import CaptureError
+from mirrorc.capture.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.front_ends import front_end_named
+from mirrorc.capture.ladder import Ladder, ladder_named
+
+TOLERANCE = 1e-12
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
+            "target": torch.randint(0, 4, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+class Net(nn.Module):
+    """Branches by the values of each example, from ``longest`` examples on."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.last, self.most = nn.Linear(6, 8).double(), nn.Linear(8, 4).double(), most
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) * self.scale
+        if len(x) <= self.most:
+            h = torch.stack([row.tanh() if row.sum() > 0 else 2 * row for row in h])
+        return self.last(h)
+
+
+def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
+    given = {"loss_fn": F.cross_entropy, "backend": "eager", **options}
+    return mirrorc.compile(model, devices, optimizer=SGD(model.parameters()), **given)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
+    data = batches(7, 6, 8, 2)
+    expected = train_on_one_device(Net(), SGD, data, F.cross_entropy)
+    with pytest.warns(UserWarning, match="Net trains with capture='autograd'"):
+        found = train_mirrored(Net(), SGD, data, num_devices, F.cross_entropy)
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
+    data = batches(6, 8)
+    with compiled(Net()) as step:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for batch in data:  # of two shapes
+                step(**batch)
+        (text,) = [str(one.message) for one in told if "capture=" in str(one.message)]
+        assert "test_ladder.py" in text and "row.sum() > 0" in text and told[0].filename == __file__
+        assert "Say capture='autograd' to have that without this warning, or capture='dynamo' for an error" in text
+        for printed in (step.program.to_text(), str(step.explain())):
+            assert "captured with capture='autograd', because 'dynamo' cannot capture Net at" in printed
+    with compiled(Net(), capture="autograd") as step, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(**data[0])
+    with compiled(Net(most=0)) as step, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(**data[0])
+        assert "autograd" not in step.program.to_text()
+
+
+def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the_same() -> None:
+    data = batches(7, 12, 7, 11)  # shards of 3 and 4 branch, those of 5 and 6 do not
+    expected = train_on_one_device(Net(most=4), SGD, data, F.cross_entropy)
+    with pytest.warns(UserWarning, match="trains with capture='autograd'"):
+        found = train_mirrored(Net(most=4), SGD, data, 2, F.cross_entropy)
+    with pytest.warns(UserWarning, match="trains with capture='autograd'"):
+        train_mirrored(Net(most=5), SGD, batches(11), 2, F.cross_entropy)  # one shard branches
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
+
+
+def test_numbers_of_the_model_and_plain_arguments_count_in_each_step() -> None:
+    class Scales(Net):
+        def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) * factor
+
+    model, twin = Scales(), Scales()
+    (batch,) = batches(6)
+    optimizer = SGD(twin.parameters())
+    with compiled(model) as step, pytest.warns(UserWarning, match="trains with capture='autograd'"):
+        for scale, factor in ((1.0, 2.0), (3.0, 2.0), (3.0, 0.5), (1.0, 2.0)):
+            model.scale = twin.scale = scale
+            found = step(batch["x"], factor, target=batch["target"])
+            optimizer.zero_grad()
+            expected = F.cross_entropy(twin(batch["x"], factor), batch["target"])
+            expected.backward()
+            optimizer.step()
+            assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+
+
+class Assigns(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.last_seen = y
+        return y
+
+
+def test_what_no_front_end_takes_is_refused_with_both_reasons() -> None:
+    model = Assigns()
+    words = r"row.sum\(\) > 0.*Remedy: .* With capture='autograd', which was tried next: .*assigns an attribute, 'last_seen'"
+    with compiled(model) as step:
+        for _ in range(2):
+            with unchanged(model), pytest.raises(CaptureError, match=words):
+                step(**batches(6)[0])
+    with compiled(Net(), capture="dynamo") as step, pytest.raises(UnreadableError, match="capture='autograd'"):
+        step(**batches(6)[0])
+
+
+def test_what_is_refused_for_its_meaning_is_not_tried_again() -> None:
+    (batch,) = batches(6)
+    for loss_fn, words in (
+        (lambda output, target: output, "no scalar"),
+        (lambda output, target: output.detach().sum(), "does not depend on any trainable parameter"),
+    ):
+        with compiled(Net(most=0), loss_fn=loss_fn) as step, pytest.raises(CaptureError, match=words) as caught:
+            step(**batch)
+        assert "autograd" not in str(caught.value) and not isinstance(caught.value, UnreadableError)
+
+
+def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)).double()
+    data = batches(6, 6)
+    expected = train_on_one_device(model, SGD, data, F.cross_entropy)
+    with pytest.warns(UserWarning, match="has momentum=None"):
+        found = train_mirrored(model, SGD, data, 1, F.cross_entropy)
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def test_the_ladder_and_its_names() -> None:
+    assert ladder_named("auto").names == ("dynamo", "autograd")
+    assert ladder_named("autograd").names == ("autograd",) and front_end_named("auto").name == "dynamo"
+    both = Ladder([front_end_named("dynamo"), front_end_named("autograd")])
+
+    def attempt(front_end: Any) -> str:
+        if front_end.name == "dynamo":
+            raise UnreadableError("cannot capture it. Remedy: none.", ": why")
+        raise LoneExampleError("two examples or more")
+
+    with pytest.raises(LoneExampleError, match="Remedy: none. With capture='autograd', .*two examples or more"):
+        both.climb(attempt)
+    with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, autograd"):
+        ladder_named("trace")
