@@ -77,7 +77,10 @@ class AutogradFrontEnd(FrontEnd):
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example once more."""
         own = (call.data or [()])[0]
-        grown = [leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]]) for leaf, like in zip(own, leaves)]
+        grown = [
+            leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
+            for leaf, like in zip(own, leaves, strict=False)
+        ]
         if len(grown) != len(leaves) or any(one.shape != like.shape for one, like in zip(grown, leaves, strict=True)):
             return None
         what = type(call.model).__name__

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import random
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import LoneExampleError, check_evaluated_loss, check_trained_loss
-from mirrorc.capture.kept_model import can_keep_value, is_same
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.opaque_call import OpaqueCall
 from mirrorc.capture.opaque_runs import AssignedAttributeError, Recorded, Run
 from mirrorc.capture.replica_streams import ReplicaStream
+from mirrorc.capture.run_effects import have_same_bits, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
@@ -110,7 +106,7 @@ def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Te
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     stream, untouched = (ReplicaStream(0, parameters[0].device) for _ in range(2))
-    with _explained(what), _refused_effects(call, what):
+    with _explained(what), refused_effects(call, what):
         own = [leaf.detach().clone() for leaf in leaves]
         run = opaque.run_forward(stream, own, parameters, buffers)
         loss = _checked_loss(run.loss, call, what)
@@ -156,7 +152,7 @@ def _written(
     parameters = [value.detach() for value in opaque.parameters.values()]
 
     def places(tensors: Sequence[torch.Tensor], were: Sequence[torch.Tensor]) -> list[int]:
-        changed = [i for i, (new, old) in enumerate(zip(tensors, were, strict=True)) if not _have_same_bits(new, old)]
+        changed = [i for i, (new, old) in enumerate(zip(tensors, were, strict=True)) if not have_same_bits(new, old)]
         return sorted({*run.written(tensors), *changed})
 
     names, written = [*opaque.buffers], places(run.buffers, buffers)
@@ -164,11 +160,6 @@ def _written(
     inputs += [("argument", str(place)) for place in places(run.leaves, leaves)]
     inputs += [("buffer", names[place]) for place in written if run.buffers[place].requires_grad]
     return inputs, written
-
-
-def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
 
 
 @contextlib.contextmanager
@@ -197,77 +188,6 @@ def _explained(what: str) -> Iterator[None]:
             "shapes and values that model and loss take: plain PyTorch, by which this model is run, raises this on the data of "
             "one shard."
         ) from error
-
-
-@contextlib.contextmanager
-def _refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
-    """A block that must not draw of Python's or numpy's generators, nor change lists, dicts or tensors that replicas share.
-
-    Raises:
-        CaptureError: names what it has done.
-    """
-    python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
-    contents = [
-        (key, value, _copy_of(value))
-        for module in call.modules()
-        for key, value in vars(module).items()
-        if type(value) in (dict, OrderedDict, list, set)
-    ]
-    kinds = _kinds_of(nn.Module)
-    modules = [one for one in gc.get_objects() if type(one) in kinds]  # of some million objects
-    buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
-    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-    try:
-        yield
-        if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
-            raise CaptureError(
-                f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
-                "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
-                "pass what was drawn as an argument"
-            )
-        changed = next((key for key, value, content in contents if not is_same(value, content)), None)
-        if changed is not None:
-            raise CaptureError(
-                f"forward or loss of {what} changes {changed!r}, a collection that all replicas share, and whose order would "
-                "follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and write "
-                "that in place (self.x.copy_(value))"
-            )
-        if not all(_have_same_bits(*pair) for pair in kept):  # a normalization does not count its writes as versions
-            raise CaptureError(
-                f"forward or loss of {what} writes a buffer of a module that neither model nor loss holds as a submodule, so "
-                "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
-            )
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-        for buffer, value in kept:
-            if not _have_same_bits(buffer, value):
-                buffer.detach().copy_(value)
-
-
-def _kinds_of(kind: type) -> set[type]:
-    """A class and all that are derived from it."""
-    found, waiting = {kind}, [kind]
-    while waiting:
-        new = [one for one in type.__subclasses__(waiting.pop()) if one not in found]
-        found.update(new)
-        waiting += new
-    return found
-
-
-def _copy_of(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    one, other = one["state"], other["state"]
-    return bool(one["pos"] == other["pos"] and np.array_equal(one["key"], other["key"]))
-
-
-def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """The buffers of a module, which may be a copy that holds nothing."""
-    found = vars(module).get("_buffers") or {}
-    return [buffer for buffer in found.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
 
 
 def _untrained(loss: torch.Tensor, run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:

@@ -20,7 +20,7 @@ class Climbed(Generic[T]):
     Attributes:
         found: what it has given.
         front_end: which one it was.
-        failed: those above it, and why each of them could not, as what follows "cannot capture" and the model's name.
+        failed: those above it, and why each could not, as what follows "cannot capture" and the model's name.
     """
 
     found: T
@@ -28,7 +28,7 @@ class Climbed(Generic[T]):
     failed: tuple[tuple[FrontEnd, str], ...]
 
     def remarks(self, what: str) -> list[str]:
-        """What readers of the program are told of the front ends that could not capture ``what``; nothing if none was tried."""
+        """What readers of the program are told of the front ends that could not capture ``what``."""
         return [
             f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {what}{why}"
             for failed, why in self.failed
@@ -39,18 +39,19 @@ class Climbed(Generic[T]):
         if not self.failed:
             return ""
         first, why = self.failed[0]
+        name = self.front_end.name
         return (
-            f"{what} trains with capture={self.front_end.name!r}: {self.front_end.words}, because {first.name!r} cannot capture "
-            f"it{why}. Each replica goes by the values of its own shard. Say capture={self.front_end.name!r} to have that without this warning, or capture={first.name!r} for an "
-            "error that says what to change"
+            f"{what} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. Each "
+            f"replica goes by the values of its own shard. Say capture={name!r} to have that without this warning, or "
+            f"capture={first.name!r} for an error that says what to change"
         )
 
 
 class Ladder:
     """Front ends, those of the fastest programs first.
 
-    A front end that cannot read a model's Python, or a branch that depends on data, leaves it to the next one. What is refused for
-    its meaning, such as a loss that is no scalar, is refused by the first.
+    A front end that cannot read a model's Python, or a branch that depends on data, leaves it to the next one. What is refused
+    for its meaning, such as a loss that is no scalar, is refused by the first.
 
     Args:
         front_ends: one or more.

@@ -37,7 +37,7 @@ class UsedParameters:
 
 
 class OpaqueRuns(Protocol):
-    """What `run_forward`, `run_backward` and `run_evaluation` run. Results have the types that the operators' other arguments tell."""
+    """What the operators of this module run. Results have the types that their other arguments tell."""
 
     def begin_step(self, used: UsedParameters) -> None:
         """Called before the runs of a step."""

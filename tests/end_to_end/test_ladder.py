@@ -17,6 +17,7 @@ from mirrorc import CaptureError
 from mirrorc.capture.errors import LoneExampleError, UnreadableError
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.ladder import Ladder, ladder_named
+from mirrorc.joint_facts import facts_of_program
 
 TOLERANCE = 1e-12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -151,6 +152,16 @@ def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
     assert_same_training(found, expected, TOLERANCE)
 
 
+def test_workers_whose_front_ends_differ_are_told_so_first() -> None:
+    said = []
+    for front_end in ("dynamo", "autograd"):
+        with compiled(Net(most=0), capture=front_end) as step:
+            step(**batches(6)[0])
+            said.append(facts_of_program(step.program, needs_seed=False).said)
+    differing = [name for name in said[0] if said[0][name] != said[1].get(name)]
+    assert differing[0] == "forward and backward" and "capture='autograd'" in said[1]["forward and backward"]
+
+
 def test_the_ladder_and_its_names() -> None:
     assert ladder_named("auto").names == ("dynamo", "autograd")
     assert ladder_named("autograd").names == ("autograd",) and front_end_named("auto").name == "dynamo"
@@ -161,7 +172,7 @@ def test_the_ladder_and_its_names() -> None:
             raise UnreadableError("cannot capture it. Remedy: none.", ": why")
         raise LoneExampleError("two examples or more")
 
-    with pytest.raises(LoneExampleError, match="Remedy: none. With capture='autograd', .*two examples or more"):
+    with pytest.raises(LoneExampleError, match=r"Remedy: none. With capture='autograd', .*two examples or more"):
         both.climb(attempt)
     with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, autograd"):
         ladder_named("trace")
