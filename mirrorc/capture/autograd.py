@@ -236,5 +236,6 @@ def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGra
     nodes = built.parts_of_forward(run_evaluation)
     losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)
     about = built.writes_and_outputs(others)
-    about["outputs"] = {**dict.fromkeys([LOSS_OUTPUT] if losses else [], nodes[0]), **about["outputs"]}
+    if losses:
+        about["outputs"] = {LOSS_OUTPUT: losses[0], **about["outputs"]}
     return built.joint(nodes, **about)
