@@ -68,7 +68,8 @@ def _kinds_of(kind: type) -> set[type]:
     """A class and all that are derived from it."""
     found, waiting = {kind}, [kind]
     while waiting:
-        new = [one for one in type.__subclasses__(waiting.pop()) if one not in found]
+        derived: list[type] = type.__subclasses__(waiting.pop())
+        new = [one for one in derived if one not in found]
         found.update(new)
         waiting += new
     return found
