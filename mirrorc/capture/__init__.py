@@ -4,5 +4,5 @@ from mirrorc.capture.autograd import AutogradFrontEnd
 from mirrorc.capture.dynamo import DynamoFrontEnd
 from mirrorc.capture.front_ends import register_front_end
 
-register_front_end(DynamoFrontEnd())
-register_front_end(AutogradFrontEnd())
+register_front_end(DynamoFrontEnd(), is_rung=True)
+register_front_end(AutogradFrontEnd(), is_rung=True)

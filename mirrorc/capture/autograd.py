@@ -48,7 +48,6 @@ class AutogradFrontEnd(FrontEnd):
     name = "autograd"
     guards_plain_values = True
     traces_evaluations = True
-    is_rung = True
     words = "forward and backward run as plain PyTorch"
     needs_data = True
 

@@ -62,7 +62,6 @@ class DynamoFrontEnd(FrontEnd):
     name = "dynamo"
     guards_plain_values = True
     traces_evaluations = True
-    is_rung = True
 
     def trace(
         self,

@@ -57,7 +57,6 @@ class FrontEnd(ABC):
             other values of what was not read. If not, programs are specialized on all plain values.
         traces_evaluations: whether it takes an `mirrorc.capture.evaluation_call.EvaluationCall` as well, and then gives a graph
             of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
-        is_rung: whether it is one of those that "auto" tries, in the order in which they were registered.
         words: how a step runs what it captures, as what follows a colon.
         needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
             values.
@@ -66,7 +65,6 @@ class FrontEnd(ABC):
     name: ClassVar[str]
     guards_plain_values: ClassVar[bool] = False
     traces_evaluations: ClassVar[bool] = False
-    is_rung: ClassVar[bool] = False
     words: ClassVar[str] = "as graphs"
     needs_data: ClassVar[bool] = False
 
@@ -98,13 +96,18 @@ class FrontEnd(ABC):
 
 
 AUTO = "auto"
-"""Stands for the front ends that are rungs, of which the first is used that can capture a model."""
+"""Stands for the front ends of the ladder, of which the first is used that can capture a model."""
 
 _front_ends: dict[str, FrontEnd] = {}
+_rungs: list[FrontEnd] = []
 
 
-def register_front_end(front_end: FrontEnd) -> None:
+def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
     """Makes a front end known by its name.
+
+    Args:
+        front_end: the front end.
+        is_rung: whether "auto" tries it, too, after those that were registered before.
 
     Raises:
         ValueError: another front end has this name.
@@ -112,16 +115,20 @@ def register_front_end(front_end: FrontEnd) -> None:
     if front_end.name in _front_ends:
         raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
+    if is_rung:
+        _rungs.append(front_end)
 
 
 def unregister_front_end(name: str) -> None:
     """Makes a front end unknown, so that its name is free again."""
-    del _front_ends[name]
+    front_end = _front_ends.pop(name)
+    if front_end in _rungs:
+        _rungs.remove(front_end)
 
 
 def rungs() -> list[FrontEnd]:
     """The front ends that "auto" tries, in this order."""
-    return [front_end for front_end in _front_ends.values() if front_end.is_rung]
+    return list(_rungs)
 
 
 def front_end_named(name: object) -> FrontEnd:

@@ -16,6 +16,7 @@ import mirrorc
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.dynamo import DynamoFrontEnd
 from mirrorc.capture.front_ends import Traced, front_end_named, register_front_end, unregister_front_end
+from mirrorc.capture.ladder import ladder_named
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
@@ -84,6 +85,26 @@ def test_a_step_is_captured_by_the_front_end_that_is_asked_for(front_end: Counti
     assert front_end.shapes == [(3, 6), (2, 6)]
     with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, autograd, counting"):
         mirrorc.compile(model, 2, capture="trace", **options)  # type: ignore[arg-type]
+
+
+def test_a_front_end_for_training_alone_is_said_to_be_that(front_end: CountingFrontEnd) -> None:
+    class Trains(CountingFrontEnd):
+        name = "trains"
+        traces_evaluations = False
+
+    register_front_end(Trains(), is_rung=True)
+    try:
+        assert ladder_named("auto").names == ("dynamo", "autograd", "trains")
+        model, batch = make_mlp(), mlp_batch(5)
+        options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": F.cross_entropy}
+        with (
+            mirrorc.compile(model, 2, capture="trains", backend="eager", **options) as step,  # type: ignore[arg-type]
+            pytest.raises(mirrorc.CaptureError, match="'trains' traces training steps alone"),
+        ):
+            step.evaluate(**batch)
+    finally:
+        unregister_front_end("trains")
+    assert ladder_named("auto").names == ("dynamo", "autograd")
 
 
 def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontEnd) -> None:
