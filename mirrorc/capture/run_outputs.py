@@ -86,10 +86,14 @@ def difference(found: TracedOutputs, recorded: TracedOutputs) -> str:
             return one.path
         if one.kind is LeafKind.CONSTANT and not is_same_constant(one.value, other.value):
             return one.path
+    longer = max(found.leaves, recorded.leaves, key=len)
+    shorter = min(found.leaves, recorded.leaves, key=len)
+    if len(longer) > len(shorter):
+        return longer[len(shorter)].path
     names = [name for name in found.types if found.types[name] != recorded.types.get(name)]
     if names or found.summed != recorded.summed:
         return names[0] if names else min(found.summed ^ recorded.summed)
-    return "" if found.structure == recorded.structure and len(found.leaves) == len(recorded.leaves) else "outputs"
+    return "" if found.structure == recorded.structure else "outputs"
 
 
 class _Reader:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from references import assert_same_training, train_mirrored, train_on_one_device, train_shard_by_shard, unchanged
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,7 +35,7 @@ def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Net(nn.Module):
-    """Branches by the values of each example, from ``longest`` examples on."""
+    """Branches by the values of each example, if there are at most so many."""
 
     def __init__(self, most: int = 100) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
 
 def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the_same() -> None:
     data = batches(7, 12, 7, 11)  # shards of 3 and 4 branch, those of 5 and 6 do not
-    expected = train_on_one_device(Net(most=4), SGD, data, F.cross_entropy)
+    expected = train_shard_by_shard(Net(most=4), SGD, data, 2, F.cross_entropy)
     with pytest.warns(UserWarning, match="trains with capture='autograd'"):
         found = train_mirrored(Net(most=4), SGD, data, 2, F.cross_entropy)
     with pytest.warns(UserWarning, match="trains with capture='autograd'"):
         train_mirrored(Net(most=5), SGD, batches(11), 2, F.cross_entropy)  # one shard branches
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
+    assert_same_training(found, expected, TOLERANCE)
 
 
 def test_numbers_of_the_model_and_plain_arguments_count_in_each_step() -> None:
