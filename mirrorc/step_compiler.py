@@ -29,6 +29,7 @@ from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.ir.remarks import CAPTURE, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
@@ -170,7 +171,8 @@ class StepCompiler:
         training_call, captured = climbed.found
         what = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(what))
-        captured = replace(captured, program=captured.program.with_remarks(*climbed.remarks(what)))
+        told = [Remark(text, by=CAPTURE) for text in climbed.remarks(what)]
+        captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *told)))
         self._check_memory(captured)
         counters = self._model.outside.counters_of(captured.outside)
         last = dict(counters.values())  # so that errors name statistics, not their counters

@@ -39,11 +39,12 @@ class ModuleCopy:
         self._known: list[dict[str, tuple[Any, Any]]] = [{} for _ in modules]
         self.root = self._copies[id(root)]
 
-    def load(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[int, torch.Tensor], **of_root: Any) -> None:
         """Takes over the attributes that the originals have now.
 
         Args:
             tensors: what takes the places of parameters and buffers, by the ids of the originals'.
+            **of_root: attributes that the root has instead of its original's.
         """
         self._loaded = []
         for (source, own), known in zip(self._pairs, self._known, strict=True):
@@ -55,6 +56,8 @@ class ModuleCopy:
                     changed = value if key in _TABLES else self._of_copies(value)
                     known[key] = (value, changed)
                     own[key] = changed
+            if own is vars(self.root):
+                own.update(of_root)
             own["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
             own["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
             own["_modules"] = _replaced(source["_modules"], self._copies.__getitem__)

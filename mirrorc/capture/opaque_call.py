@@ -165,8 +165,7 @@ class OpaqueCall:
         run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
         originals = (*self.parameters.values(), *self.buffers.values())
         given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
-        copy.load(given)
-        vars(copy.root)["plain"] = self._plain
+        copy.load(given, plain=self._plain)
         modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
         with modes, self._drawing(run, "forward"), refuses, noted_marks() as marked:
             found = copy.root(*run.leaves)
@@ -176,7 +175,12 @@ class OpaqueCall:
             run.outputs = read_run(outputs, run.loss, run.leaves, own, marked)
         assigned = copy.assigned()
         if assigned is not None:
-            raise AssignedAttributeError(assigned)
+            raise AssignedAttributeError(
+                f"forward assigns the attribute {assigned!r} of a module, which would not last: write buffers in place "
+                "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
+                "not last",
+                assigned,
+            )
         return run
 
     def run_backward(self, run: Run, tangent: torch.Tensor) -> None:

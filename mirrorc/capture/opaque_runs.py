@@ -96,14 +96,14 @@ class Recorded:
 
 
 class AssignedAttributeError(ExecutionError):
-    """Forward has assigned an attribute of a module."""
+    """Forward has assigned an attribute of a module.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
-            "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
-            "not last"
-        )
+    Attributes:
+        name: of the attribute; empty if the text alone is known.
+    """
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
         self.name = name
 
 

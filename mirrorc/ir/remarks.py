@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CAPTURE = "capture"
+"""Stands in the place of a pass in remarks on the front end that has captured a program, if it was not the first one."""
+
 
 @dataclass(frozen=True)
 class Remark:

@@ -16,6 +16,7 @@ from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
 from mirrorc.ir.operation import Kind, Selection
 from mirrorc.ir.program import Program
+from mirrorc.ir.remarks import CAPTURE
 from mirrorc.runtime.profiling.accounting import PARTS, mean_parts_ms, typical
 from mirrorc.runtime.profiling.advice import advise
 from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, skew_ns, sources_of
@@ -65,6 +66,7 @@ def explain_steps(
         devices=devices,
         advice=_INTERLEAVED if is_interleaved else advise(program, steps, step_ms, buckets, devices),
         prediction=predicted_of_steps(program, looked_at, foundations) if foundations is not None else None,
+        capture=tuple(remark.text for remark in program.remarks if remark.by == CAPTURE),
     )
 
 

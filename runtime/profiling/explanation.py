@@ -45,6 +45,7 @@ class Explanation:
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
         prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
+        capture: which front end has captured the program and why, if it was not the first one.
     """
 
     num_steps: int
@@ -55,6 +56,7 @@ class Explanation:
     devices: tuple[DeviceTimes, ...]
     advice: str
     prediction: Prediction | None = None
+    capture: tuple[str, ...] = ()
 
     @property
     def compute_ms(self) -> float:
@@ -85,6 +87,7 @@ def _text(found: Explanation) -> str:
     """The summary, a row for each bucket, a row for each device, the definitions of all columns, and the advice."""
     parts = [_summary(found), _bucket_rows(found), _device_rows(found), _prediction_rows(found), _definitions(found)]
     parts = [lines for lines in parts if lines]
+    parts += [textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in found.capture]
     parts.append(textwrap.wrap(f"advice: {found.advice}", _WIDTH, subsequent_indent="  "))
     return "\n\n".join("\n".join(lines) for lines in parts)
 

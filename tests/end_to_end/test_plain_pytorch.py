@@ -443,7 +443,7 @@ LATER = [
         raises,
         r"replica \d on cpu:\d failed in fwd_0.*test_plain_pytorch.py:\d+  raise KeyError.*KeyError.*No parameter",
     ),
-    (assigns, r"assigns the attribute 'last_seen' of a module"),
+    (assigns, r"^forward assigns the attribute 'last_seen' of a module"),
     (draws, r"forward of Does drew random numbers of torch, and drew none when it was captured"),
     (uses_the_spare, r"'spare' has a gradient in this call, and had none when Does was captured"),
     (counts, r"wrote the buffer 'seen' in this call, and did not when it was captured"),
