@@ -1102,9 +1102,7 @@ def test_forward_hook() -> None:
 
 def test_backward_hook() -> None:
     model = net()
-    model[0].register_full_backward_hook(
-        lambda module, given, output: tuple(2 * g for g in given if g is not None) or None
-    )
+    model[-1].register_full_backward_hook(lambda module, given, output: tuple(2 * gradient for gradient in given))
     with Pair(model) as pair, pytest.warns(UserWarning, match=quoted("backward-hook")):
         pair.train(2)
 

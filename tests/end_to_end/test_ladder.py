@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from branching import SGD, TOLERANCE, Net, batches
 from references import assert_same_training, train_mirrored, train_on_one_device, train_shard_by_shard, unchanged
 from torch import nn
 from torch.nn import functional as F
@@ -18,36 +18,6 @@ from mirrorc.capture.errors import LoneExampleError, UnreadableError
 from mirrorc.capture.front_ends import front_end_named
 from mirrorc.capture.ladder import Ladder, ladder_named
 from mirrorc.joint_facts import facts_of_program
-
-TOLERANCE = 1e-12
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
-            "target": torch.randint(0, 4, (size,), generator=generator),
-        }
-        for size in sizes
-    ]
-
-
-class Net(nn.Module):
-    """Branches by the values of each example, if there are at most so many."""
-
-    def __init__(self, most: int = 100) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.last, self.most = nn.Linear(6, 8).double(), nn.Linear(8, 4).double(), most
-        self.scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x) * self.scale
-        if len(x) <= self.most:
-            h = torch.stack([row.tanh() if row.sum() > 0 else 2 * row for row in h])
-        return self.last(h)
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:

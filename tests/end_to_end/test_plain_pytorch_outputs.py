@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ladder import SGD, TOLERANCE, Net, batches
+from branching import SGD, TOLERANCE, Net, batches
 from torch import nn
 from torch.nn import functional as F
 
