@@ -120,6 +120,8 @@ class _Reader:
             return self._leaf(path, *self._of_tensor(value, path))
         if isinstance(value, MethodType | nn.Module):
             self._refuse("a module or a method of one, of which each replica has its own,", path)
+        if isinstance(value, FunctionType) and value.__closure__:
+            self._refuse("a function that holds other values", path)
         if isinstance(value, (*IMMUTABLE, FunctionType, BuiltinFunctionType)):
             return self._leaf(path, LeafKind.CONSTANT, value)
         if len(path) > _LONGEST_PATH:

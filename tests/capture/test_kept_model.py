@@ -109,7 +109,7 @@ def test_a_failed_capture_leaves_the_model() -> None:
     model, x = Chain(first=registered_thrice_and_nested().b, branch=Branching()), torch.randn(6, 4, dtype=torch.float64)
     model.second = model.first
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 1, optimizer=optimizer, backend="eager") as step:
+    with mirrorc.compile(model, 1, optimizer=optimizer, backend="eager", capture="dynamo") as step:
         for _ in range(2):
             with same_objects(model), pytest.raises(mirrorc.CaptureError):
                 step(x)

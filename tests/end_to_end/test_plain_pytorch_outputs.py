@@ -115,6 +115,7 @@ def test_what_a_model_returns_is_put_together_again() -> None:
 REFUSED = [
     (lambda model, x, y: model.last, r"returns a module or a method of one.*'outputs.more.also'"),
     (lambda model, x, y: model.parameters, r"returns a module or a method of one"),
+    (lambda model, x, y: lambda: y, r"returns a function that holds other values, as 'outputs.more.also'"),
     (lambda model, x, y: iter([1]), r"returns a list_iterator, as 'outputs.more.also'"),
     (
         lambda model, x, y: mirrorc.summed(y.sum()) * 2,
