@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_TF := .venv-tf
+IMAGE_MODELS := .image-models
 BIN := $(VENV)/bin
 
 # tests/support/distribution.py says which tests one worker runs, and in which order they start.
@@ -32,9 +33,16 @@ test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
 # Everything there is: both of the above, whole tables, long fuzzing, and the table of what the verifier makes of mutants.
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.installed $(IMAGE_MODELS)/.installed
 	MIRRORC_FUZZING=10 $(PYTEST)
+	PYTHONPATH=$(CURDIR)/$(IMAGE_MODELS) $(PYTEST) tests/zoo -k "timm or torchvision"
 	$(BIN)/python tests/support/mutants.py
+
+# Libraries of models, in a folder of their own: PyPI's torchvision cannot be imported beside a torch for CPUs without what the zoo does
+# first, and Hugging Face imports it wherever it is installed.
+$(IMAGE_MODELS)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(IMAGE_MODELS) timm torchvision
+	touch $@
 
 # Tests that want a GPU, those of torch's private APIs, and probes: less than ten minutes. Says so at once if torch sees no GPU.
 test-gpu: $(VENV)/.installed
@@ -78,4 +86,4 @@ bench-tf: $(VENV)/.installed $(VENV_TF)/.installed
 	$(BIN)/python benchmarks/local.py --contenders mirrorc TensorFlow --tensorflow-python $(VENV_TF)/bin/python
 
 clean:
-	rm -rf $(VENV) $(VENV_TF) .venv-torch-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_TF) $(IMAGE_MODELS) .venv-torch-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache

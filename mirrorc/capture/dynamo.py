@@ -36,6 +36,7 @@ from mirrorc.capture.untrained_tensors import untrained_tensors
 from mirrorc.capture.weighted_means import weighted_means_of
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
+    CHECKS_OF_TENSORS,
     JointGraph,
     NumbersGivenUp,
     asked_for_class,
@@ -151,7 +152,7 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
-    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **masking_functions(call)}
+    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
         with contextlib.ExitStack() as stack:

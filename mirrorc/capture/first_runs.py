@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from mirrorc.capture.dropped_effects import Note
-from mirrorc.capture.errors import LoneExampleError, check_evaluated_loss, check_trained_loss
+from mirrorc.capture.errors import HooksMissingError, LoneExampleError, check_evaluated_loss, check_trained_loss
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.opaque_call import OpaqueCall
-from mirrorc.capture.opaque_runs import AssignedAttributeError, Recorded, Run
+from mirrorc.capture.opaque_runs import Recorded, Run
+from mirrorc.capture.output_capturing import HOOKS_ARE_INSTALLED
+from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
 from mirrorc.capture.replica_streams import ReplicaStream
 from mirrorc.capture.run_effects import have_same_bits, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference
@@ -62,7 +64,12 @@ def first_runs(
     Raises:
         CaptureError: a run fails, or does what is not the same in a step.
     """
-    each = [_first_run(opaque, call, leaves, what) for leaves in parts]
+    passing: set[Attribute] = set()
+    with _explained(what), refused_effects(call, what):
+        num_known = -1
+        while len(passing) > num_known:
+            num_known = len(passing)
+            each = [_first_run(opaque, call, leaves, what, passing) for leaves in parts]
     recorded = [one.recorded for one in each]
     dtypes = {one.loss_dtype for one in recorded}
     if len(dtypes) > 1:
@@ -80,8 +87,8 @@ def first_runs(
             if list(map(_type_of, part)) == list(map(_type_of, leaves))
         ]
         outputs = _common_outputs([one for one in alike if one is not None], what)
-    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), draws, outputs)
-    notes = tuple(dict.fromkeys(note for one in each for note in one.notes))
+    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), draws, outputs, frozenset(passing))
+    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_of_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
 
 
@@ -102,20 +109,30 @@ def _common_outputs(outputs: Sequence[TracedOutputs], what: str) -> TracedOutput
     return outputs[0]
 
 
-def _first_run(opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Tensor], what: str) -> FirstRuns:
+def _first_run(
+    opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Tensor], what: str, passing: set[Attribute]
+) -> FirstRuns:
+    """Runs one part; notes which attributes forward assigns, in further runs, in which none of them can be read before that."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
-    stream, untouched = (ReplicaStream(0, parameters[0].device) for _ in range(2))
-    with _explained(what), refused_effects(call, what):
+    untouched = ReplicaStream(0, parameters[0].device)
+    while True:
+        stream = ReplicaStream(0, parameters[0].device)
         own = [leaf.detach().clone() for leaf in leaves]
-        run = opaque.run_forward(stream, own, parameters, buffers)
-        loss = _checked_loss(run.loss, call, what)
-        notes = _untrained(run.loss, run, opaque, call, what) if call.trains else ()
-        written_inputs, written = _written(run, opaque, (leaves, buffers))
-        if call.trains:
-            opaque.run_backward(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
-        else:
-            opaque.let_go(run)
+        try:
+            run = opaque.run_forward(stream, own, parameters, buffers, frozenset(passing))
+            break
+        except AssignedAttributeError as error:
+            if not error.attributes:
+                raise
+            passing.update(error.attributes)
+    loss = _checked_loss(run.loss, call, what)
+    notes = _untrained(run.loss, run, opaque, call, what) if call.trains else ()
+    written_inputs, written = _written(run, opaque, (leaves, buffers))
+    if call.trains:
+        opaque.run_backward(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
+    else:
+        opaque.let_go(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
@@ -171,11 +188,13 @@ def _explained(what: str) -> Iterator[None]:
         raise
     except UnreadableOutputError as error:
         raise CaptureError(f"{what} {error}") from None
-    except AssignedAttributeError as error:
-        raise CaptureError(
-            f"forward of {what} assigns an attribute, {error.name!r}, of a module (self.x = ...), which does not last in a step, "
-            "where each replica has modules of its own: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what "
-            "changes as an argument, and use local variables for what need not last"
+    except (AssignedAttributeError, ReadBeforeAssignedError) as error:
+        kind = HooksMissingError if error.name == HOOKS_ARE_INSTALLED else CaptureError
+        reads = "and reads what an earlier call has left there, " if isinstance(error, ReadBeforeAssignedError) else ""
+        raise kind(
+            f"forward of {what} assigns an attribute, {error.name!r}, of a module (self.x = ...), {reads}which does not last in "
+            "a step, where each replica has modules of its own: write buffers in place (self.x.add_(1), self.x.copy_(value)), "
+            "pass what changes as an argument, and use local variables for what need not last"
         ) from None
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
@@ -219,6 +238,22 @@ def _untrained(loss: torch.Tensor, run: Run, opaque: OpaqueCall, call: TrainingC
             0,
         ),
     )
+
+
+def _of_passing(passing: Set[Attribute], what: str) -> list[Note]:
+    """A note on attributes that forward assigns, which the user's modules do not get."""
+    if not passing:
+        return []
+    names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(passing)))
+    return [
+        Note(
+            f"forward of {what} assigns attributes of modules ({names}) before it reads them: in a step each replica has modules "
+            "of its own, so that what forward leaves there does not reach the model. Remedy, if you read them: call the model "
+            "itself, or keep the values in buffers",
+            "<unknown>",
+            0,
+        )
+    ]
 
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+
+from mirrorc.capture.passing_attributes import Attribute, watching_class
+from mirrorc.torch_internals import renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 8
@@ -36,18 +39,22 @@ class ModuleCopy:
         self._copies: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in modules}
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
+        self._passing: Set[Attribute] = frozenset()
         self._known: list[dict[str, tuple[Any, Any]]] = [{} for _ in modules]
         self.root = self._copies[id(root)]
 
-    def load(self, tensors: Mapping[int, torch.Tensor], **of_root: Any) -> None:
+    def load(self, tensors: Mapping[int, torch.Tensor], passing: Set[Attribute] = frozenset(), **of_root: Any) -> None:
         """Takes over the attributes that the originals have now.
 
         Args:
             tensors: what takes the places of parameters and buffers, by the ids of the originals'.
+            passing: attributes that the copies are to assign before they read them; they are not taken over, and may be assigned.
             **of_root: attributes that the root has instead of its original's.
         """
         self._loaded = []
-        for (source, own), known in zip(self._pairs, self._known, strict=True):
+        if passing != self._passing:
+            self._watch(passing)
+        for module, (source, own), known in zip(self._copies.values(), self._pairs, self._known, strict=True):
             own.clear()
             own.update(source)
             for key, value in source.items():
@@ -61,7 +68,12 @@ class ModuleCopy:
             own["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
             own["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
             own["_modules"] = _replaced(source["_modules"], self._copies.__getitem__)
+            if isinstance(module, nn.RNNBase):
+                renew_recurrent_weights(module)
             self._loaded.append((dict(own), *(dict(own[table]) for table in _TABLES)))
+        for place, name in passing:
+            for attributes in (self._pairs[place][1], self._loaded[place][0]):
+                attributes.pop(name, None)
 
     def unload(self) -> None:
         """Lets go of tensors."""
@@ -69,17 +81,31 @@ class ModuleCopy:
         for _, own in self._pairs:
             own.clear()
 
-    def assigned(self) -> str | None:
-        """An attribute that was assigned, added or deleted since `load`, in whichever module; None if there is none."""
+    def assigned(self) -> list[Attribute]:
+        """The attributes that were assigned, added or deleted since `load`, but for the passing ones."""
+        found = []
+        for place, ((_, own), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
+            changed = [key for key, value in own.items() if loaded[0].get(key, _ABSENT) is not value]
+            found += [(place, key) for key in (*changed, *(key for key in loaded[0] if key not in own))]
+        return [one for one in found if one not in self._passing]
+
+    def replaced(self) -> str | None:
+        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; None if there is none."""
         for (_, own), loaded in zip(self._pairs, self._loaded, strict=True):
-            tables = (own, *(own.get(table, {}) for table in _TABLES))
-            for now, before in zip(tables, loaded, strict=True):
-                for key, value in now.items():
-                    if before.get(key, _ABSENT) is not value:
+            for table, before in zip(_TABLES, loaded[1:], strict=True):
+                now = own.get(table, {})
+                for key in (*now, *before):
+                    if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
                         return key
-                if len(now) != len(before):
-                    return next(key for key in before if key not in now)
         return None
+
+    def _watch(self, passing: Set[Attribute]) -> None:
+        """Has the copies raise an error where a passing attribute is read that was not assigned since `load`."""
+        self._passing = frozenset(passing)
+        for place, module in enumerate(self._copies.values()):
+            names = frozenset(name for own, name in passing if own == place)
+            if type(module) is not (kind := watching_class(type(module), names)):
+                object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
         """An attribute's value with copies of modules in the place of the originals; the very value if it holds none."""

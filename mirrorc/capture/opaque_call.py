@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
 
 from mirrorc.capture.module_copies import ModuleCopy
-from mirrorc.capture.opaque_runs import AssignedAttributeError, Recorded, Run, ThreadModes, parameter_of_run
+from mirrorc.capture.opaque_runs import Recorded, Run, ThreadModes, parameter_of_run
+from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference, read_run
 from mirrorc.capture.traced_outputs import noted_marks
@@ -98,7 +99,7 @@ class OpaqueCall:
     ) -> Run:
         stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
         try:
-            run = self.run_forward(stream, leaves, parameters, buffers)
+            run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.passing)
         except UnreadableOutputError as error:
             raise ExecutionError(f"{self._what} {error}") from None
         self._check_loss(run)
@@ -144,11 +145,13 @@ class OpaqueCall:
         leaves: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
+        passing: Set[Attribute] = frozenset(),
     ) -> Run:
         """Runs forward on these tensors; buffers are copied, so that only the copies are written.
 
         Raises:
-            ExecutionError: forward assigns an attribute, or draws random numbers without a stream.
+            ExecutionError: forward assigns an attribute that is not passing, reads a passing one that it has not assigned yet, or
+                draws random numbers without a stream.
             UnreadableOutputError: it returns what a step cannot make again.
         """
         try:
@@ -165,7 +168,7 @@ class OpaqueCall:
         run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
         originals = (*self.parameters.values(), *self.buffers.values())
         given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
-        copy.load(given, plain=self._plain)
+        copy.load(given, passing, plain=self._plain)
         modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
         with modes, self._drawing(run, "forward"), refuses, noted_marks() as marked:
             found = copy.root(*run.leaves)
@@ -173,14 +176,9 @@ class OpaqueCall:
         if self._call.keeps_outputs:
             own = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs = read_run(outputs, run.loss, run.leaves, own, marked)
-        assigned = copy.assigned()
-        if assigned is not None:
-            raise AssignedAttributeError(
-                f"forward assigns the attribute {assigned!r} of a module, which would not last: write buffers in place "
-                "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
-                "not last",
-                assigned,
-            )
+        replaced, assigned = copy.replaced(), copy.assigned()
+        if replaced is not None or assigned:
+            raise AssignedAttributeError(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
 
     def run_backward(self, run: Run, tangent: torch.Tensor) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from mirrorc.capture.module_copies import ModuleCopy
+from mirrorc.capture.passing_attributes import Attribute
 from mirrorc.capture.replica_streams import ReplicaStream
 from mirrorc.capture.run_outputs import RunOutputs
 from mirrorc.capture.traced_outputs import TracedOutputs
-from mirrorc.errors import ExecutionError
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Recorded:
         written: the places of the buffers that forward writes.
         draws: whether random numbers are drawn.
         outputs: what runs return beside the loss, if the call keeps that.
+        passing: the attributes that forward assigns before it reads them, so that what it leaves there does not count.
     """
 
     loss_dtype: torch.dtype | None
@@ -88,23 +89,12 @@ class Recorded:
     written: tuple[int, ...]
     draws: bool
     outputs: TracedOutputs | None = None
+    passing: frozenset[Attribute] = frozenset()
 
     @property
     def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each tensor that a run gives beside the loss."""
         return list(self.outputs.types.values()) if self.outputs is not None else []
-
-
-class AssignedAttributeError(ExecutionError):
-    """Forward has assigned an attribute of a module.
-
-    Attributes:
-        name: of the attribute; empty if the text alone is known.
-    """
-
-    def __init__(self, text: str, name: str = "") -> None:
-        super().__init__(text)
-        self.name = name
 
 
 def parameter_of_run(own: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

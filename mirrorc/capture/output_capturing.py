@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
+"""The attribute by which a model says so."""
+
 
 def install_capturing_hooks(model: nn.Module) -> bool:
     """Installs what models of Hugging Face install in their first call that is asked for hidden states or attentions.

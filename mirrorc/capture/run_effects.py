@@ -25,6 +25,9 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     Raises:
         CaptureError: names what it has done.
     """
+    before = random.getstate(), np.random.get_state(legacy=False)
+    random.seed()  # a state that no seed of forward's own leads back to
+    np.random.seed()
     python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     contents = [
         (key, value, _copy_of(value))
@@ -57,8 +60,8 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
                 "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
             )
     finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
+        random.setstate(before[0])
+        np.random.set_state(before[1])
         for buffer, value in kept:
             if not have_same_bits(buffer, value):
                 buffer.detach().copy_(value)

@@ -9,7 +9,7 @@ from mirrorc.torch_internals.allocations import (
     storage_key,
     watched_operators,
 )
-from mirrorc.torch_internals.asserts import assert_true
+from mirrorc.torch_internals.asserts import CHECKS_OF_TENSORS, assert_true
 from mirrorc.torch_internals.checkpoint_tags import checkpoint_tag
 from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.direct_calls import call_directly
@@ -57,6 +57,7 @@ from mirrorc.torch_internals.operators import (
 )
 from mirrorc.torch_internals.profiled_threads import is_profiled, seen_by_profiler
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
+from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
     UncountedHook,
@@ -93,6 +94,7 @@ from mirrorc.torch_internals.tracing import (
 from mirrorc.torch_internals.zeroed_gradients import observe_zero_grad
 
 __all__ = [
+    "CHECKS_OF_TENSORS",
     "DynamoGuards",
     "FakeTensor",
     "FakeTensorMode",
@@ -167,6 +169,7 @@ __all__ = [
     "quiet_fake_tensors",
     "read_from_module",
     "reading_names",
+    "renew_recurrent_weights",
     "replaced_operators",
     "results_with_stand_ins",
     "scale_each",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.module_copies import ModuleCopy
+from mirrorc.capture.passing_attributes import ReadBeforeAssignedError
 
 
 class Refers(nn.Module):
@@ -72,20 +73,46 @@ def test_attributes_are_taken_over_at_each_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("assign", "name"),
+    ("assign", "assigned", "replaced"),
     [
-        (lambda root: setattr(root, "options", {}), "options"),
-        (lambda root: setattr(root.one, "seen", 1), "seen"),
-        (lambda root: delattr(root, "listed"), "listed"),
-        (lambda root: setattr(root, "total", root.total + 1), "total"),
-        (lambda root: root.total.add_(1), None),
+        (lambda root: setattr(root, "options", {}), [(0, "options")], None),
+        (lambda root: setattr(root.one, "seen", 1), [(1, "seen")], None),
+        (lambda root: delattr(root, "listed"), [(0, "listed")], None),
+        (lambda root: setattr(root, "total", root.total + 1), [], "total"),
+        (lambda root: root.total.add_(1), [], None),
     ],
 )
-def test_what_is_assigned_is_named(assign: object, name: str | None) -> None:
+def test_what_is_assigned_is_named(assign: object, assigned: list[object], replaced: str | None) -> None:
     original = Refers()
     copied = ModuleCopy(original)
     copied.load(tensors_of(original))
-    assert copied.assigned() is None
+    assert copied.assigned() == [] and copied.replaced() is None
     assign(copied.root)  # type: ignore[operator]
-    assert copied.assigned() == name
+    assert (copied.assigned(), copied.replaced()) == (assigned, replaced)
     assert original.total.item() == 0.0
+
+
+def test_passing_attributes_are_assigned_before_they_are_read() -> None:
+    original = Refers()
+    copied = ModuleCopy(original)
+    one = copied.root.one if hasattr(copied.root, "one") else None
+    assert one is None, "nothing is there before load"
+    for _ in range(2):
+        copied.load(tensors_of(original), {(0, "options"), (1, "seen")})
+        root = copied.root
+        assert type(root).__name__ == "Refers" and isinstance(root, Refers) and isinstance(root.one, nn.Linear)
+        for read in (
+            lambda root: root.options,
+            lambda root: hasattr(root, "options"),
+            lambda root: getattr(root.one, "seen", None),
+            lambda root: delattr(root.one, "seen"),
+        ):
+            with pytest.raises(ReadBeforeAssignedError, match=r"reads the attribute '(options|seen)' of a module"):
+                read(root)
+        root.options, root.one.seen = {"scale": 1.0}, 3
+        assert root.options == {"scale": 1.0} and root.one.seen == 3 and copied.assigned() == []
+        root.other = 1
+        assert copied.assigned() == [(0, "other")]
+    assert original.options == {"scale": 2.0} and not hasattr(original.one, "seen")
+    copied.load(tensors_of(original))
+    assert copied.root.options is original.options and type(copied.root) is Refers

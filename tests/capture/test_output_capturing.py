@@ -51,6 +51,16 @@ def test_what_is_collected_is_that_of_one_device(name: str, is_called_before: bo
     assert num_hooks(model) == num_hooks(plain)
 
 
+def test_hooks_are_installed_where_forward_runs_as_plain_pytorch() -> None:
+    model = make(output_hidden_states=True)
+    plain = copy.deepcopy(model)
+    expected = plain(TOKENS, labels=LABELS).loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", capture="autograd") as step:
+        torch.testing.assert_close(step(TOKENS, labels=LABELS), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert num_hooks(model) == num_hooks(plain)
+
+
 def test_hooks_are_installed_once_and_only_where_forward_collects() -> None:
     model, plain = make(output_hidden_states=True), make(output_hidden_states=True)
     plain(TOKENS)

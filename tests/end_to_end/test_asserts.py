@@ -65,6 +65,33 @@ def test_a_failed_assert_raises_with_its_line_and_changes_nothing(devices: int, 
         assert_same_model(model, twin, 1e-10)
 
 
+def test_checks_of_torch_are_asserts() -> None:
+    """Models of Hugging Face check their arguments so, and torch reads a number for it in plain PyTorch."""
+
+    class Checks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._check_tensor_all(x > -5.0, lambda: "too small")
+            return self.layer(x)
+
+    model = Checks().double()
+    twin = copy.deepcopy(model)
+    step, optimizer = compiled(model, 2)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    x, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    with step:
+        step(x, target=target)
+        train_step(twin, twin_optimizer, {"x": x, "target": target}, F.mse_loss)
+        bad = x.clone()
+        bad[5] = -6.0
+        with unchanged(model, optimizer), pytest.raises(ExecutionError, match="not all elements are true"):
+            step(bad, target=target)
+    assert_same_model(model, twin, 1e-10)
+
+
 def test_asserts_stay_in_the_program_before_everything_that_leaves_the_replica() -> None:
     step, _ = compiled(Asserting(), 2)
     with step:

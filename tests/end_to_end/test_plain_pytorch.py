@@ -317,6 +317,65 @@ def test_attributes_are_those_that_the_model_has_in_each_step() -> None:
             assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
 
 
+class Passes(Net):
+    """Hands values from one method to the next in attributes, as some models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.kind, self.is_read_first = 5.0, "none", torch.tensor(False)
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        if self.is_read_first:
+            h = h * self.scale
+        if self.kind == "none" and h.sum() > 0:  # never assigned
+            self.hidden = h.tanh()
+        else:
+            self.hidden = h.sigmoid()
+        self.scale = 2.0
+        self.scale *= float(self.hidden.detach().abs().max() > 0.5) + 1.0
+        return self.hidden * self.scale
+
+
+def test_attributes_that_are_assigned_before_they_are_read_pass_values_within_a_call() -> None:
+    model, data = Passes(), batches(5, 4, 6)
+    single = train_on_one_device(model, SGD, data, F.cross_entropy)
+    sharded = train_shard_by_shard(model, SGD, data, 2, F.cross_entropy)
+    with pytest.warns(UserWarning, match=r"assigns attributes of modules \('hidden', 'scale'\) before it reads them"):
+        found = train_mirrored(model, SGD, data, 2, F.cross_entropy, capture="autograd")
+    assert_same_training(found, sharded, TOLERANCE)
+    assert (found.model.scale, hasattr(found.model, "hidden")) == (5.0, False)
+    assert single.model.scale != 5.0
+
+
+@pytest.mark.filterwarnings("ignore:forward of Passes assigns attributes")
+def test_an_attribute_that_a_later_call_reads_first_is_refused() -> None:
+    model, batch = Passes(), batches(5)[0]
+    with compile_plain(model) as step:
+        step(**batch)
+        model.is_read_first = torch.tensor(True)
+        with unchanged(model), pytest.raises(ExecutionError, match="reads the attribute 'scale' of a module"):
+            step(**batch)
+        model.is_read_first = torch.tensor(False)
+        step(**batch)
+
+
+def test_an_attribute_that_one_shard_reads_first_is_refused() -> None:
+    class ReadsInOne(Net):
+        scale = 1.0
+
+        def between(self, h: torch.Tensor) -> torch.Tensor:
+            if len(h) == 3:
+                self.scale = 2.0
+            return h * self.scale
+
+    model, batch = ReadsInOne(), batches(5)[0]
+    with (
+        compile_plain(model) as step,
+        pytest.raises(CaptureError, match=r"'scale', of a module.*reads what an earlier"),
+    ):
+        step(**batch)
+
+
 def test_autocast_is_as_in_the_callers_thread() -> None:
     class Sees(Net):
         def between(self, h: torch.Tensor) -> torch.Tensor:
@@ -327,6 +386,28 @@ def test_autocast_is_as_in_the_callers_thread() -> None:
     batch = batches(6)[0]
     with compile_plain(model) as step, torch.autocast("cpu", torch.bfloat16):
         step(batch["x"].float(), target=batch["target"])
+
+
+class Reads(nn.Module):
+    """A recurrent layer over sequences of one feature."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer, self.last = layer.double(), nn.Linear(8, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(x[..., None])[0].mean(1))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
+    model, data = Reads(kind(1, 4, 2, batch_first=True, bidirectional=True)), batches(5, 4)
+    single = train_on_one_device(model, SGD, data, F.cross_entropy)
+    for num_devices in (1, 2):
+        own = train_mirrored(model, SGD, data, num_devices, F.cross_entropy, capture="autograd")
+        assert_same_training(own, single, TOLERANCE)
+        assert own.model(data[0]["x"]).shape == (5, 4)
 
 
 # What is refused
@@ -362,6 +443,11 @@ def assigns(model: Any, h: torch.Tensor) -> None:
     model.last_seen = h.sum().item()
 
 
+def counts_in_python(model: Any, h: torch.Tensor) -> Any:
+    model.calls = getattr(model, "calls", 0) + 1
+    return h * model.calls
+
+
 def collects(model: Any, h: torch.Tensor) -> None:
     model.kept.append(h.sum().item())
 
@@ -372,6 +458,10 @@ def draws_of_python(model: Any, h: torch.Tensor) -> Any:
 
 def draws_of_numpy(model: Any, h: torch.Tensor) -> Any:
     return h * float(np.random.rand())
+
+
+def replaces_a_buffer(model: Any, h: torch.Tensor) -> None:
+    model.seen = model.seen + 1.0
 
 
 def writes_a_parameter(model: Any, h: torch.Tensor) -> None:
@@ -395,7 +485,11 @@ def detaches(model: Any, h: torch.Tensor) -> Any:
 
 
 REFUSED = [
-    (assigns, r"assigns an attribute, 'last_seen', of a module.*self.x.add_"),
+    (
+        counts_in_python,
+        r"assigns an attribute, 'calls', of a module.*reads what an earlier call has left there.*self.x.add_",
+    ),
+    (replaces_a_buffer, r"assigns an attribute, 'seen', of a module .self.x = \.\.\..*self.x.add_"),
     (collects, r"changes 'kept', a collection that all replicas share"),
     (draws_of_python, r"draws from Python's random or numpy's.*torch.rand"),
     (draws_of_numpy, r"draws from Python's random or numpy's.*torch.rand"),
@@ -415,11 +509,27 @@ def test_a_first_run_is_refused(deed: Callable[[Any, torch.Tensor], Any], words:
         for _ in range(2):
             with unchanged(model), pytest.raises(CaptureError, match=words):
                 step(**batches(6)[0])
-        assert (model.kept, hasattr(model, "last_seen")) == ([], False)
+        assert (model.kept, hasattr(model, "calls")) == ([], False)
         assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
         assert np.random.get_state()[1].tolist() == numpys  # type: ignore[index, union-attr]
         model.is_on = torch.tensor(False)
         step(**batches(6)[0])
+
+
+@pytest.mark.parametrize("generator", [random, np.random])
+def test_a_generator_that_forward_seeds_itself_is_refused_whatever_its_state(generator: Any) -> None:
+    """Replicas would seed and draw in any order."""
+
+    def seeds(model: Any, h: torch.Tensor) -> torch.Tensor:
+        generator.seed(3)
+        return h * generator.random()
+
+    batch = batches(6)[0]
+    with compile_plain(Does(seeds)) as step:
+        generator.seed(3)
+        generator.random()  # the state in which forward leaves it
+        with pytest.raises(CaptureError, match="draws from Python's random or numpy's"):
+            step(**batch)
 
 
 def draws(model: Any, h: torch.Tensor) -> Any:

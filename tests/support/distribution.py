@@ -9,8 +9,8 @@ from xdist.scheduler import LoadScopeScheduling
 # Files whose tests share nothing: their functions are dealt out one by one, each with all of its parameters.
 _DEALT_OUT = "tests/end_to_end/"
 
-# Cases that share nothing and take minutes each: they are dealt out one by one.
-_DEALT_OUT_BY_CASE = "tests/end_to_end/test_fuzzed_training.py"
+# Cases that share nothing, and take minutes each or are many: they are dealt out one by one.
+_DEALT_OUT_BY_CASE = ("tests/end_to_end/test_fuzzed_training.py", "tests/zoo/test_zoo.py")
 
 # What takes longest, longest first: whatever begins late ends late, while the other workers have nothing left to do.
 _FIRST = (
@@ -24,6 +24,7 @@ _FIRST = (
     "tests/printing/",
     "tests/loss_check/test_check.py",
     "tests/comparison/",
+    "tests/zoo/",
     "tests/end_to_end/test_memory.py",
     "tests/passes/test_re",
     "tests/end_to_end/",
@@ -41,7 +42,7 @@ def scope(nodeid: str) -> str:
         ('tests/test_cli.py', 'tests/end_to_end/test_parity.py::test_losses')
     """
     path = nodeid.split("::", 1)[0]
-    if path == _DEALT_OUT_BY_CASE:
+    if path in _DEALT_OUT_BY_CASE:
         return nodeid
     return nodeid.split("[", 1)[0] if path.startswith(_DEALT_OUT) else path
 

@@ -95,7 +95,7 @@ def train_shard_by_shard(
     make_optimizer: OptimizerMaker,
     batches: Sequence[Mapping[str, Any]],
     num_devices: int,
-    loss_fn: Loss,
+    loss_fn: Loss | None = None,
 ) -> Trained:
     """Trains with a copy of the buffers for each shard; the copies are aggregated in the end.
 
@@ -107,19 +107,19 @@ def train_shard_by_shard(
     optimizer = make_optimizer(home.parameters())
     losses, num_shards = [], num_devices
     for batch in batches:
-        num_shards = min(num_devices, max(1, len(batch["target"]) // 2))
-        shards = {key: value.tensor_split(num_shards) for key, value in batch.items()}
+        num_shards = min(num_devices, max(1, num_examples_in(batch) // 2))
         total = 0.0
         for i, own in enumerate(copies[:num_shards]):
             own.zero_grad()
-            shard = {key: pieces[i] for key, pieces in shards.items()}
-            weight = len(shard["target"]) / len(batch["target"])
+            shard = shard_of(batch, num_shards, i)
+            weight = num_examples_in(shard) / num_examples_in(batch)
             loss = loss_of(own, shard, loss_fn) * weight
             loss.backward()
             total += loss.item()
         with torch.no_grad():
             for parameters in zip(*(own.parameters() for own in copies[:num_shards]), strict=True):
-                parameters[0].grad = sum(p.grad for p in parameters)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                parameters[0].grad = torch.stack(gradients).sum(0) if gradients else None
             optimizer.step()
             for parameters in zip(*(own.parameters() for own in copies), strict=True):
                 for other in parameters[1:]:
@@ -129,6 +129,22 @@ def train_shard_by_shard(
         if buffers[0].is_floating_point():
             buffers[0].copy_(torch.stack(list(buffers)).mean(0))
     return Trained(home, optimizer, losses)
+
+
+def num_examples_in(batch: Mapping[str, Any]) -> int:
+    """How many examples a batch has."""
+    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def shard_of(batch: Mapping[str, Any], num_shards: int, place: int) -> dict[str, Any]:
+    """A shard of a batch, whose tensors may be in dicts."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cut(item) for key, item in value.items()}
+        return value.tensor_split(num_shards)[place] if isinstance(value, torch.Tensor) else value
+
+    return {key: cut(value) for key, value in batch.items()}
 
 
 def assert_mirrored(step: mirrorc.Step, model: nn.Module, num_devices: int) -> None:
@@ -148,6 +164,8 @@ def assert_mirrored(step: mirrorc.Step, model: nn.Module, num_devices: int) -> N
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest entry expected."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    if expected.numel() == 0:
+        return 0.0
     scale = expected.abs().max().item()
     difference = (actual - expected).abs().max().item()
     return difference / scale if scale > 0.0 else difference

@@ -1,0 +1,82 @@
+"""Attributes of modules that each run of forward assigns before it reads them, so that what it leaves there does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from types import new_class
+from typing import Any
+
+from mirrorc.errors import ExecutionError
+
+Attribute = tuple[int, str]
+"""An attribute of a module that is no parameter, buffer or submodule: the module's place in ``root.modules()``, and the name."""
+
+_ABSENT = object()
+_WATCHED = "_mirrorc_passing_attributes"
+
+
+class AssignedAttributeError(ExecutionError):
+    """Forward has assigned an attribute of a module.
+
+    Attributes:
+        name: its name.
+        attributes: all that it has assigned; empty if one of them is a parameter, a buffer or a submodule.
+    """
+
+    def __init__(self, name: str, attributes: Sequence[Attribute] = ()) -> None:
+        super().__init__(
+            f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
+            "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
+            "not last"
+        )
+        self.name, self.attributes = name, attributes
+
+
+class ReadBeforeAssignedError(ExecutionError):
+    """Forward has read an attribute that it assigns, and that it had not assigned before in the same run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"forward reads the attribute {name!r} of a module, which it assigns as well, so that what one call leaves there "
+            "counts in the next one, and in a step such a value does not last: write buffers in place (self.x.add_(1), "
+            "self.x.copy_(value)), or pass what changes as an argument"
+        )
+        self.name = name
+
+
+class _PassingAttribute:
+    """An attribute that can be read only once it was assigned."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:  # asked of the class
+            raise AttributeError(self._name)
+        if self._name not in vars(module):
+            raise ReadBeforeAssignedError(self._name)
+        return vars(module)[self._name]
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if vars(module).pop(self._name, _ABSENT) is _ABSENT:
+            raise ReadBeforeAssignedError(self._name)
+
+
+def watching_class(kind: type, names: Set[str]) -> type:
+    """A class like that of a module, whose attributes of these names can be read only once they were assigned.
+
+    Args:
+        kind: the class, or what this function has made of it for other names.
+        names: of attributes; if there are none, it is the class itself.
+    """
+    watched: Set[str] = getattr(kind, _WATCHED, frozenset())
+    if names == watched:
+        return kind
+    if watched:
+        return watching_class(kind.__mro__[1], names)
+    attributes = {name: _PassingAttribute(name) for name in names}
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, _WATCHED: names}
+    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**own, **attributes}))

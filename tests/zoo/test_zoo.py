@@ -1,0 +1,92 @@
+"""Tiny models of many kinds train on two devices as in plain PyTorch, each by the front end that its entry names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from references import (
+    Trained,
+    assert_same_training,
+    relative_error,
+    train_mirrored,
+    train_on_one_device,
+    train_shard_by_shard,
+    unchanged,
+)
+from zoo import FAMILIES, models_of, table
+from zoo_models import ZooModel
+
+import mirrorc
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+SGD = functools.partial(torch.optim.SGD, lr=0.02)
+MARKS = {"test": [], "test-slow": [pytest.mark.slow], "test-all": [pytest.mark.exhaustive]}
+ALL = [(family, entry) for family in FAMILIES for entry in models_of(family)]
+
+
+def cases(entries: list[tuple[str, ZooModel]]) -> Iterator[Any]:
+    for family, entry in entries:
+        yield pytest.param(family, entry, marks=MARKS[entry.run_by], id=entry.name)
+
+
+@pytest.mark.parametrize(("family", "entry"), cases(ALL))
+def test_trains_as_in_plain_pytorch(family: str, entry: ZooModel) -> None:
+    _skip_without_library(family)
+    model, batches = entry.made(), entry.batches()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = train_mirrored(model, SGD, batches, 2, entry.loss_fn, capture=entry.rung)
+    if entry.couples:
+        expected = train_shard_by_shard(model, SGD, batches, 2, entry.loss_fn)
+    else:
+        expected = train_on_one_device(model, SGD, batches, entry.loss_fn)
+    _check_that_it_learns(model, expected)
+    assert_same_training(found, expected, entry.tolerance)
+    told = [str(one.message) for one in seen if type(model).__name__ in str(one.message)]
+    assert len(told) == bool(entry.warns) and all(entry.warns in words for words in told), told
+
+
+@pytest.mark.parametrize(
+    ("family", "entry"), cases([(family, entry) for family, entry in ALL if entry.rung != "dynamo"])
+)
+def test_no_higher_front_end_captures_it(family: str, entry: ZooModel) -> None:
+    """Where this fails, the entry may name a better front end."""
+    _skip_without_library(family)
+    model, batch = entry.made(), entry.batches()[0]
+    optimizer = SGD(model.parameters())
+    step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=entry.loss_fn, backend="eager", capture="dynamo")
+    with step, unchanged(model), pytest.raises(mirrorc.CaptureError):
+        step(**batch)
+
+
+def test_the_committed_table_is_what_the_entries_give() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), "run: python tests/support/zoo_table.py"
+
+
+def test_the_selections_are_as_large_as_they_are_said_to_be() -> None:
+    names = [entry.name for _, entry in ALL]
+    assert len(set(names)) == len(names) >= 40
+    by_command = {command: sum(entry.run_by == command for _, entry in ALL) for command in MARKS}
+    assert by_command["test"] >= 12 and by_command["test"] + by_command["test-slow"] >= len(names) / 2
+    assert all(bool(entry.why) == (entry.rung != "dynamo") for _, entry in ALL)
+
+
+def _check_that_it_learns(before: torch.nn.Module, after: Trained) -> None:
+    """Nothing is compared that has no numbers, or does not move."""
+    pairs = list(zip(before.parameters(), after.model.parameters(), strict=True))
+    assert all(parameter.isfinite().all() for _, parameter in pairs)
+    assert max(relative_error(new.detach().to(old.dtype), old.detach()) for old, new in pairs) > 1e-5
+
+
+def _skip_without_library(family: str) -> None:
+    if family == "image_models" and importlib.util.find_spec("timm") is None:
+        pytest.skip(
+            "timm and torchvision are not installed here: make test-all installs them beside the other packages"
+        )
