@@ -178,7 +178,7 @@ class OpaqueCall:
             run.outputs = read_run(outputs, run.loss, run.leaves, own, marked)
         replaced, assigned = copy.replaced(), copy.assigned()
         if replaced is not None or assigned:
-            raise AssignedAttributeError(replaced or assigned[0][1], () if replaced is not None else assigned)
+            raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
 
     def run_backward(self, run: Run, tangent: torch.Tensor) -> None:

@@ -19,29 +19,41 @@ class AssignedAttributeError(ExecutionError):
     """Forward has assigned an attribute of a module.
 
     Attributes:
-        name: its name.
+        name: its name; empty if the text alone is known.
         attributes: all that it has assigned; empty if one of them is a parameter, a buffer or a submodule.
     """
 
-    def __init__(self, name: str, attributes: Sequence[Attribute] = ()) -> None:
-        super().__init__(
+    def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
+        super().__init__(text)
+        self.name, self.attributes = name, attributes
+
+    @classmethod
+    def of(cls, name: str, attributes: Sequence[Attribute] = ()) -> AssignedAttributeError:
+        """One that names the attribute."""
+        text = (
             f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
             "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
             "not last"
         )
-        self.name, self.attributes = name, attributes
+        return cls(text, name, attributes)
 
 
 class ReadBeforeAssignedError(ExecutionError):
     """Forward has read an attribute that it assigns, and that it had not assigned before in the same run."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+    @classmethod
+    def of(cls, name: str) -> ReadBeforeAssignedError:
+        """One that names the attribute."""
+        text = (
             f"forward reads the attribute {name!r} of a module, which it assigns as well, so that what one call leaves there "
             "counts in the next one, and in a step such a value does not last: write buffers in place (self.x.add_(1), "
             "self.x.copy_(value)), or pass what changes as an argument"
         )
-        self.name = name
+        return cls(text, name)
 
 
 class _PassingAttribute:
@@ -54,7 +66,7 @@ class _PassingAttribute:
         if module is None:  # asked of the class
             raise AttributeError(self._name)
         if self._name not in vars(module):
-            raise ReadBeforeAssignedError(self._name)
+            raise ReadBeforeAssignedError.of(self._name)
         return vars(module)[self._name]
 
     def __set__(self, module: Any, value: Any) -> None:
@@ -62,7 +74,7 @@ class _PassingAttribute:
 
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(self._name, _ABSENT) is _ABSENT:
-            raise ReadBeforeAssignedError(self._name)
+            raise ReadBeforeAssignedError.of(self._name)
 
 
 def watching_class(kind: type, names: Set[str]) -> type:
